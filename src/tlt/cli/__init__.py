@@ -1,0 +1,1 @@
+"""The `tlt` command: thin, and free of heavy imports until a command runs."""

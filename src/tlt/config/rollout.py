@@ -1,0 +1,58 @@
+"""Settings of the rollout: the engines, their drafters, and the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class NgramConfig(_Schema):
+    """Lookup of the last few tokens in the text so far."""
+
+    min_match: int = Field(default=2, ge=1)
+    """Shortest run of tokens that counts as a match."""
+    max_match: int = Field(default=4, ge=1)
+    """Longest run of tokens that is looked up."""
+
+
+class EngineConfig(_Schema):
+    """One vLLM engine."""
+
+    model: str
+    """Folder of the policy, in Hugging Face format."""
+    drafter: str | None = None
+    """Folder of an EAGLE-3 drafter; without one, only n-grams can draft."""
+    policy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
+    """Which arm to use when; see `tlt.speculation.policies`."""
+    max_draft_tokens: int | None = Field(default=None, ge=1, le=32)
+    """Longest draft any policy of this engine may use; by default what `policy` needs."""
+    ngram: NgramConfig | None = Field(default_factory=NgramConfig)
+    """Match lengths of the n-gram drafter; null leaves it out of the engine."""
+    num_cores: int = Field(default=1, ge=1)
+    """CPU cores the engine is bound to (CPU engines only)."""
+    num_gpus: int = Field(default=0, ge=0)
+    """GPUs of the engine, its tensor-parallel size; 0 is a CPU engine."""
+    kv_cache_gib: float = Field(default=1.0, gt=0)
+    """Memory for the KV cache of a CPU engine, in GiB. GPU engines take vLLM's setting."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to vLLM verbatim; wins over whatever TLT would set, unless that would be lossy."""
+
+
+class PoolConfig(_Schema):
+    """The pool of engines."""
+
+    num_engines: int = Field(default=1, ge=1)
+    """Engines, each in a process of its own."""
+    prefetch: int = Field(default=4, ge=0)
+    """Requests that wait inside an engine beyond those it runs, to hide the way there."""
+    health_interval_s: float = Field(default=5.0, gt=0)
+    """Seconds between health checks of an engine."""
+    health_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds without an answer after which an engine counts as lost."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Starts of one engine after it was lost, before the pool gives it up."""

@@ -1,0 +1,171 @@
+"""The records that the parts exchange. Standard library only.
+
+Read this first: it is the vocabulary of the system.
+
+- A `SampleRequest` goes into the rollout, a `Sample` comes out. Every sample of a GRPO group is
+  a request of its own; `group_id` ties them together.
+- An `Arm` is one way to decode: which drafter, and how many tokens it drafts. Before each engine
+  step a `DraftPolicy` picks an arm from a `StepContext`; after the step it sees a `StepReport`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+DrafterName = Literal["off", "ngram", "eagle3"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+# --- rollout ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """How to sample one response. `extra` goes verbatim into vLLM's `SamplingParams`."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One response to generate."""
+
+    sample_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    group_id: str = ""
+    expected_tokens: int | None = None
+    """Guess of the response's length, for balancing; the token limit where nothing is known."""
+
+    @property
+    def work_tokens(self) -> int:
+        return self.expected_tokens or self.sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished response."""
+
+    sample_id: str
+    group_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-probability of each token under the policy; empty when not asked for."""
+    finish_reason: FinishReason
+    engine: str
+    policy_version: int
+    """Version of the policy weights that generated the last token."""
+    queued_s: float
+    """Seconds between arrival at the engine and the first engine step."""
+    running_s: float
+    """Seconds between the first engine step and the last token."""
+    finished_at_s: float
+    """Wall-clock time of the end, seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of one engine since it started. Differences of two make a rate."""
+
+    engine: str
+    steps: int = 0
+    drafts: int = 0
+    """Verified drafts: one per request and step that had any draft tokens."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    output_tokens: int = 0
+    busy_s: float = 0.0
+    """Seconds spent in engine steps."""
+    running: int = 0
+    queued: int = 0
+    policy_version: int = 0
+    drafter_version: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verified draft, the bonus token included."""
+        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+
+# --- speculation --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to decode a batch: a drafter and a draft length. `Arm()` is plain decoding."""
+
+    drafter: DrafterName = "off"
+    num_draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.drafter == "off") != (self.num_draft_tokens == 0):
+            raise ValueError(
+                f"arm {self.drafter!r} cannot draft {self.num_draft_tokens} tokens: "
+                "'off' drafts 0, every drafter at least 1"
+            )
+
+    def __str__(self) -> str:
+        return self.drafter if self.drafter == "off" else f"{self.drafter}:{self.num_draft_tokens}"
+
+
+OFF = Arm()
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What is known when the arm of a step is chosen."""
+
+    step: int
+    num_decodes: int
+    """Requests that decode in this step; prefills are not counted."""
+    num_prefills: int
+    num_waiting: int
+    drafter_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one engine step did.
+
+    A step verifies the drafts that the step before proposed, and then proposes its own. So the
+    drafted and accepted tokens belong to `verified`, the drafting time to `proposed`.
+    """
+
+    step: int
+    verified: Arm
+    proposed: Arm
+    num_decodes: int
+    num_prefill_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_at: tuple[int, ...]
+    """Drafts accepted at least up to position i, for i = 0, 1, ..."""
+    num_output_tokens: int
+    elapsed_s: float
+    drafter_version: int = 0
+
+
+class DraftPolicy(Protocol):
+    """Chooses the arm of every step. Pure: no torch, no vLLM, no clock but what it is given."""
+
+    def arms(self) -> frozenset[Arm]:
+        """Every arm `decide` may ever return; the engine prepares for exactly these."""
+        ...
+
+    def decide(self, context: StepContext) -> Arm: ...
+
+    def observe(self, report: StepReport) -> None: ...

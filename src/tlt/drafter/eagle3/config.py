@@ -1,0 +1,99 @@
+"""Shape of an EAGLE-3 drafter, derived from its target, in the config format vLLM reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """One decoder layer over three of the target's hidden states and the token embedding."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, ...]
+    """Which of the target's hidden states are fused: i means the input of layer i."""
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+
+    @classmethod
+    def for_target(cls, target: Any, draft_vocab_size: int | None = None) -> Eagle3Config:
+        """The drafter of a Llama- or Qwen-type target, given its Hugging Face config."""
+        heads = target.num_attention_heads
+        rope = getattr(target, "rope_parameters", None) or {}
+        theta = rope.get("rope_theta") or getattr(target, "rope_theta", None) or 10000.0
+        if rope.get("rope_type", "default") != "default":
+            # A scaled rotary embedding is the target's affair: the drafter learns its own.
+            rope = {}
+        return cls(
+            hidden_size=target.hidden_size,
+            intermediate_size=target.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(target, "num_key_value_heads", None) or heads,
+            head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size or target.vocab_size,
+            aux_layer_ids=default_aux_layers(target.num_hidden_layers),
+            rope_theta=float(theta),
+            rms_norm_eps=target.rms_norm_eps,
+            max_position_embeddings=target.max_position_embeddings,
+        )
+
+    def to_hf(self, dtype: str) -> dict[str, Any]:
+        """The `config.json` of a drafter folder."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            "rope_theta": self.rope_theta,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "dtype": dtype,
+        }
+
+    @classmethod
+    def from_hf(cls, config: dict[str, Any]) -> Eagle3Config:
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=config["draft_vocab_size"],
+            aux_layer_ids=tuple(config["eagle_aux_hidden_state_layer_ids"]),
+            rope_theta=config["rope_theta"],
+            rms_norm_eps=config["rms_norm_eps"],
+            max_position_embeddings=config["max_position_embeddings"],
+        )
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Low, middle and high: 2, L/2 and L-3, vLLM's default, spread out in shallow models."""
+    layers = (2, num_layers // 2, num_layers - 3)
+    if len(set(layers)) == 3 and list(layers) == sorted(layers):
+        return layers
+    if num_layers < 3:
+        raise ValueError(f"EAGLE-3 fuses three hidden states; the target has {num_layers} layers")
+    return (1, max(2, num_layers // 2), num_layers - 1) if num_layers > 3 else (0, 1, 2)

@@ -1,0 +1,78 @@
+"""A small random Llama with a byte tokenizer, for fast tests.
+
+The weights are scaled so that it behaves like a sharp language model rather than like noise:
+the head spreads the logits, so greedy choices have clear margins (fp32 results do not depend on
+batch shapes); the embedding dominates the residual stream, so the next token depends mostly on
+the last one and a little on the context, which a drafter can learn in seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+
+LOGIT_STD = 3.0
+EMBEDDING_STD = 1.0
+LAYER_STD = 0.05
+
+
+def make(
+    out: Path,
+    *,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    max_position_embeddings: int = 4096,
+    seed: int = 0,
+) -> Path:
+    """Write the model folder to `out`."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *bytes_])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
+        head_dim=32,
+        max_position_embeddings=max_position_embeddings,
+        tie_word_embeddings=False,
+        pad_token_id=vocabulary["<|pad|>"],
+        eos_token_id=vocabulary["<|end|>"],
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                continue
+            std = LAYER_STD
+            if "embed_tokens" in name:
+                std = EMBEDDING_STD
+            elif "lm_head" in name:
+                std = LOGIT_STD / hidden_size**0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return out

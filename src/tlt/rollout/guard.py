@@ -1,0 +1,169 @@
+"""Refuses, before any engine starts, what would make sampling lossy or what speculation lacks.
+
+Pure checks over plain settings. The rule is an allow-list: what is not known to keep the
+distribution of samples is refused, with the reason and what to write instead. With speculation
+off (no drafter, no n-gram arm) everything vLLM supports is fine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import Arm, SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, LossyError
+
+SPECULATIVE_KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size",
+        "draft_tensor_parallel_size",
+        "prompt_lookup_min",
+        "prompt_lookup_max",
+        "draft_sample_method",
+        "rejection_sample_method",
+        "enforce_eager",
+        "max_model_len",
+        "revision",
+        "quantization",
+        "attention_backend",
+        "moe_backend",
+    }
+)
+"""Keys of `speculative_config` that leave the distribution of samples alone."""
+
+OWNED_ENGINE_ARGS = {
+    "scheduler_cls": "TLT's scheduler chooses the drafts of each step",
+    "worker_cls": "TLT's worker switches the drafter",
+    "additional_config": "TLT passes its policy there",
+    "weight_transfer_config": "TLT's backend loads weights from shared memory",
+}
+
+SAMPLING_EXTRAS = frozenset(
+    {"min_tokens", "stop", "include_stop_str_in_output", "detokenize", "skip_special_tokens"}
+)
+"""Further sampling parameters that are known to work under speculation."""
+
+_SAMPLING_REASONS = {
+    "min_p": "vLLM does not apply it to drafted tokens",
+    "logit_bias": "vLLM does not apply it to drafted tokens",
+    "logits_processors": "custom processors do not see drafted tokens",
+    "n": "every sample is its own request; submit it n times",
+    "structured_outputs": "drafts past a grammar are not verified here",
+}
+
+
+def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
+    """Refuse an engine whose settings would be lossy, unsupported, or contradict each other."""
+    drafters = {arm.drafter for arm in arms}
+    if "eagle3" in drafters and config.drafter is None:
+        raise ConfigError(
+            "policy uses the drafter 'eagle3' but engine.drafter is not set; name the folder of "
+            "an EAGLE-3 drafter, or use the drafter 'ngram'"
+        )
+    if "ngram" in drafters and config.ngram is None:
+        raise ConfigError(
+            "policy uses the drafter 'ngram' but engine.ngram is null; e.g. {min_match = 2}"
+        )
+    if config.ngram is not None and config.ngram.min_match > config.ngram.max_match:
+        raise ConfigError(
+            f"engine.ngram.min_match = {config.ngram.min_match} is above max_match = "
+            f"{config.ngram.max_match}; e.g. min_match = 2, max_match = 4"
+        )
+    longest = max((arm.num_draft_tokens for arm in arms), default=0)
+    if config.max_draft_tokens is not None and longest > config.max_draft_tokens:
+        raise ConfigError(
+            f"engine.max_draft_tokens = {config.max_draft_tokens} but the policy drafts up to "
+            f"{longest}; set it to {longest}"
+        )
+    args = config.engine_args
+    for key, reason in OWNED_ENGINE_ARGS.items():
+        if key in args:
+            raise ConfigError(f"engine_args.{key} cannot be set: {reason}; remove it")
+    if not speculates(config, arms):
+        return
+    _check_speculative_config(args.get("speculative_config") or {})
+    if args.get("logits_processors"):
+        raise LossyError(
+            "engine_args.logits_processors: custom processors do not see drafted tokens; remove "
+            "it, or turn speculation off with policy.kind = 'off' and no drafter"
+        )
+    if int(args.get("data_parallel_size", 1)) > 1:
+        raise ConfigError(
+            "engine_args.data_parallel_size > 1 turns vLLM's draft lengths off; use "
+            "pool.num_engines for data parallelism and data_parallel_size = 1"
+        )
+    if "ngram" in drafters and config.drafter is not None and args.get("async_scheduling"):
+        raise ConfigError(
+            "engine_args.async_scheduling = true hides the sampled tokens from the n-gram lookup; "
+            "set it to false, or use the drafter 'eagle3' alone"
+        )
+
+
+def _check_speculative_config(speculative: Mapping[str, Any]) -> None:
+    for key in speculative:
+        if key not in SPECULATIVE_KEYS:
+            raise LossyError(
+                f"engine_args.speculative_config.{key} is not known to keep the distribution of "
+                f"samples; allowed are {', '.join(sorted(SPECULATIVE_KEYS))}"
+            )
+    method = speculative.get("method", "eagle3")
+    if method not in ("eagle3", "ngram"):
+        raise LossyError(
+            f"engine_args.speculative_config.method = {method!r} is not supported; "
+            "'eagle3' or 'ngram'"
+        )
+    rejection = speculative.get("rejection_sample_method", "standard")
+    if rejection != "standard":
+        raise LossyError(
+            f"engine_args.speculative_config.rejection_sample_method = {rejection!r} changes "
+            "which tokens are accepted; use 'standard'"
+        )
+
+
+def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
+    """Refuse sampling settings that speculation would not honour."""
+    if sampling.max_tokens < 1:
+        raise ConfigError(f"sampling.max_tokens = {sampling.max_tokens}; at least 1")
+    if sampling.temperature < 0:
+        raise ConfigError(f"sampling.temperature = {sampling.temperature}; 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"sampling.top_p = {sampling.top_p}; above 0, up to 1")
+    if not speculating:
+        return
+    for key, value in sampling.extra.items():
+        if key in SAMPLING_EXTRAS or not value:
+            continue
+        reason = _SAMPLING_REASONS.get(key, "it is not known to work under speculation")
+        raise LossyError(
+            f"sampling.extra.{key} = {value!r} is refused with speculation on: {reason}; remove "
+            "it, or turn speculation off with policy.kind = 'off' and no drafter"
+        )
+
+
+def check_length(request: SampleRequest, max_model_len: int, max_draft_tokens: int) -> None:
+    """Leave head-room for drafts.
+
+    One request near the limit would turn the drafter off for the whole batch, and leave holes in
+    the drafter's KV cache.
+    """
+    margin = max_draft_tokens + 1 if max_draft_tokens else 0
+    needed = len(request.prompt_token_ids) + request.sampling.max_tokens + margin
+    if needed > max_model_len:
+        raise ConfigError(
+            f"sample {request.sample_id}: prompt {len(request.prompt_token_ids)} + max_tokens "
+            f"{request.sampling.max_tokens} + {margin} for drafts is {needed}, above max_model_len "
+            f"= {max_model_len}; set engine_args.max_model_len = {needed} or lower max_tokens"
+        )
+
+
+def speculates(config: EngineConfig, arms: Collection[Arm]) -> bool:
+    """Whether this engine can ever draft."""
+    return (
+        config.drafter is not None
+        or "speculative_config" in config.engine_args
+        or any(arm.num_draft_tokens for arm in arms)
+    )

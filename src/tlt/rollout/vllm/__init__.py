@@ -1,0 +1,6 @@
+"""The plug-in for stock vLLM: the only place that touches vLLM's extension points.
+
+`plugin` is what vLLM loads in every engine process; `compat` handles faults of its CPU build;
+`scheduler` chooses a draft length per step; `worker` and `proposer` switch the drafter;
+`transfer` receives weights through shared memory.
+"""

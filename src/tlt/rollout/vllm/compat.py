@@ -1,0 +1,130 @@
+"""Faults of vLLM 0.32 that we work around, and every touch of its private parts for that.
+
+`apply()` runs in every engine process, through the plug-in's entry point. Each fix says what
+it needs, why the public way is not enough, and when it can go. `TLT_COMPAT_SKIP=name,name`
+leaves fixes out: the tests use it to show that each one is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SUPPORTED_VLLM = ((0, 32), (0, 33))
+"""First supported version, first version that is not."""
+
+SKIP_VARIABLE = "TLT_COMPAT_SKIP"
+
+_applied: dict[str, bool] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    name: str
+    why: str
+    apply: Callable[[], None]
+    cpu_only: bool = True
+
+
+def _fix_expand() -> None:
+    """Sampling settings per draft token are uninitialised memory on CPU.
+
+    The CPU stand-in for the expand kernel converts a float output to int64 and never writes the
+    result back, so temperature, top-k and top-p of each draft token are whatever was in memory
+    (vllm-project/vllm#55005). `RejectionSampler` looks the function up in its own module, so
+    replacing it there is enough. Can go when the kernel writes floats.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(
+        x: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        if replace_from != replace_to:
+            x = torch.where(x == replace_from, replace_to, x)
+        return x.repeat_interleave(counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def _fix_amx() -> None:
+    """The CPU attention kernel dies of SIGILL on very short prompts where AMX was never asked for.
+
+    The kernel uses AMX tiles without first asking the operating system for them; torch does so
+    only when it meets a large enough matrix product. Asking early is harmless where there is no
+    AMX. Can go when vLLM asks itself.
+    """
+    torch.cpu._init_amx()
+
+
+FIXES = (
+    Fix("expand", "sampling settings per draft token are garbage", _fix_expand),
+    Fix("amx", "SIGILL in attention on very short prompts", _fix_amx),
+)
+
+
+def apply() -> None:
+    """Apply every fix once in this process."""
+    from vllm.platforms import current_platform
+
+    skipped = set(filter(None, os.environ.get(SKIP_VARIABLE, "").split(",")))
+    for fix in FIXES:
+        if _applied.get(fix.name):
+            continue
+        wanted = fix.name not in skipped and (current_platform.is_cpu() or not fix.cpu_only)
+        if wanted:
+            fix.apply()
+        _applied[fix.name] = wanted
+
+
+def applied() -> dict[str, bool]:
+    """Which fixes are active in this process."""
+    return dict(_applied)
+
+
+# --- loading weights into a running model -------------------------------------------------------
+# `model.load_weights` in place does not work on CPU: linear weights are packed for the kernels and
+# the originals dropped (AttributeError: weight_loader), and a tied head silently keeps its old
+# values. vLLM's layerwise reload restores the loadable form, takes the weights, and packs again;
+# it has no public name for use outside a weight-transfer engine. Can go when it has one.
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+
+
+def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+    with disable_mtp_completeness_check():
+        model.load_weights(weights)
+
+
+def end_reload(model: torch.nn.Module, model_config: Any) -> None:
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(model, model_config)
+
+
+# --- is this the vLLM we know? ------------------------------------------------------------------
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def version_supported(version: str) -> bool:
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    return SUPPORTED_VLLM[0] <= numbers < SUPPORTED_VLLM[1]

@@ -1,0 +1,96 @@
+"""Schedulers that choose the draft length and the drafter of every step.
+
+vLLM drafts one number of tokens per step, `SchedulerOutput.num_spec_tokens_to_schedule`, and
+already lets it change from step to step. Both schedulers here set it, just before vLLM's own
+bookkeeping reads it, to what the policy decided, and put the drafter's name beside it; the
+scheduler output travels to every worker, so all tensor-parallel ranks agree.
+
+`scheduler_cls` is not a public interface of vLLM: the supported range is pinned, and
+`active_controller` fails loudly if vLLM did not take ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tlt.errors import EngineError
+from tlt.speculation.controller import DraftController, StepRecord
+from tlt.speculation.policies import build_policy
+
+CONFIG_KEY = "tlt"
+"""Where our settings sit in vLLM's `additional_config`."""
+
+
+class _Adaptive:
+    """What both schedulers share; mixed in before vLLM's class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
+        self.controller = DraftController(build_policy(settings["policy"]), time.perf_counter)
+        # Steps end in the order in which they were scheduled.
+        self._records: deque[StepRecord] = deque()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.controller.schedule_started()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        if scheduler_output.num_scheduled_tokens:
+            requests = self.requests  # type: ignore[attr-defined]
+            num_prefills = num_prefill_tokens = 0
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+                request = requests[request_id]
+                if request.num_computed_tokens < request.num_prompt_tokens:
+                    num_prefills += 1
+                    num_prefill_tokens += num_tokens
+            record = self.controller.step_scheduled(
+                num_decodes=len(scheduler_output.num_scheduled_tokens) - num_prefills,
+                num_prefills=num_prefills,
+                num_waiting=len(self.waiting),  # type: ignore[attr-defined]
+                num_prefill_tokens=num_prefill_tokens,
+            )
+            if self.num_spec_tokens:  # type: ignore[attr-defined]
+                scheduler_output.num_spec_tokens_to_schedule = record.proposed.num_draft_tokens
+                scheduler_output.tlt_drafter = record.proposed.drafter
+            self._records.append(record)
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        if scheduler_output.num_scheduled_tokens:
+            record = self._records.popleft()
+            sampled = model_runner_output.sampled_token_ids
+            index = model_runner_output.req_id_to_index
+            drafts = []
+            for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+                row = index.get(request_id)
+                if row is not None and sampled and sampled[row]:
+                    drafts.append((len(tokens), len(sampled[row]) - 1))
+            self.controller.step_finished(record, drafts, sum(map(len, sampled)))
+        return outputs
+
+
+class AdaptiveScheduler(_Adaptive, Scheduler):
+    """For synchronous scheduling."""
+
+
+class AdaptiveAsyncScheduler(_Adaptive, AsyncScheduler):
+    """For asynchronous scheduling, vLLM's default on GPUs."""
+
+
+def active_controller(scheduler: object) -> DraftController:
+    """The controller of an engine's scheduler; fails if the engine does not use ours."""
+    if not isinstance(scheduler, _Adaptive):
+        raise EngineError(
+            f"vLLM runs {type(scheduler).__name__} instead of TLT's scheduler; "
+            "remove scheduler_cls from engine_args"
+        )
+    return scheduler.controller

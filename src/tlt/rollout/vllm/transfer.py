@@ -1,0 +1,56 @@
+"""vLLM's weight-transfer API over shared memory: backend `tlt_shm`.
+
+Carries policy and drafter weights to all workers of a node, on CPU and for colocated processes.
+GPU-to-GPU transfers use vLLM's own `ipc` and `nccl` backends through the same three calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from tlt.rollout.vllm import compat
+from tlt.rollout.weights import read_weights
+
+
+@dataclass
+class SharedMemoryInit(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class SharedMemoryUpdate(WeightTransferUpdateInfo):
+    path: str
+
+
+class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
+    """Loads a `tlt.rollout.weights.SharedWeights` file into the policy or the drafter."""
+
+    init_info_cls = SharedMemoryInit
+    update_info_cls = SharedMemoryUpdate
+
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        """Nothing to meet: each update names its file."""
+
+    def start_weight_update(self) -> None:
+        compat.begin_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class then synchronises an accelerator, which a CPU engine does not have;
+        # reading from host memory is synchronous anyway.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+        compat.load(self.model, read_weights(update_info.path))
+
+    def finish_weight_update(self) -> None:
+        compat.end_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass

@@ -1,0 +1,68 @@
+"""Workers that switch the drafter per step and answer for themselves at start-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from tlt.rollout.vllm import compat, plugin, selftest
+from tlt.rollout.vllm.proposer import SwitchingProposer
+from tlt.rollout.vllm.scheduler import CONFIG_KEY
+
+
+class _Adaptive:
+    """What the workers of every device share; mixed in before vLLM's class."""
+
+    def init_device(self) -> None:
+        super().init_device()  # type: ignore[misc]
+        speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        if speculative is None or speculative.method != "eagle3":
+            return
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not hasattr(runner, "drafter"):
+            return  # not the last pipeline stage, or vLLM's V2 runner: draft lengths switch only
+        settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
+        # The runner has built vLLM's EAGLE proposer but loaded nothing into it yet.
+        runner.drafter = SwitchingProposer(
+            self.vllm_config,  # type: ignore[attr-defined]
+            runner.device,
+            runner,
+            settings.get("ngram"),
+        )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        if isinstance(drafter, SwitchingProposer):
+            drafter.drafter = getattr(scheduler_output, "tlt_drafter", "eagle3")
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def tlt_report(self, self_test: bool) -> dict[str, Any]:
+        """What this process runs: asked of every worker before the first request."""
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        return {
+            "plugin": plugin.active,
+            "vllm": compat.vllm_version(),
+            "fixes": compat.applied(),
+            "proposer": type(drafter).__name__ if drafter is not None else None,
+            "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
+        }
+
+    def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> None:
+        """One whole weight update, so that no step can run between its start and its end."""
+        if draft:
+            self.start_draft_weight_update()  # type: ignore[attr-defined]
+        else:
+            self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights(update_info)  # type: ignore[attr-defined]
+        self.finish_weight_update()  # type: ignore[attr-defined]
+
+
+class AdaptiveCPUWorker(_Adaptive, CPUWorker):
+    """One engine process on CPU cores."""
+
+
+class AdaptiveGPUWorker(_Adaptive, Worker):
+    """One engine process on a GPU."""
+

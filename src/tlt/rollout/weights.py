@@ -1,0 +1,103 @@
+"""Weights in shared memory: how a trainer hands them to the engines of its node.
+
+The trainer writes one file under `/dev/shm` per version: a JSON header with the name, dtype,
+shape and offset of each tensor, then the raw bytes. Every engine worker of the node maps it and
+loads from there, so one copy serves them all; `manifest()` names the file, and that is all that
+travels through Ray. The writer unlinks it when the engines are done; a mapping that is still
+open keeps its pages until it closes.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHARED_DIR = Path("/dev/shm")
+ALIGNMENT = 64
+_MAGIC = b"TLTW0001"
+
+
+class SharedWeights:
+    """One version of weights in shared memory, owned by the process that wrote it."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        entries: list[dict[str, Any]] = []
+        arrays: list[torch.Tensor] = []
+        offset = 0
+        for name, tensor in tensors:
+            array = tensor.detach().to("cpu").contiguous()
+            entries.append(
+                {
+                    "name": name,
+                    "dtype": str(array.dtype).removeprefix("torch."),
+                    "shape": list(array.shape),
+                    "offset": offset,
+                }
+            )
+            arrays.append(array)
+            offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
+        header = json.dumps(entries).encode()
+        start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
+        self.path = SHARED_DIR / f"tlt-weights-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.num_bytes = start + offset
+        with self.path.open("wb+") as file:
+            # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
+            os.posix_fallocate(file.fileno(), 0, max(self.num_bytes, 1))
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            file.flush()
+            with mmap.mmap(file.fileno(), self.num_bytes) as mapping:
+                view = torch.frombuffer(mapping, dtype=torch.uint8)
+                for entry, array in zip(entries, arrays, strict=True):
+                    if array.numel():
+                        at = start + entry["offset"]
+                        raw = array.reshape(-1).view(torch.uint8)
+                        view[at : at + raw.numel()].copy_(raw)
+                del view
+
+    def manifest(self) -> dict[str, Any]:
+        """What an engine needs to load these weights."""
+        return {"path": str(self.path)}
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> SharedWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a shared-memory file, mapped and not copied.
+
+    The tensors are views of the mapping: loaders must copy out of them.
+    """
+    with Path(path).open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if mapping[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(f"{path} holds no weights of this format")
+    length = int.from_bytes(mapping[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    body = len(_MAGIC) + 8
+    entries = json.loads(mapping[body : body + length])
+    start = -(-(body + length) // ALIGNMENT) * ALIGNMENT
+    for entry in entries:
+        dtype = getattr(torch, entry["dtype"])
+        shape = entry["shape"]
+        count = 1
+        for size in shape:
+            count *= size
+        if count == 0:
+            yield entry["name"], torch.empty(shape, dtype=dtype)
+            continue
+        flat = torch.frombuffer(
+            mapping, dtype=dtype, count=count, offset=start + entry["offset"]
+        )
+        yield entry["name"], flat.view(shape)

@@ -1,0 +1,126 @@
+"""Runs a draft policy step by step: who proposed what, what was accepted, how long it took.
+
+The scheduler calls `schedule_started`, `step_scheduled` and `step_finished`; everything else is
+here, without vLLM, so that it can be tested with a fake clock. Credit is the delicate part: the
+drafts verified in step t+1 were proposed by the arm of step t. Under asynchronous scheduling step
+t+1 is scheduled before step t has finished, so each step carries its own record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What must be remembered between scheduling a step and its end."""
+
+    context: StepContext
+    verified: Arm
+    proposed: Arm
+    num_prefill_tokens: int
+    started_s: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the engine started."""
+
+    steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    output_tokens: int = 0
+    busy_s: float = 0.0
+
+
+class DraftController:
+    """Asks the policy for an arm per step and reports back to it."""
+
+    def __init__(
+        self,
+        policy: DraftPolicy,
+        clock: Callable[[], float],
+        on_report: Callable[[StepReport], None] | None = None,
+    ) -> None:
+        self._policy = policy
+        self._clock = clock
+        self.on_report = on_report
+        self._last_arm = OFF
+        self._step = 0
+        self._schedule_started_s = 0.0
+        self._last_finished_s = 0.0
+        self.drafter_version = 0
+        self.totals = Totals()
+
+    def set_policy(self, policy: DraftPolicy) -> None:
+        self._policy = policy
+
+    def schedule_started(self) -> None:
+        self._schedule_started_s = self._clock()
+
+    def step_scheduled(
+        self, num_decodes: int, num_prefills: int, num_waiting: int, num_prefill_tokens: int
+    ) -> StepRecord:
+        """Choose the arm of a step that is about to run."""
+        context = StepContext(
+            step=self._step,
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_waiting=num_waiting,
+            drafter_version=self.drafter_version,
+        )
+        self._step += 1
+        record = StepRecord(
+            context=context,
+            verified=self._last_arm,
+            proposed=self._policy.decide(context),
+            num_prefill_tokens=num_prefill_tokens,
+            started_s=self._schedule_started_s,
+        )
+        self._last_arm = record.proposed
+        return record
+
+    def step_finished(
+        self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
+    ) -> StepReport:
+        """Report a finished step. `drafts` holds (drafted, accepted) of each drafted request."""
+        now = self._clock()
+        elapsed_s = now - max(record.started_s, self._last_finished_s)
+        self._last_finished_s = now
+        depth = max((accepted for _, accepted in drafts), default=0)
+        accepted_at = [0] * depth
+        draft_tokens = accepted_tokens = 0
+        for drafted, accepted in drafts:
+            draft_tokens += drafted
+            accepted_tokens += accepted
+            for position in range(accepted):
+                accepted_at[position] += 1
+        report = StepReport(
+            step=record.context.step,
+            verified=record.verified,
+            proposed=record.proposed,
+            num_decodes=record.context.num_decodes,
+            num_prefill_tokens=record.num_prefill_tokens,
+            num_drafts=len(drafts),
+            num_draft_tokens=draft_tokens,
+            num_accepted_tokens=accepted_tokens,
+            accepted_at=tuple(accepted_at),
+            num_output_tokens=num_output_tokens,
+            elapsed_s=elapsed_s,
+            drafter_version=record.context.drafter_version,
+        )
+        totals = self.totals
+        totals.steps += 1
+        totals.drafts += len(drafts)
+        totals.draft_tokens += draft_tokens
+        totals.accepted_tokens += accepted_tokens
+        totals.output_tokens += num_output_tokens
+        totals.busy_s += elapsed_s
+        self._policy.observe(report)
+        if self.on_report is not None:
+            self.on_report(report)
+        return report

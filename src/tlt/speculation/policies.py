@@ -1,0 +1,143 @@
+"""Policies that choose the arm of each engine step, and the specs that name them.
+
+A policy crosses process borders as a *spec*, a plain dict such as
+
+    {"kind": "off"}
+    {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
+    {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 4], [16, 2]]}
+    {"kind": "random", "arms": [["ngram", 2], ["eagle3", 4], ["off", 0]], "seed": 0}
+
+and `build_policy` turns it into an object next to the scheduler that asks it. New kinds register
+in `_BUILDERS`.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tlt.contracts import OFF, Arm, DrafterName, DraftPolicy, StepContext, StepReport
+from tlt.errors import ConfigError
+
+PolicySpec = Mapping[str, Any]
+
+
+class Off:
+    """Never drafts."""
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset({OFF})
+
+    def decide(self, context: StepContext) -> Arm:
+        return OFF
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+class Fixed:
+    """Always the same arm."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._arm = arm
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset({self._arm})
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._arm
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+class ByBatchSize:
+    """A draft length per number of running decodes; plain decoding above the last entry.
+
+    `schedule` is a list of (largest number of decodes, draft length). Prefills do not count: a
+    burst of new prompts should not change how the running requests decode.
+    """
+
+    def __init__(self, drafter: DrafterName, schedule: Sequence[tuple[int, int]]) -> None:
+        if not schedule:
+            raise ConfigError("policy.schedule is empty; e.g. [[4, 4], [16, 2]]")
+        limits = [limit for limit, _ in schedule]
+        if limits != sorted(set(limits)) or limits[0] < 1:
+            raise ConfigError(
+                f"policy.schedule needs rising batch sizes from 1 on, got {limits}; "
+                "e.g. [[4, 4], [16, 2]]"
+            )
+        self._limits = limits
+        self._arms = [Arm(drafter, k) if k else OFF for _, k in schedule] + [OFF]
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self._arms)
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._arms[bisect_left(self._limits, context.num_decodes)]
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+class RandomArms:
+    """A random arm each step: the hardest test of switching, and unbiased exploration."""
+
+    def __init__(self, arms: Sequence[Arm], rng: random.Random) -> None:
+        if not arms:
+            raise ConfigError('policy.arms is empty; e.g. [["eagle3", 4], ["off", 0]]')
+        self._arms = list(arms)
+        self._rng = rng
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self._arms)
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._rng.choice(self._arms)
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+def _build_fixed(spec: PolicySpec) -> DraftPolicy:
+    return Fixed(parse_arm([spec["drafter"], spec["num_draft_tokens"]]))
+
+
+def _build_by_batch_size(spec: PolicySpec) -> DraftPolicy:
+    return ByBatchSize(spec["drafter"], [(int(b), int(k)) for b, k in spec["schedule"]])
+
+
+def _build_random(spec: PolicySpec) -> DraftPolicy:
+    return RandomArms([parse_arm(a) for a in spec["arms"]], random.Random(spec.get("seed", 0)))
+
+
+_BUILDERS: dict[str, Callable[[PolicySpec], DraftPolicy]] = {
+    "off": lambda spec: Off(),
+    "fixed": _build_fixed,
+    "by_batch_size": _build_by_batch_size,
+    "random": _build_random,
+}
+
+
+def parse_arm(value: Sequence[Any]) -> Arm:
+    """`["eagle3", 4]` as an arm."""
+    drafter, num_draft_tokens = value
+    if drafter not in ("off", "ngram", "eagle3"):
+        raise ConfigError(f"unknown drafter {drafter!r}; one of 'off', 'ngram', 'eagle3'")
+    try:
+        return Arm(drafter, int(num_draft_tokens))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def build_policy(spec: PolicySpec) -> DraftPolicy:
+    """The policy a spec describes."""
+    kind = spec.get("kind")
+    if kind not in _BUILDERS:
+        raise ConfigError(f"policy.kind is {kind!r}; one of {sorted(_BUILDERS)}")
+    try:
+        return _BUILDERS[kind](spec)
+    except KeyError as error:
+        raise ConfigError(f"policy of kind {kind!r} needs the key {error}") from error
