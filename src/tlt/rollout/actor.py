@@ -1,0 +1,99 @@
+"""The engine as a Ray actor: one process, one engine, its own cores or GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import Sample, SampleRequest
+from tlt.errors import ConfigError, EngineError
+from tlt.rollout.engine import PROCESS_ENVIRONMENT, RolloutEngine
+from tlt.rollout.pool import Spawner
+
+POLL_S = 2.0
+"""How often an engine with nothing to deliver shows that it is alive."""
+
+
+class EngineActor:
+    """Runs in the engine's process; methods run in threads of the actor."""
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        self._engine = RolloutEngine(config, name)
+
+    def start(self) -> dict[str, Any]:
+        report = self._engine.start()
+        return report | {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._engine, method)(*args)
+
+    def take_finished(self) -> list[Sample]:
+        return self._engine.take_finished(POLL_S)
+
+
+class RayEngine:
+    """The pool's handle on an engine actor."""
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
+        if config.num_gpus == 0:
+            environment["OMP_NUM_THREADS"] = str(config.num_cores)
+        self._actor = (
+            ray.remote(EngineActor)
+            .options(
+                num_cpus=config.num_cores if config.num_gpus == 0 else 1,
+                num_gpus=config.num_gpus,
+                max_concurrency=8,
+                max_restarts=0,  # the pool starts successors itself, with the current weights
+                runtime_env={"env_vars": environment},
+            )
+            .remote(config, name)
+        )
+
+    async def start(self) -> dict[str, Any]:
+        return await self._await(self._actor.start.remote())
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        await self._await(self._actor.call.remote("submit", list(requests)))
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        return await self._await(self._actor.call.remote("withdraw", list(sample_ids)))
+
+    async def take_finished(self) -> list[Sample]:
+        return await self._await(self._actor.take_finished.remote())
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._await(self._actor.call.remote(method, *args))
+
+    async def stop(self, graceful: bool) -> None:
+        if graceful:
+            try:
+                async with asyncio.timeout(10):
+                    await self.call("shutdown")
+            except (EngineError, TimeoutError):
+                pass
+        ray.kill(self._actor)
+
+    async def _await(self, ref: Any) -> Any:
+        try:
+            return await ref
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ConfigError | EngineError):
+                raise type(cause)(str(cause)) from cause
+            raise EngineError(str(error)) from error
+        except ray.exceptions.RayActorError as error:
+            raise EngineError("the engine's process is gone") from error
+
+
+def ray_spawner(config: EngineConfig) -> Spawner:
+    """Engines of this kind, each a Ray actor. Bad settings raise here, before any engine starts."""
+    from tlt.rollout.vllm.args import engine_args
+
+    engine_args(config)
+    return lambda name: RayEngine(config, name)

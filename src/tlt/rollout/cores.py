@@ -1,0 +1,65 @@
+"""Cores for engines: each claims its own, and a dead process gives them back.
+
+A claim is a lock on a small file, held by the process: the kernel drops it however the process
+ends, so a killed engine's cores are free for its successor without anybody cleaning up. Node-local
+by nature; no coordinator is involved.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import IO
+
+from tlt.errors import EngineError
+
+_held: dict[int, IO[bytes]] = {}
+
+
+def claim_cores(count: int, group: str = "engines", wait_s: float = 10.0) -> tuple[int, ...]:
+    """Lock `count` cores of this machine for this process.
+
+    Waits for a holder that is just dying. Processes of different groups may share a core.
+    """
+    folder = Path(tempfile.gettempdir()) / f"tlt-cores-{os.getuid()}" / group
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise EngineError(
+            f"an engine wants {count} cores but this process may use {len(cores)}; "
+            f"set engine.num_cores = {len(cores)} or less"
+        )
+    deadline = time.monotonic() + wait_s
+    claimed: list[int] = []
+    while True:
+        for core in cores:
+            if len(claimed) < count and core not in _held and _lock(folder / str(core), core):
+                claimed.append(core)
+        if len(claimed) == count:
+            return tuple(claimed)
+        if time.monotonic() > deadline:
+            release_cores(claimed)
+            raise EngineError(
+                f"no {count} free cores: other engines hold them; start fewer engines "
+                f"(pool.num_engines x engine.num_cores <= {len(cores)})"
+            )
+        time.sleep(0.05)
+
+
+def release_cores(cores: list[int] | tuple[int, ...]) -> None:
+    for core in cores:
+        _held.pop(core).close()
+
+
+def _lock(path: Path, core: int) -> bool:
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return False
+    _held[core] = file
+    return True

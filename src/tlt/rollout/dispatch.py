@@ -1,0 +1,226 @@
+"""Who generates what: the pool's decisions, without engines, clocks or I/O.
+
+Requests wait in one queue. An engine holds at most its slots (what it runs at once) plus a few
+prefetched ones (which hide the way to the engine), and the least loaded engine gets the next
+request. When the queue is empty, requests that wait behind a loaded engine's slots are recalled
+for an engine with a free slot. Work per event is O(log engines).
+
+Every sample has one owner at a time; only its owner can finish it. A lost engine's samples go
+back to the front of the queue. So each submitted sample is delivered exactly once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tlt.contracts import SampleRequest
+from tlt.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Send these requests to the engine."""
+
+    engine: str
+    requests: tuple[SampleRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Ask the engine to give these back if they have not started; answer with `recalled`."""
+
+    engine: str
+    sample_ids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Engine:
+    name: str
+    slots: int
+    outstanding: dict[str, SampleRequest] = field(default_factory=dict)
+    work_tokens: int = 0
+    recalling: bool = False
+    stamp: int = 0
+    """Grows with every change; older entries in the heaps are stale."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests behind the slots, as far as the pool knows."""
+        return max(0, len(self.outstanding) - self.slots)
+
+
+class Dispatcher:
+    """Feed it events, then carry out `actions()`."""
+
+    def __init__(self, prefetch: int, max_attempts: int = 5) -> None:
+        self._prefetch = prefetch
+        self._max_attempts = max_attempts
+        self._engines: dict[str, _Engine] = {}
+        self._owner: dict[str, str] = {}
+        self._queue: deque[SampleRequest] = deque()
+        self._attempts: dict[str, int] = {}
+        self._count = itertools.count()
+        # Lazy heaps of (key, tie-break, stamp, engine name).
+        self._with_free_slot: list[tuple[int, int, int, str]] = []
+        self._with_room: list[tuple[int, int, int, str]] = []
+        self._with_waiting: list[tuple[int, int, int, str]] = []
+
+    # --- events -------------------------------------------------------------------------------
+
+    def submit(self, requests: Iterable[SampleRequest]) -> None:
+        for request in requests:
+            if request.sample_id in self._attempts:
+                raise ValueError(f"sample {request.sample_id!r} is already being generated")
+            self._attempts[request.sample_id] = 0
+            self._queue.append(request)
+
+    def engine_ready(self, name: str, slots: int) -> None:
+        assert name not in self._engines, f"engine {name} is already here"
+        self._engines[name] = _Engine(name, slots)
+        self._changed(self._engines[name])
+
+    def engine_lost(self, name: str) -> list[str]:
+        """Requeue everything the engine had; the ids of these samples."""
+        engine = self._engines.pop(name, None)
+        if engine is None:
+            return []
+        for request in reversed(engine.outstanding.values()):
+            self._requeue(request)
+        return list(engine.outstanding)
+
+    def finished(self, name: str, sample_ids: Iterable[str]) -> list[str]:
+        """The ids that end here and now; unknown and repeated ones are dropped."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return []
+        ended = []
+        for sample_id in sample_ids:
+            if self._owner.get(sample_id) != name:
+                continue
+            self._release(engine, sample_id)
+            del self._attempts[sample_id]
+            ended.append(sample_id)
+        self._changed(engine)
+        return ended
+
+    def recalled(self, name: str, sample_ids: Sequence[str]) -> None:
+        """The engine gave these back."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return  # lost in between: its samples are queued again already
+        engine.recalling = False
+        for sample_id in reversed(sample_ids):
+            if self._owner.get(sample_id) == name:
+                request = self._release(engine, sample_id)
+                self._attempts[sample_id] -= 1  # it never started
+                self._queue.appendleft(request)
+        self._changed(engine)
+
+    # --- decisions ----------------------------------------------------------------------------
+
+    def actions(self) -> list[Assign | Recall]:
+        """What to do now. Call after every event and carry it all out."""
+        assigned: dict[str, list[SampleRequest]] = {}
+        while self._queue:
+            engine = self._pop(self._with_free_slot) or self._pop(self._with_room)
+            if engine is None:
+                break
+            request = self._queue.popleft()
+            self._give(engine, request)
+            assigned.setdefault(engine.name, []).append(request)
+        actions: list[Assign | Recall] = [
+            Assign(name, tuple(requests)) for name, requests in assigned.items()
+        ]
+        if not self._queue:
+            actions.extend(self._recalls())
+        return actions
+
+    def _recalls(self) -> list[Recall]:
+        """Move waiting requests towards free slots, as many as fit."""
+        recalls = []
+        idle_engines = []
+        wanted = 0
+        while (loaded := self._pop(self._with_waiting)) is not None:
+            if wanted == 0:
+                idle = self._pop(self._with_free_slot)
+                if idle is None:
+                    self._changed(loaded)
+                    break
+                idle_engines.append(idle)
+                wanted = idle.slots - len(idle.outstanding)
+            count = min(wanted, loaded.waiting)
+            wanted -= count
+            # The last ones given are the last in the engine's queue.
+            ids = tuple(itertools.islice(reversed(loaded.outstanding), count))
+            loaded.recalling = True
+            self._changed(loaded)
+            recalls.append(Recall(loaded.name, ids))
+        for engine in idle_engines:
+            self._changed(engine)
+        return recalls
+
+    # --- state --------------------------------------------------------------------------------
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that no engine has."""
+        return len(self._queue)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._attempts)
+
+    def outstanding(self, name: str) -> int:
+        return len(self._engines[name].outstanding)
+
+    def engines(self) -> list[str]:
+        return list(self._engines)
+
+    # --- bookkeeping --------------------------------------------------------------------------
+
+    def _give(self, engine: _Engine, request: SampleRequest) -> None:
+        engine.outstanding[request.sample_id] = request
+        engine.work_tokens += request.work_tokens
+        self._owner[request.sample_id] = engine.name
+        self._attempts[request.sample_id] += 1
+        self._changed(engine)
+
+    def _release(self, engine: _Engine, sample_id: str) -> SampleRequest:
+        request = engine.outstanding.pop(sample_id)
+        engine.work_tokens -= request.work_tokens
+        del self._owner[sample_id]
+        return request
+
+    def _requeue(self, request: SampleRequest) -> None:
+        del self._owner[request.sample_id]
+        if self._attempts[request.sample_id] >= self._max_attempts:
+            raise EngineError(
+                f"sample {request.sample_id!r} was on {self._max_attempts} engines that were "
+                f"lost; its prompt ({len(request.prompt_token_ids)} tokens) may be the cause"
+            )
+        self._queue.appendleft(request)
+
+    def _changed(self, engine: _Engine) -> None:
+        """Enter the engine anew wherever it now belongs."""
+        engine.stamp += 1
+        held = len(engine.outstanding)
+        entry = (engine.work_tokens, next(self._count), engine.stamp, engine.name)
+        if held < engine.slots:
+            heapq.heappush(self._with_free_slot, entry)
+        elif held < engine.slots + self._prefetch:
+            heapq.heappush(self._with_room, entry)
+        if engine.waiting and not engine.recalling:
+            heapq.heappush(self._with_waiting, (-engine.waiting, *entry[1:]))
+
+    def _pop(self, heap: list[tuple[int, int, int, str]]) -> _Engine | None:
+        """The engine on top, dropping stale entries. The caller changes it and so re-enters it."""
+        while heap:
+            _, _, stamp, name = heapq.heappop(heap)
+            engine = self._engines.get(name)
+            if engine is not None and engine.stamp == stamp:
+                return engine
+        return None

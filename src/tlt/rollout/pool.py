@@ -1,0 +1,286 @@
+"""The pool: keeps engines alive and samples flowing. asyncio only; Ray stays in `actor`.
+
+One task per engine starts it, brings it to the current weights, and carries samples out as they
+end; when the engine is lost, the same task starts its successor. Decisions are the dispatcher's.
+
+    async with RolloutPool(config, ray_spawner(engine_config)) as pool:
+        async for sample in pool.generate(requests):
+            ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tlt.config.rollout import PoolConfig
+from tlt.contracts import EngineStats, Sample, SampleRequest
+from tlt.errors import ConfigError, EngineError
+from tlt.rollout.dispatch import Assign, Dispatcher
+
+if TYPE_CHECKING:
+    import torch
+
+    from tlt.rollout.weights import SharedWeights
+
+logger = logging.getLogger(__name__)
+
+
+class EngineHandle(Protocol):
+    """An engine somewhere else. Any exception from it means that it is lost."""
+
+    async def start(self) -> dict[str, Any]: ...
+    async def submit(self, requests: Sequence[SampleRequest]) -> None: ...
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]: ...
+    async def take_finished(self) -> list[Sample]:
+        """Samples as they end; an empty list now and then shows that the engine is alive."""
+        ...
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Any other method of `RolloutEngine`."""
+        ...
+
+    async def stop(self, graceful: bool) -> None: ...
+
+
+Spawner = Callable[[str], EngineHandle]
+
+
+class RolloutPool:
+    """A fixed number of engines that generate samples together."""
+
+    def __init__(self, config: PoolConfig, spawn: Spawner) -> None:
+        self._config = config
+        self._spawn = spawn
+        self._dispatcher = Dispatcher(config.prefetch)
+        self._handles: dict[str, EngineHandle] = {}
+        self._servers: list[asyncio.Task[None]] = []
+        self._sends: set[asyncio.Task[None]] = set()
+        self._waiting: dict[str, asyncio.Queue[Sample | Exception]] = {}
+        self._weights: dict[str, tuple[SharedWeights, int]] = {}
+        self._failure: Exception | None = None
+        self._membership = asyncio.Condition()
+        self.num_restarts = 0
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> RolloutPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+    async def start(self) -> None:
+        """Start all engines; returns when every one of them is ready, or raises."""
+        self._servers = [
+            asyncio.create_task(self._serve(f"engine-{index}"))
+            for index in range(self._config.num_engines)
+        ]
+        try:
+            await self.wait_ready(self._config.num_engines)
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    async def wait_ready(self, num_engines: int) -> None:
+        """Wait until so many engines are in the pool."""
+        async with self._membership:
+            await self._membership.wait_for(
+                lambda: self._failure or len(self._handles) >= num_engines
+            )
+        if self._failure:
+            raise self._failure
+
+    async def shutdown(self) -> None:
+        """Stop all engines; samples under way are dropped."""
+        for task in [*self._servers, *self._sends]:
+            task.cancel()
+        await asyncio.gather(*self._servers, *self._sends, return_exceptions=True)
+        handles, self._handles = list(self._handles.values()), {}
+        await asyncio.gather(*(h.stop(graceful=True) for h in handles), return_exceptions=True)
+        for weights, _ in self._weights.values():
+            weights.close()
+        self._weights.clear()
+
+    # --- samples ------------------------------------------------------------------------------
+
+    async def generate(self, requests: Iterable[SampleRequest]) -> AsyncIterator[Sample]:
+        """Generate all requests; samples come as they end, each exactly once."""
+        batch = list(requests)
+        inbox: asyncio.Queue[Sample | Exception] = asyncio.Queue()
+        self._raise_if_failed()
+        self._dispatcher.submit(batch)
+        for request in batch:
+            self._waiting[request.sample_id] = inbox
+        self._pump()
+        for _ in batch:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    # --- engines ------------------------------------------------------------------------------
+
+    async def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine at once."""
+        return await asyncio.gather(*(h.call(method, *args) for h in self._handles.values()))
+
+    async def stats(self) -> list[EngineStats]:
+        return await self.call_all("stats")
+
+    async def set_policy(self, spec: dict[str, Any]) -> None:
+        await self.call_all("set_policy", spec)
+
+    async def pause(self) -> None:
+        """Let every engine finish its step and hold."""
+        await self.call_all("pause")
+
+    async def resume(self) -> None:
+        await self.call_all("resume")
+
+    async def update_policy(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> list[float]:
+        """New policy weights for all engines, also for those that start later; seconds each."""
+        if self._dispatcher.num_unfinished:
+            raise EngineError(
+                f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
+                "before the policy changes"
+            )
+        return await self._update("update_policy", tensors, version)
+
+    async def update_drafter(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> list[float]:
+        """New drafter weights for all engines, at any time; seconds each."""
+        return await self._update("update_drafter", tensors, version)
+
+    async def _update(
+        self, method: str, tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> list[float]:
+        from tlt.rollout.weights import SharedWeights
+
+        old = self._weights.get(method)
+        weights = await asyncio.to_thread(SharedWeights, tensors)
+        # From here on a starting engine loads these; the running ones follow.
+        self._weights[method] = (weights, version)
+        seconds = await self.call_all(method, weights.manifest(), version)
+        if old is not None:
+            old[0].close()
+        return seconds
+
+    # --- one engine's life --------------------------------------------------------------------
+
+    async def _serve(self, slot: str) -> None:
+        """Keep one place in the pool filled."""
+        for incarnation in range(self._config.max_restarts + 1):
+            name = slot if incarnation == 0 else f"{slot}.{incarnation}"
+            handle = self._spawn(name)
+            try:
+                await self._run_engine(name, handle)
+            except asyncio.CancelledError:
+                if name not in self._handles:
+                    await handle.stop(graceful=False)
+                raise
+            except Exception as error:
+                joined = self._handles.pop(name, None) is not None
+                await self._lost(name, handle, error)
+                if not joined and isinstance(error.__cause__ or error, ConfigError):
+                    await self._fail(error)
+                    return
+        await self._give_up(slot)
+
+    async def _run_engine(self, name: str, handle: EngineHandle) -> None:
+        report = await handle.start()
+        for method, (weights, version) in list(self._weights.items()):
+            await handle.call(method, weights.manifest(), version)
+        self._dispatcher.engine_ready(name, report["slots"])
+        async with self._membership:
+            self._handles[name] = handle
+            self._membership.notify_all()
+        logger.info("%s is ready with %d slots", name, report["slots"])
+        self._pump()
+        while True:
+            async with asyncio.timeout(self._config.health_timeout_s):
+                samples = await handle.take_finished()
+            if samples:
+                self._deliver(name, samples)
+
+    async def _lost(self, name: str, handle: EngineHandle, error: Exception) -> None:
+        try:
+            requeued = self._dispatcher.engine_lost(name)
+        except EngineError as poison:
+            await self._fail(poison)
+            return
+        logger.warning("%s is lost (%r); %d samples start again", name, error, len(requeued))
+        self.num_restarts += 1
+        self._pump()
+        try:
+            await handle.stop(graceful=False)
+        except Exception:
+            logger.exception("%s could not be stopped", name)
+
+    async def _give_up(self, slot: str) -> None:
+        logger.error("%s was lost %d times: given up", slot, self._config.max_restarts + 1)
+        if all(task.done() or task is asyncio.current_task() for task in self._servers):
+            await self._fail(EngineError("every engine was lost for good; see the log for why"))
+
+    async def _fail(self, error: Exception) -> None:
+        """Nothing more will come: tell everybody who waits."""
+        self._failure = error
+        for inbox in set(self._waiting.values()):
+            inbox.put_nowait(error)
+        self._waiting.clear()
+        async with self._membership:
+            self._membership.notify_all()
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise EngineError("the pool has failed") from self._failure
+
+    # --- carrying out decisions ---------------------------------------------------------------
+
+    def _deliver(self, name: str, samples: Sequence[Sample]) -> None:
+        by_id = {sample.sample_id: sample for sample in samples}
+        for sample_id in self._dispatcher.finished(name, by_id):
+            self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
+        self._pump()
+
+    def _pump(self) -> None:
+        for action in self._dispatcher.actions():
+            handle = self._handles.get(action.engine)
+            if handle is None:
+                continue  # just lost: its server takes the samples back
+            if isinstance(action, Assign):
+                self._spawn_send(self._send(action.engine, handle, action.requests))
+            else:
+                self._spawn_send(self._recall(action.engine, handle, action.sample_ids))
+
+    def _spawn_send(self, send: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(send)
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+
+    async def _send(
+        self, name: str, handle: EngineHandle, requests: Sequence[SampleRequest]
+    ) -> None:
+        try:
+            await handle.submit(requests)
+        except (ValueError, EngineError) as error:
+            if isinstance(error, ConfigError) or isinstance(error.__cause__, ConfigError):
+                await self._fail(error)  # the request itself is wrong: no engine would take it
+        except Exception as error:
+            logger.debug("%s did not take %d requests: %r", name, len(requests), error)
+            # Its server notices the loss and requeues them.
+
+    async def _recall(self, name: str, handle: EngineHandle, sample_ids: Sequence[str]) -> None:
+        try:
+            taken = await handle.withdraw(sample_ids)
+        except Exception as error:
+            logger.debug("%s did not answer a recall: %r", name, error)
+            return
+        self._dispatcher.recalled(name, taken)
+        self._pump()

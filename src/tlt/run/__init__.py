@@ -1,0 +1,1 @@
+"""Composition: puts the parts together into what a user runs."""
