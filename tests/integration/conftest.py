@@ -1,0 +1,100 @@
+"""Models, drafters and engines, made once and shared: engines take seconds to start."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_process import EngineProcess  # noqa: E402
+
+from tlt.config.rollout import EngineConfig  # noqa: E402
+
+TINY_ARGS = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 64,
+}
+SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1, 2, 4, 8)]
+
+
+def random_prompts(count: int, seed: int = 0, vocab: tuple[int, int] = (4, 260)) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(*vocab) for _ in range(rng.randint(5, 40))] for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tlt.models import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter that knows the tiny model a little: trained for some 20 seconds."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.warmup import WarmupSettings, warm_up
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    torch.manual_seed(0)
+    samples = []
+    for temperature in (1.0, 0.7):
+        prompts = torch.randint(4, 260, (128, 8))
+        output = policy.generate(
+            prompts,
+            max_new_tokens=120,
+            do_sample=True,
+            temperature=temperature,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        samples += [(row.tolist(), 8) for row in output]
+    drafter = warm_up(policy, samples, WarmupSettings(epochs=6, lr=6e-3))
+    return save_drafter(
+        drafter, tmp_path_factory.mktemp("models") / "tiny-eagle3", torch.float32
+    )
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tlt.models import smollm2
+
+    return smollm2.make(tmp_path_factory.mktemp("models") / "smollm2")
+
+
+EngineFactory = Callable[..., EngineProcess]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[EngineFactory]:
+    """Start engines that live as long as the module; each binds to any core."""
+    running: list[EngineProcess] = []
+
+    def start(
+        environment: dict[str, str] | None = None, begin: bool = True, **settings: Any
+    ) -> EngineProcess:
+        settings = {
+            "kv_cache_gib": 0.5,
+            "engine_args": TINY_ARGS,
+            "core_group": f"test-{len(running)}",
+        } | settings
+        engine = EngineProcess(EngineConfig(**settings), environment)
+        running.append(engine)
+        if begin:
+            engine.start()
+        return engine
+
+    yield start
+    for engine in running:
+        engine.close()

@@ -1,0 +1,104 @@
+"""An engine in a process of its own, driven through a pipe: what an actor is, without Ray."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
+
+
+def _serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
+    os.environ.update({"TQDM_DISABLE": "1"} | environment)
+    from tlt.rollout.engine import RolloutEngine
+
+    engine = RolloutEngine(config)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            target = getattr(engine, method) if hasattr(engine, method) else method
+            pipe.send((True, target(*args) if callable(target) else target))
+        except BaseException as error:
+            pipe.send((False, (type(error), str(error), traceback.format_exc())))
+        if method == "shutdown":
+            break
+
+
+class EngineProcess:
+    """A `RolloutEngine` elsewhere; any method call goes there and back."""
+
+    def __init__(self, config: EngineConfig, environment: dict[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(config, environment or {}, theirs), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._runs = 0
+
+    def call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        try:
+            good, value = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise ChildProcessError(f"exit code {self._process.exitcode}") from None
+        if not good:
+            kind, message, trace = value
+            try:
+                raise kind(message)
+            except TypeError:
+                raise RuntimeError(trace) from None
+        return value
+
+    def start(self) -> dict[str, Any]:
+        return self.call("start")
+
+    def stats(self) -> EngineStats:
+        return self.call("stats")
+
+    def submit(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> list[str]:
+        self._runs += 1
+        requests = [
+            SampleRequest(f"{self._runs}/{index}", tuple(prompt), sampling)
+            for index, prompt in enumerate(prompts)
+        ]
+        self.call("submit", requests)
+        return [r.sample_id for r in requests]
+
+    def collect(self, ids: Sequence[str]) -> list[Sample]:
+        samples: dict[str, Sample] = {}
+        while len(samples) < len(ids):
+            for sample in self.call("take_finished", 30.0):
+                samples[sample.sample_id] = sample
+        return [samples[i] for i in ids]
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> list[Sample]:
+        return self.collect(self.submit(prompts, sampling))
+
+    def accepted_during(self, function: Any) -> tuple[Any, float]:
+        """A result, and the share of drafted tokens accepted meanwhile."""
+        before = self.stats()
+        result = function()
+        after = self.stats()
+        drafted = after.draft_tokens - before.draft_tokens
+        accepted = after.accepted_tokens - before.accepted_tokens
+        return result, accepted / drafted if drafted else 0.0
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            try:
+                self.call("shutdown")
+            except (ChildProcessError, BrokenPipeError):
+                pass
+            self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()

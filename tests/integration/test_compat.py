@@ -1,0 +1,124 @@
+"""Each fix is needed: without it, the fault is there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY_ARGS, EngineFactory
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import SamplingSpec
+from tlt.errors import EngineError
+
+pytestmark = pytest.mark.vllm
+
+PROBE = """
+from tlt.diagnosis import _probe
+print(_probe()["faults"])
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ) | environment,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_expand_is_needed() -> None:
+    assert run(PROBE).stdout.strip() == "[]"
+    faults = run(PROBE, TLT_COMPAT_SKIP="expand").stdout
+    assert "55005" in faults
+    assert "standard errors" in faults
+
+
+SHORT_PROMPT = """
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.rollout.offline import generate_here
+
+# bfloat16 takes the kernel that uses AMX; four tokens are too few to have started it before.
+config = EngineConfig(model={model!r}, kv_cache_gib=0.1, core_group="test-amx", engine_args=dict(
+    enforce_eager=True, dtype="bfloat16", max_model_len=64))
+request = SampleRequest("0", (5, 6, 7, 8), SamplingSpec(max_tokens=4, temperature=0))
+print("GENERATED", len(generate_here(config, [request])[0][0].token_ids))
+"""
+
+
+def test_amx_is_needed(tiny: Path) -> None:
+    code = SHORT_PROMPT.format(model=str(tiny))
+    assert "GENERATED 4" in run(code).stdout
+    if "amx_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has no AMX")
+    assert run(code, TLT_COMPAT_SKIP="amx").returncode == -4  # SIGILL
+
+
+IN_PLACE = """
+import os
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+
+llm = LLM({model!r}, enforce_eager=True, dtype="float32", max_model_len=64,
+          kv_cache_memory_bytes=2**27)
+weights = AutoModelForCausalLM.from_pretrained({model!r}).state_dict()
+model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+model.load_weights(weights.items())
+"""
+
+
+def test_layerwise_reload_is_needed(tiny: Path) -> None:
+    """The obvious way to load weights into a running CPU engine does not work."""
+    done = run(IN_PLACE.format(model=str(tiny)), VLLM_LOGGING_LEVEL="ERROR")
+    assert done.returncode != 0
+    assert "weight_loader" in done.stderr
+
+
+def test_an_engine_without_the_plug_in_is_refused(engines: EngineFactory, tiny: Path) -> None:
+    engine = engines({"VLLM_PLUGINS": "none"}, begin=False, model=str(tiny))
+    with pytest.raises((EngineError, ValueError), match="plug-in|tlt_shm"):
+        engine.start()
+
+
+def test_the_supported_range() -> None:
+    from tlt.rollout.vllm.compat import version_supported
+
+    assert version_supported("0.32.0")
+    assert version_supported("0.32.1+cpu")
+    assert not version_supported("0.31.9")
+    assert not version_supported("0.33.0")
+    assert not version_supported("1.0.0")
+
+
+def test_reports_of_a_healthy_engine(
+    engines: EngineFactory, tiny: Path, tiny_drafter: Path
+) -> None:
+    engine = engines(begin=False, model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=4)
+    report = engine.start()
+    assert report["plugin"] is True
+    assert report["proposer"] == "SwitchingProposer"
+    assert report["faults"] == []
+    assert all(report["fixes"].values())
+    engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=3))
+    engine.close()
+
+
+def test_settings_are_checked_before_the_engine_starts() -> None:
+    from tlt.errors import ConfigError
+    from tlt.rollout.engine import RolloutEngine
+
+    with pytest.raises(ConfigError, match=r"engine\.drafter"):
+        RolloutEngine(
+            EngineConfig(
+                model="/nowhere",
+                policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+                engine_args=TINY_ARGS,
+            )
+        )

@@ -1,0 +1,107 @@
+"""One engine: logprobs, timing, withdrawal, pause, limits."""
+
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SWITCHING_ARMS, EngineFactory, random_prompts
+from engine_process import EngineProcess
+
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, LossyError
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def engine(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProcess:
+    return engines(
+        model=str(tiny),
+        drafter=str(tiny_drafter),
+        policy={"kind": "random", "arms": SWITCHING_ARMS},
+        max_draft_tokens=8,
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_under_drafts_equal_transformers(
+    engine: EngineProcess, tiny: Path, temperature: float
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    prompts = random_prompts(16, seed=9)
+    sampling = SamplingSpec(max_tokens=64, temperature=temperature, ignore_eos=True)
+    samples, acceptance = engine.accepted_during(lambda: engine.generate(prompts, sampling))
+    assert acceptance > 0.05
+    worst = 0.0
+    for prompt, sample in zip(prompts, samples, strict=True):
+        assert len(sample.logprobs) == len(sample.token_ids) == 64
+        with torch.no_grad():
+            logits = policy(torch.tensor([[*prompt, *sample.token_ids]])).logits[0]
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        expected = expected.gather(1, torch.tensor(sample.token_ids).unsqueeze(1))[:, 0]
+        worst = max(worst, (expected - torch.tensor(sample.logprobs)).abs().max().item())
+    assert worst < 1e-3
+
+
+def test_samples_say_how_they_went(engine: EngineProcess) -> None:
+    before = time.time()
+    (sample,) = engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=9, ignore_eos=True))
+    assert len(sample.token_ids) == 9
+    assert sample.finish_reason == "length"
+    assert sample.queued_s >= 0
+    assert 0 < sample.running_s <= time.time() - before
+    assert before <= sample.finished_at_s <= time.time()
+
+
+def test_stop_tokens_end_a_sample(engine: EngineProcess) -> None:
+    (free,) = engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=20, temperature=0))
+    stop = free.token_ids[4]
+    (ended,) = engine.generate(
+        [[5, 6, 7]], SamplingSpec(max_tokens=20, temperature=0, stop_token_ids=(stop,))
+    )
+    assert ended.finish_reason == "stop"
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert len(ended.logprobs) == len(ended.token_ids)
+
+
+def test_only_queued_requests_can_be_withdrawn(engine: EngineProcess) -> None:
+    sampling = SamplingSpec(max_tokens=60, ignore_eos=True)
+    ids = engine.submit(random_prompts(80), sampling)  # 64 slots
+    time.sleep(0.5)
+    taken = engine.call("withdraw", ids)
+    assert set(taken) <= set(ids[64:])
+    assert taken
+    left = [i for i in ids if i not in set(taken)]
+    assert [s.sample_id for s in engine.collect(left)] == left
+    assert engine.call("withdraw", ids) == []
+
+
+def test_pause_holds_everything(engine: EngineProcess) -> None:
+    ids = engine.submit(random_prompts(32), SamplingSpec(max_tokens=100, ignore_eos=True))
+    time.sleep(0.3)
+    engine.call("pause")
+    steps = engine.stats().steps
+    time.sleep(0.5)
+    assert engine.stats().steps == steps
+    assert engine.stats().running == 32
+    engine.call("resume")
+    assert len(engine.collect(ids)) == 32
+
+
+def test_requests_that_are_refused(engine: EngineProcess) -> None:
+    with pytest.raises(ConfigError, match=r"set engine_args\.max_model_len"):
+        engine.submit([[5] * 10], SamplingSpec(max_tokens=500))
+    with pytest.raises(LossyError, match="min_p"):
+        engine.submit([[5] * 10], SamplingSpec(max_tokens=5, extra={"min_p": 0.1}))
+    assert engine.stats().queued == 0
+
+
+def test_a_batch_is_taken_whole_or_not_at_all(engine: EngineProcess) -> None:
+    good = SampleRequest("good", (5,), SamplingSpec(max_tokens=2))
+    bad = SampleRequest("bad", (5,), SamplingSpec(max_tokens=9999))
+    with pytest.raises(ConfigError):
+        engine.call("submit", [good, bad])
+    assert engine.stats().queued == engine.stats().running == 0

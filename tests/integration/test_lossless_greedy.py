@@ -1,0 +1,99 @@
+"""fp32 greedy decoding gives the same tokens however it is drafted."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SWITCHING_ARMS, EngineFactory, random_prompts
+from engine_process import EngineProcess
+
+from tlt.contracts import SamplingSpec
+
+pytestmark = pytest.mark.vllm
+
+MODES: dict[str, dict[str, Any]] = {
+    "off": {"kind": "off"},
+    "eagle3": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
+    "ngram": {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4},
+    "switching": {"kind": "random", "arms": SWITCHING_ARMS, "seed": 1},
+    "by_batch_size": {
+        "kind": "by_batch_size",
+        "drafter": "eagle3",
+        "schedule": [[8, 8], [16, 4], [40, 1]],
+    },
+}
+
+
+def run_modes(
+    engine: EngineProcess, prompts: list[list[int]], sampling: SamplingSpec
+) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, float]]:
+    tokens, acceptance = {}, {}
+    for name, policy in MODES.items():
+        engine.call("set_policy", policy)
+        samples, acceptance[name] = engine.accepted_during(
+            lambda: engine.generate(prompts, sampling)
+        )
+        tokens[name] = [sample.token_ids for sample in samples]
+    return tokens, acceptance
+
+
+def test_tiny(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
+    prompts = random_prompts(64)
+    sampling = SamplingSpec(max_tokens=128, temperature=0, ignore_eos=True)
+    plain = engines(model=str(tiny)).generate(prompts, sampling)
+    reference = [sample.token_ids for sample in plain]
+    assert all(len(tokens) == 128 for tokens in reference)
+    engine = engines(model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8)
+    tokens, acceptance = run_modes(engine, prompts, sampling)
+    for name in MODES:
+        assert tokens[name] == reference, name
+    assert acceptance["off"] == 0.0
+    assert acceptance["eagle3"] > 0.2, acceptance
+    assert acceptance["ngram"] > 0.2, acceptance
+    assert acceptance["switching"] > 0.2, acceptance
+
+
+def test_tiny_ngram_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
+    """The engine of a run that has no drafter yet: vLLM's n-gram method under our scheduler."""
+    prompts = random_prompts(32, seed=5)
+    sampling = SamplingSpec(max_tokens=96, temperature=0, ignore_eos=True)
+    engine = engines(
+        model=str(tiny), policy={"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
+    )
+    drafted, acceptance = engine.accepted_during(lambda: engine.generate(prompts, sampling))
+    engine.call("set_policy", {"kind": "off"})
+    plain = engine.generate(prompts, sampling)
+    assert [s.token_ids for s in drafted] == [s.token_ids for s in plain]
+    assert acceptance > 0.2
+
+
+def test_smollm2(
+    engines: EngineFactory, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.bench.workload import arithmetic_prompts, tokenize_chat
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.warmup import WarmupSettings, warm_up
+
+    arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256}
+    prompts = [list(p) for p in tokenize_chat(str(smollm2), arithmetic_prompts(16))]
+    sampling = SamplingSpec(max_tokens=64, temperature=0, ignore_eos=True)
+    plain = engines(model=str(smollm2), engine_args=arguments)
+    reference = [s.token_ids for s in plain.generate(prompts, sampling)]
+    plain.close()
+
+    # A drafter that has seen just these answers: quick to train, and it accepts.
+    policy = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    seen = [([*p, *r], len(p)) for p, r in zip(prompts, reference, strict=True)]
+    drafter = warm_up(policy, seen, WarmupSettings(draft_vocab_size=1024, epochs=24, num_steps=2))
+    folder = save_drafter(drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
+
+    engine = engines(
+        model=str(smollm2), drafter=str(folder), max_draft_tokens=8, engine_args=arguments
+    )
+    tokens, acceptance = run_modes(engine, prompts, sampling)
+    for name in MODES:
+        assert tokens[name] == reference, name
+    assert acceptance["eagle3"] > 0.2, acceptance

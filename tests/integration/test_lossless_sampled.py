@@ -1,0 +1,117 @@
+"""Sampling under speculation follows the policy's distribution, and a wrong sampler is caught.
+
+20,000 samples of the first four tokens after one prompt, with and without drafts, compared with a
+two-sample chi-square test. Positive control: vLLM's CPU build without our fix.
+"""
+
+from pathlib import Path
+
+import pytest
+from conftest import SWITCHING_ARMS, TINY_ARGS, EngineFactory
+from engine_process import EngineProcess
+from two_sample import same_distribution
+
+from tlt.contracts import SamplingSpec
+from tlt.errors import EngineUnsafe
+
+pytestmark = pytest.mark.vllm
+
+# Repeats itself, so that the n-gram lookup has something to find.
+PROMPT = [17, 99, 203, 45, 17, 99, 203, 45, 17, 99]
+NUM_SAMPLES = 20_000
+FIRST = 4
+# Eight tests per comparison; a lossless engine fails one comparison in ten thousand.
+MIN_P = 1e-4 / 8
+SETTINGS = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.7, top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+}
+ARGS = TINY_ARGS | {"max_num_seqs": 256, "max_model_len": 64}
+POLICIES = {
+    "eagle3": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3},
+    "ngram": {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 3},
+    "switching": {"kind": "random", "arms": SWITCHING_ARMS, "seed": 2},
+}
+
+
+def draw(engine: EngineProcess, settings: dict[str, float]) -> list[tuple[int, ...]]:
+    sampling = SamplingSpec(max_tokens=FIRST + 2, ignore_eos=True, logprobs=False, **settings)
+    samples = engine.generate([PROMPT] * NUM_SAMPLES, sampling)
+    return [sample.token_ids[:FIRST] for sample in samples]
+
+
+@pytest.fixture(scope="module")
+def plain(engines: EngineFactory, tiny: Path) -> dict[str, list[tuple[int, ...]]]:
+    """What vLLM samples without any drafter."""
+    engine = engines(model=str(tiny), engine_args=ARGS)
+    drawn = {name: draw(engine, settings) for name, settings in SETTINGS.items()}
+    engine.close()
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def drafting(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProcess:
+    return engines(
+        model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8, engine_args=ARGS
+    )
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_same_distribution(
+    plain: dict[str, list[tuple[int, ...]]], drafting: EngineProcess, settings: str, policy: str
+) -> None:
+    drafting.call("set_policy", POLICIES[policy])
+    before = drafting.stats()
+    drawn = draw(drafting, SETTINGS[settings])
+    after = drafting.stats()
+    assert after.draft_tokens - before.draft_tokens > NUM_SAMPLES / 4
+    assert after.accepted_tokens - before.accepted_tokens > NUM_SAMPLES / 100
+    p_values = same_distribution(plain[settings], drawn)
+    assert min(p_values.values()) > MIN_P, p_values
+
+
+def test_probabilistic_drafts_follow_it_too(
+    plain: dict[str, list[tuple[int, ...]]],
+    engines: EngineFactory,
+    tiny: Path,
+    tiny_drafter: Path,
+) -> None:
+    """Drafts sampled from the drafter, verified with its probabilities."""
+    engine = engines(
+        model=str(tiny),
+        drafter=str(tiny_drafter),
+        policy=POLICIES["eagle3"],
+        engine_args=ARGS | {"speculative_config": {"draft_sample_method": "probabilistic"}},
+    )
+    drawn = draw(engine, SETTINGS["temperature 1"])
+    engine.close()
+    p_values = same_distribution(plain["temperature 1"], drawn)
+    assert min(p_values.values()) > MIN_P, p_values
+
+
+def test_the_test_catches_a_wrong_sampler(
+    plain: dict[str, list[tuple[int, ...]]],
+    engines: EngineFactory,
+    tiny: Path,
+    tiny_drafter: Path,
+) -> None:
+    """vLLM's CPU build without our fix: refused at start-up, and caught when forced to sample."""
+    engine = engines(
+        {"TLT_COMPAT_SKIP": "expand"},
+        begin=False,
+        model=str(tiny),
+        drafter=str(tiny_drafter),
+        policy=POLICIES["eagle3"],
+        engine_args=ARGS,
+    )
+    report = engine.start()
+    assert any("55005" in fault for fault in report["faults"])
+    with pytest.raises(EngineUnsafe, match="wrong distribution"):
+        engine.submit([PROMPT], SamplingSpec(max_tokens=4, temperature=1.0))
+    # Greedy decoding does not need what is broken.
+    engine.generate([PROMPT], SamplingSpec(max_tokens=4, temperature=0))
+    engine.call("__setattr__", "_safe_to_sample", True)
+    p_values = same_distribution(plain["temperature 1"], draw(engine, SETTINGS["temperature 1"]))
+    engine.close()
+    assert min(p_values.values()) < 1e-12, p_values

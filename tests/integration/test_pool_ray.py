@@ -1,0 +1,125 @@
+"""The pool on a real local Ray cluster with real engines."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY_ARGS, random_prompts
+
+from tlt.config.rollout import EngineConfig, PoolConfig
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.errors import ConfigError
+from tlt.rollout.pool import RolloutPool
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def config(tiny: Path, tiny_drafter: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "model": str(tiny),
+        "drafter": str(tiny_drafter),
+        "policy": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+        "kv_cache_gib": 0.25,
+        "core_group": "test-pool",
+        "engine_args": TINY_ARGS | {"max_num_seqs": 16},
+    }
+    return EngineConfig(**(settings | changes))
+
+
+def requests(count: int, run: str, max_tokens: int = 100) -> list[SampleRequest]:
+    sampling = SamplingSpec(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return [
+        SampleRequest(f"{run}/{index}", tuple(prompt), sampling)
+        for index, prompt in enumerate(random_prompts(count))
+    ]
+
+
+def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
+    tiny: Path, tiny_drafter: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.rollout.actor import RayEngine
+
+    pids: dict[str, int] = {}
+
+    class Watched(RayEngine):
+        def __init__(self, settings: EngineConfig, name: str) -> None:
+            super().__init__(settings, name)
+            self.name = name
+
+        async def start(self) -> dict[str, Any]:
+            report = await super().start()
+            pids[self.name] = report["pid"]
+            return report
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.05)
+
+    async def main() -> None:
+        settings = config(tiny, tiny_drafter)
+        async with RolloutPool(
+            PoolConfig(num_engines=2), lambda name: Watched(settings, name)
+        ) as pool:
+            await pool.update_policy(policy.state_dict().items(), version=1)
+            reference = {
+                s.sample_id.split("/")[1]: s.token_ids
+                async for s in pool.generate(requests(256, "undisturbed"))
+            }
+            tokens: dict[str, tuple[int, ...]] = {}
+            async for sample in pool.generate(requests(256, "killed")):
+                assert sample.sample_id not in tokens, "delivered twice"
+                tokens[sample.sample_id] = sample.token_ids
+                if len(tokens) == 64:
+                    os.kill(pids["engine-0"], signal.SIGKILL)
+            assert len(tokens) == 256
+            # Regenerated samples are those of the same policy.
+            assert {k.split("/")[1]: v for k, v in tokens.items()} == reference
+
+            await pool.wait_ready(2)
+            assert pool.num_restarts == 1
+            engines = set()
+            async for sample in pool.generate(requests(64, "after")):
+                engines.add(sample.engine)
+                assert sample.token_ids == reference[sample.sample_id.split("/")[1]]
+                assert sample.policy_version == 1
+            assert engines == {"engine-0.1", "engine-1"}
+
+    asyncio.run(main())
+
+
+def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, tiny_drafter: Path) -> None:
+    from tlt.rollout.actor import ray_spawner
+
+    with pytest.raises(ConfigError, match=r"engine\.drafter is not set"):
+        ray_spawner(config(tiny, tiny_drafter, drafter=None))
+
+
+def test_an_engine_that_cannot_start_says_why(tiny: Path, tiny_drafter: Path) -> None:
+    from tlt.errors import EngineError
+    from tlt.rollout.actor import ray_spawner
+
+    broken = config(tiny, tiny_drafter, model="/nowhere/at/all")
+
+    async def main() -> None:
+        async with RolloutPool(PoolConfig(num_engines=1, max_restarts=0), ray_spawner(broken)):
+            pass
+
+    with pytest.raises(EngineError):
+        asyncio.run(main())

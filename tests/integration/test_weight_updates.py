@@ -1,0 +1,141 @@
+"""New weights reach a running engine, through vLLM's weight-transfer API and shared memory."""
+
+import time
+from pathlib import Path
+
+import pytest
+from conftest import EngineFactory, random_prompts
+from engine_process import EngineProcess
+
+from tlt.contracts import SamplingSpec
+from tlt.errors import ConfigError, EngineError
+from tlt.rollout.weights import SharedWeights
+
+pytestmark = pytest.mark.vllm
+
+GREEDY = SamplingSpec(max_tokens=48, temperature=0, ignore_eos=True)
+EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def engine(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProcess:
+    return engines(model=str(tiny), drafter=str(tiny_drafter), policy=EAGLE)
+
+
+def greedy(policy, prompts, max_tokens: int) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
+    import torch
+
+    tokens = []
+    for prompt in prompts:
+        output = policy.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        tokens.append(tuple(output[0, len(prompt) :].tolist()))
+    return tokens
+
+
+def test_policy_update_equals_transformers(engine: EngineProcess, tiny: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    original = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    prompts = random_prompts(12, seed=3)
+    before = [s.token_ids for s in engine.generate(prompts, GREEDY)]
+    assert before == greedy(policy, prompts, 48)
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    with SharedWeights(policy.state_dict().items()) as weights:
+        engine.call("update_policy", weights.manifest(), 1)
+    updated = engine.generate(prompts, GREEDY)
+    # Every layer, the embedding and the head are the new ones, and no cached prefix is stale.
+    assert [s.token_ids for s in updated] == greedy(policy, prompts, 48)
+    assert [s.token_ids for s in updated] != before
+    assert {s.policy_version for s in updated} == {1}
+
+    with SharedWeights(original.items()) as weights:
+        engine.call("update_policy", weights.manifest(), 2)
+    assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == before
+
+
+def test_policy_update_of_a_model_with_a_tied_head(
+    engines: EngineFactory, smollm2: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    tied = engines(
+        model=str(smollm2),
+        engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 128},
+    )
+    prompts = random_prompts(4, seed=4, vocab=(100, 40_000))
+    with SharedWeights(policy.named_parameters()) as weights:
+        tied.call("update_policy", weights.manifest(), 1)
+    sampling = SamplingSpec(max_tokens=24, temperature=0, ignore_eos=True)
+    assert [s.token_ids for s in tied.generate(prompts, sampling)] == greedy(policy, prompts, 24)
+    tied.close()
+
+
+def test_no_policy_update_while_samples_run(engine: EngineProcess) -> None:
+    ids = engine.submit(random_prompts(8), GREEDY)
+    with pytest.raises(EngineError, match="mix two policies"):
+        engine.call("update_policy", {"path": "/nowhere"}, 9)
+    engine.collect(ids)
+
+
+def test_drafter_update_in_the_middle_of_generation(
+    engine: EngineProcess, tiny_drafter: Path
+) -> None:
+    """No request is dropped, greedy output stays the same, and acceptance follows the drafter."""
+    import torch
+
+    from tlt.drafter.checkpoint import drafter_weights, load_drafter
+
+    prompts = random_prompts(64, seed=6)
+    sampling = SamplingSpec(max_tokens=128, temperature=0, ignore_eos=True)
+    reference, good_rate = engine.accepted_during(lambda: engine.generate(prompts, sampling))
+
+    good = drafter_weights(load_drafter(tiny_drafter), torch.float32)
+    bad = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in good.items()}
+    with SharedWeights(good.items()) as good_file, SharedWeights(bad.items()) as bad_file:
+
+        def swap_while_running() -> list[tuple[int, ...]]:
+            ids = engine.submit(prompts, sampling)
+            for version, file in enumerate([bad_file, good_file, bad_file, good_file, bad_file]):
+                time.sleep(0.3)
+                assert engine.stats().running > 0
+                seconds = engine.call("update_drafter", file.manifest(), version + 1)
+                assert seconds < 5
+            return [s.token_ids for s in engine.collect(ids)]
+
+        swapped, _ = engine.accepted_during(swap_while_running)
+        assert swapped == [s.token_ids for s in reference]
+        assert engine.stats().drafter_version == 5
+
+        _, bad_rate = engine.accepted_during(lambda: engine.generate(prompts, sampling))
+        engine.call("update_drafter", good_file.manifest(), 6)
+        again, again_rate = engine.accepted_during(lambda: engine.generate(prompts, sampling))
+    assert [s.token_ids for s in again] == [s.token_ids for s in reference]
+    assert bad_rate < 0.05 < 0.2 < again_rate
+    assert again_rate == pytest.approx(good_rate, abs=0.1)
+
+
+def test_drafter_update_needs_a_drafter(engines: EngineFactory, tiny: Path) -> None:
+    plain = engines(model=str(tiny))
+    with pytest.raises(ConfigError, match=r"without engine\.drafter"):
+        plain.call("update_drafter", {"path": "/nowhere"}, 1)
+    with pytest.raises(ConfigError, match=r"set engine\.max_draft_tokens = 4"):
+        plain.call("set_policy", EAGLE)
+    plain.close()

@@ -1,0 +1,210 @@
+"""The dispatcher against a model of engines that it cannot see into."""
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.errors import EngineError
+from tlt.rollout.dispatch import Assign, Dispatcher, Recall
+
+
+def request(index: int, max_tokens: int = 10) -> SampleRequest:
+    return SampleRequest(str(index), (1, 2, 3), SamplingSpec(max_tokens=max_tokens))
+
+
+class FakeEngine:
+    """Runs `slots` requests at once; the rest wait and can be withdrawn."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.waiting: list[SampleRequest] = []
+        self.running: dict[str, int] = {}
+
+    def admit(self) -> None:
+        while self.waiting and len(self.running) < self.slots:
+            request = self.waiting.pop(0)
+            self.running[request.sample_id] = request.sampling.max_tokens
+
+    def step(self) -> list[str]:
+        self.admit()
+        ended = []
+        for sample_id in list(self.running):
+            self.running[sample_id] -= 1
+            if self.running[sample_id] <= 0:
+                del self.running[sample_id]
+                ended.append(sample_id)
+        self.admit()
+        return ended
+
+
+class World:
+    """Carries out actions at once, and keeps count of deliveries."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher = dispatcher
+        self.engines: dict[str, FakeEngine] = {}
+        self.delivered: list[str] = []
+
+    def add(self, name: str, slots: int) -> None:
+        self.engines[name] = FakeEngine(slots)
+        self.dispatcher.engine_ready(name, slots)
+
+    def settle(self) -> None:
+        while actions := self.dispatcher.actions():
+            for action in actions:
+                engine = self.engines[action.engine]
+                if isinstance(action, Assign):
+                    engine.waiting.extend(action.requests)
+                    engine.admit()
+                else:
+                    assert isinstance(action, Recall)
+                    wanted = set(action.sample_ids)
+                    taken = [r.sample_id for r in engine.waiting if r.sample_id in wanted]
+                    engine.waiting = [r for r in engine.waiting if r.sample_id not in wanted]
+                    self.dispatcher.recalled(action.engine, taken)
+
+    def step(self) -> None:
+        for name, engine in self.engines.items():
+            self.delivered += self.dispatcher.finished(name, engine.step())
+        self.settle()
+
+    def idle_beside_queued(self) -> bool:
+        free = any(len(e.running) < e.slots for e in self.engines.values())
+        queued = any(e.waiting for e in self.engines.values()) or self.dispatcher.num_queued
+        return bool(free and queued)
+
+
+def test_least_outstanding_work_first() -> None:
+    world = World(Dispatcher(prefetch=0))
+    world.add("a", 8)
+    world.add("b", 8)
+    world.dispatcher.submit([request(0, 100), *(request(i, 10) for i in range(1, 9))])
+    world.settle()
+    assert world.dispatcher.outstanding("a") == 1
+    assert world.dispatcher.outstanding("b") == 8
+
+
+def test_waiting_requests_move_to_an_idle_engine() -> None:
+    world = World(Dispatcher(prefetch=4))
+    world.add("a", 2)
+    world.dispatcher.submit([request(i) for i in range(6)])
+    world.settle()
+    assert len(world.engines["a"].waiting) == 4
+    world.add("b", 8)
+    world.settle()
+    assert world.engines["a"].waiting == []
+    assert len(world.engines["b"].running) == 4
+
+
+def test_one_idle_engine_is_not_enough() -> None:
+    world = World(Dispatcher(prefetch=4))
+    world.add("a", 1)
+    world.dispatcher.submit([request(i) for i in range(5)])
+    world.settle()
+    for name in "bcd":
+        world.add(name, 1)
+    world.settle()
+    assert all(len(e.running) == 1 for e in world.engines.values())
+    assert not world.idle_beside_queued()
+
+
+def test_a_lost_engine_gives_everything_back_once() -> None:
+    dispatcher = Dispatcher(prefetch=2)
+    dispatcher.engine_ready("a", 4)
+    dispatcher.submit([request(i) for i in range(6)])
+    dispatcher.actions()
+    assert dispatcher.finished("a", ["0"]) == ["0"]
+    assert sorted(dispatcher.engine_lost("a")) == ["1", "2", "3", "4", "5"]
+    assert dispatcher.engine_lost("a") == []
+    assert dispatcher.finished("a", ["1"]) == []  # a late message from the dead
+    dispatcher.engine_ready("b", 8)
+    (assign,) = dispatcher.actions()
+    assert isinstance(assign, Assign)
+    assert [r.sample_id for r in assign.requests] == ["1", "2", "3", "4", "5"]
+    assert dispatcher.finished("b", ["1", "1", "9"]) == ["1"]
+
+
+def test_a_sample_that_kills_engines_is_named() -> None:
+    dispatcher = Dispatcher(prefetch=0, max_attempts=2)
+    dispatcher.submit([request(7)])
+    dispatcher.engine_ready("a", 1)
+    dispatcher.actions()
+    dispatcher.engine_lost("a")
+    dispatcher.engine_ready("b", 1)
+    dispatcher.actions()
+    with pytest.raises(EngineError, match="sample '7' was on 2 engines"):
+        dispatcher.engine_lost("b")
+
+
+def test_the_same_id_twice_is_refused() -> None:
+    dispatcher = Dispatcher(prefetch=0)
+    dispatcher.submit([request(1)])
+    with pytest.raises(ValueError, match="already being generated"):
+        dispatcher.submit([request(1)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 5))
+def test_exactly_once_whatever_happens(seed: int, num_engines: int, prefetch: int) -> None:
+    rng = random.Random(seed)
+    world = World(Dispatcher(prefetch, max_attempts=1000))
+    for index in range(num_engines):
+        world.add(f"e{index}", rng.randint(1, 5))
+    submitted = 0
+    incarnation = 0
+    for _ in range(60):
+        event = rng.random()
+        if event < 0.3:
+            batch = [request(submitted + i, rng.randint(1, 12)) for i in range(rng.randint(1, 9))]
+            submitted += len(batch)
+            world.dispatcher.submit(batch)
+        elif event < 0.4 and len(world.engines) > 1:
+            name = rng.choice(sorted(world.engines))
+            del world.engines[name]
+            world.dispatcher.engine_lost(name)
+        elif event < 0.5:
+            incarnation += 1
+            world.add(f"n{incarnation}", rng.randint(1, 5))
+        world.settle()
+        assert not world.idle_beside_queued()
+        world.step()
+    while world.dispatcher.num_unfinished:
+        world.step()
+        assert not world.idle_beside_queued()
+    assert sorted(map(int, world.delivered)) == list(range(submitted))
+
+
+def test_ten_thousand_samples_over_64_engines() -> None:
+    rng = random.Random(0)
+    world = World(Dispatcher(prefetch=4))
+    for index in range(64):
+        world.add(f"e{index}", 64)
+    batch = [request(i, min(400, int(rng.lognormvariate(3, 1)) + 1)) for i in range(10_000)]
+    spent = 0.0
+
+    def timed(function, *args):  # type: ignore[no-untyped-def]
+        nonlocal spent
+        started = time.perf_counter()
+        result = function(*args)
+        spent += time.perf_counter() - started
+        return result
+
+    for name in ("submit", "actions", "finished", "recalled"):
+        original = getattr(world.dispatcher, name)
+        setattr(
+            world.dispatcher,
+            name,
+            lambda *args, original=original: timed(original, *args),
+        )
+    world.dispatcher.submit(batch)
+    world.settle()
+    while world.dispatcher.num_unfinished:
+        assert not world.idle_beside_queued()
+        world.step()
+    assert len(world.delivered) == len(set(world.delivered)) == 10_000
+    per_sample_ms = 1000 * spent / 10_000
+    assert per_sample_ms < 1.0, f"{per_sample_ms:.3f} ms a sample"

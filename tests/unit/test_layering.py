@@ -1,0 +1,100 @@
+"""The direction of imports, checked from the source: `contracts <- config <- parts <- run <- cli`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "tlt"
+
+# What each package of tlt may import from tlt, besides itself.
+ALLOWED = {
+    "__init__": set(),
+    "errors": set(),
+    "contracts": set(),
+    "config": {"contracts", "errors"},
+    "speculation": {"contracts", "errors", "config"},
+    "models": {"contracts", "errors", "config"},
+    "drafter": {"contracts", "errors", "config"},
+    "rollout": {"contracts", "errors", "config", "speculation"},
+    "diagnosis": {"contracts", "errors", "config"},
+    "bench": {"contracts", "errors", "config", "speculation", "rollout", "drafter", "models"},
+    "run": {"contracts", "errors", "config", "speculation", "rollout", "drafter", "models"},
+}
+ALLOWED["cli"] = {*ALLOWED, "run", "bench"} - {"cli"}
+ALLOWED["__main__"] = {"cli"}
+
+STDLIB_ONLY = {"contracts", "errors", "__init__"}
+NO_HEAVY = {"contracts", "errors", "config", "speculation", "__init__"}
+HEAVY = {"torch", "vllm", "ray", "transformers", "numpy"}
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    names: set[str] = set()
+    for node in nodes:
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module
+            names.add(node.module)
+            if node.module == "tlt" or node.module.startswith("tlt."):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_direction(path: Path) -> None:
+    part = part_of(path)
+    for name in imports(path):
+        if name.startswith("tlt."):
+            other = name.split(".")[1]
+            if other.startswith("_") or (ROOT / other).exists() is False and not (
+                ROOT / f"{other}.py"
+            ).exists():
+                continue  # an attribute such as tlt.__version__
+            assert other == part or other in ALLOWED[part], f"{part} may not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_heavy_libraries_stay_where_they_belong(path: Path) -> None:
+    part = part_of(path)
+    roots = {name.split(".")[0] for name in imports(path)}
+    if part in NO_HEAVY:
+        assert not roots & HEAVY
+    if "vllm" in roots:
+        inside = path.is_relative_to(ROOT / "rollout" / "vllm")
+        assert inside or path == ROOT / "rollout" / "engine.py"
+    if "ray" in roots:
+        assert path in {ROOT / "rollout" / "actor.py"} or part in {"run", "cli"}
+
+
+@pytest.mark.parametrize("part", sorted(STDLIB_ONLY))
+def test_contracts_are_stdlib_only(part: str) -> None:
+    import sys
+
+    roots = {name.split(".")[0] for name in imports(ROOT / f"{part}.py")}
+    assert roots - {"tlt"} <= set(sys.stdlib_module_names)
+
+
+def test_no_utils() -> None:
+    assert not [p for p in modules() if p.stem in {"utils", "helpers", "common", "misc"}]

@@ -1,0 +1,177 @@
+"""The pool with fake engines: the asyncio half, without Ray or vLLM."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tlt.config.rollout import PoolConfig
+from tlt.contracts import Sample, SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, EngineError
+from tlt.rollout.pool import RolloutPool
+
+
+def request(index: int, max_tokens: int = 5) -> SampleRequest:
+    return SampleRequest(str(index), (1,), SamplingSpec(max_tokens=max_tokens))
+
+
+class FakeEngine:
+    """Generates one token per tick for each of its slots."""
+
+    def __init__(self, name: str, slots: int = 4, tick_s: float = 0.001) -> None:
+        self.name, self.slots, self.tick_s = name, slots, tick_s
+        self.waiting: list[SampleRequest] = []
+        self.running: dict[str, list[Any]] = {}
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.dead = False
+        self.stopped = False
+        self.refuse: Exception | None = None
+
+    async def start(self) -> dict[str, Any]:
+        await asyncio.sleep(self.tick_s)
+        return {"slots": self.slots}
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        if self.refuse:
+            raise self.refuse
+        self.waiting.extend(requests)
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        taken = [r.sample_id for r in self.waiting if r.sample_id in set(sample_ids)]
+        self.waiting = [r for r in self.waiting if r.sample_id not in set(taken)]
+        return taken
+
+    async def take_finished(self) -> list[Sample]:
+        await asyncio.sleep(self.tick_s)
+        if self.dead:
+            raise EngineError("gone")
+        while self.waiting and len(self.running) < self.slots:
+            r = self.waiting.pop(0)
+            self.running[r.sample_id] = [r, r.sampling.max_tokens]
+        ended = []
+        for sample_id, state in list(self.running.items()):
+            state[1] -= 1
+            if state[1] <= 0:
+                del self.running[sample_id]
+                ended.append(
+                    Sample(sample_id, "", (0,), (), "stop", self.name, 0, 0.0, 0.0, time.time())
+                )
+        return ended
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, args))
+        return 0.0
+
+    async def stop(self, graceful: bool) -> None:
+        self.stopped = True
+
+
+class Factory:
+    def __init__(self, **kwargs: Any) -> None:
+        self.kwargs = kwargs
+        self.made: dict[str, FakeEngine] = {}
+
+    def __call__(self, name: str) -> FakeEngine:
+        self.made[name] = FakeEngine(name, **self.kwargs)
+        return self.made[name]
+
+
+def test_every_sample_once_and_engines_stop() -> None:
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=3), factory) as pool:
+            ids = [s.sample_id async for s in pool.generate(request(i) for i in range(100))]
+        assert sorted(map(int, ids)) == list(range(100))
+        assert all(engine.stopped for engine in factory.made.values())
+
+    asyncio.run(main())
+
+
+def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+            ids = []
+            async for sample in pool.generate(request(i, 8) for i in range(64)):
+                ids.append(sample.sample_id)
+                if len(ids) == 10:
+                    factory.made["engine-0"].dead = True
+            await pool.wait_ready(2)
+            assert sorted(map(int, ids)) == list(range(64))
+            assert pool.num_restarts == 1
+            assert "engine-0.1" in factory.made
+
+    asyncio.run(main())
+
+
+def test_a_successor_starts_with_the_current_weights() -> None:
+    torch = pytest.importorskip("torch")
+
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=1), factory) as pool:
+            await pool.update_policy([("w", torch.ones(2))], version=3)
+            factory.made["engine-0"].dead = True
+            while "engine-0.1" not in factory.made or not factory.made["engine-0.1"].calls:
+                await asyncio.sleep(0.001)
+            assert factory.made["engine-0.1"].calls[0][0] == "update_policy"
+            assert factory.made["engine-0.1"].calls[0][1][1] == 3
+
+    asyncio.run(main())
+
+
+def test_no_policy_update_in_the_middle_of_a_rollout() -> None:
+    async def main() -> None:
+        async with RolloutPool(PoolConfig(num_engines=1), Factory()) as pool:
+            async for _ in pool.generate(request(i, 3) for i in range(20)):
+                with pytest.raises(EngineError, match="samples are under way"):
+                    await pool.update_policy([], version=1)
+                break
+
+    asyncio.run(main())
+
+
+def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> None:
+    async def main() -> None:
+        factory = Factory()
+
+        def spawn(name: str) -> FakeEngine:
+            engine = factory(name)
+            engine.dead = True
+            return engine
+
+        pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=1), spawn)
+        with pytest.raises(EngineError):
+            async with pool:
+                async for _ in pool.generate([request(0)]):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=1), factory) as pool:
+            factory.made["engine-0"].refuse = ConfigError("sample 0: too long")
+            with pytest.raises(ConfigError, match="too long"):
+                async for _ in pool.generate([request(0)]):
+                    pass
+
+    asyncio.run(main())
+
+
+def test_ten_thousand_samples_over_64_engines() -> None:
+    async def main() -> float:
+        factory = Factory(slots=32, tick_s=0.005)
+        async with RolloutPool(PoolConfig(num_engines=64), factory) as pool:
+            started = time.process_time()
+            ids = [s.sample_id async for s in pool.generate(request(i, 3) for i in range(10_000))]
+            spent = time.process_time() - started
+            assert len(set(ids)) == len(ids) == 10_000
+            return spent
+
+    per_sample_ms = 1000 * asyncio.run(main()) / 10_000
+    assert per_sample_ms < 1.0, f"{per_sample_ms:.3f} ms a sample, the fake engines included"
