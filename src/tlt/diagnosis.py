@@ -159,7 +159,7 @@ def _probe() -> dict[str, Any]:
         return {"error": "no answer within 180 s"}
     for line in done.stdout.splitlines():
         if line.startswith("TLT{"):
-            return json.loads(line.removeprefix("TLT"))  # type: ignore[no-any-return]
+            return json.loads(line.removeprefix("TLT"))
     lines = done.stderr.strip().splitlines()
     return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
 

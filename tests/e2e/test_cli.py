@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,15 @@ import pytest
 TLT = [sys.executable, "-m", "tlt"]
 
 
-def tlt(*arguments: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def tlt(command: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ) | {"COLUMNS": "160"}
     done = subprocess.run(
-        [*TLT, *arguments], cwd=cwd, capture_output=True, text=True, env=environment, timeout=600
+        [*TLT, *shlex.split(command)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
     )
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
@@ -22,14 +28,14 @@ def tlt(*arguments: str, cwd: Path, check: bool = True) -> subprocess.CompletedP
 
 
 def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
-    done = tlt("models", "tiny", "--hidden-size", "100", cwd=tmp_path, check=False)
+    done = tlt("models tiny --hidden-size 100", tmp_path, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == "error: --hidden-size 100 is not a multiple of 64; e.g. 128"
 
 
 @pytest.mark.vllm
 def test_doctor(tmp_path: Path) -> None:
-    done = tlt("doctor", cwd=tmp_path)
+    done = tlt("doctor", tmp_path)
     assert "self-test passed: lossless" in done.stdout
     assert "rollouts with speculation can run here" in done.stdout
 
@@ -37,21 +43,20 @@ def test_doctor(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.ray
 def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
-    tlt("models", "tiny", cwd=tmp_path)
+    tlt("models tiny", tmp_path)
     assert (tmp_path / "models/tiny/config.json").exists()
     done = tlt(
-        *"drafter warmup --model models/tiny --out models/tiny-eagle3 --num-samples 96".split(),
-        *"--max-tokens 96 --dtype float32 --epochs 2 --lr 6e-3".split(),
-        cwd=tmp_path,
+        "drafter warmup --model models/tiny --out models/tiny-eagle3 --num-samples 96 "
+        "--max-tokens 96 --dtype float32 --epochs 2 --lr 6e-3",
+        tmp_path,
     )
     assert "agreement with the policy by position" in done.stdout
 
     done = tlt(
-        *"bench rollout --model models/tiny --drafter models/tiny-eagle3 --repeats 1".split(),
-        *"--requests 24 --median 20 --p95 60 --longest 120 --out bench".split(),
-        *"--mode off --mode ngram:4 --mode eagle3:2 --mode tail:4@4".split(),
-        *"--engine-arg dtype=float32".split(),
-        cwd=tmp_path,
+        "bench rollout --model models/tiny --drafter models/tiny-eagle3 --repeats 1 "
+        "--requests 24 --median 20 --p95 60 --longest 120 --out bench "
+        "--mode off --mode ngram:4 --mode eagle3:2 --mode tail:4@4 --engine-arg dtype=float32",
+        tmp_path,
     )
     for heading in ("tokens/s", "accept length", "tail share", "idle s/engine", "tail:4@4"):
         assert heading in done.stdout
@@ -66,9 +71,7 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_bench_without_a_drafter_says_what_to_do(tmp_path: Path) -> None:
-    tlt("models", "tiny", cwd=tmp_path)
-    done = tlt(
-        *"bench rollout --model models/tiny --mode eagle3:2".split(), cwd=tmp_path, check=False
-    )
+    tlt("models tiny", tmp_path)
+    done = tlt("bench rollout --model models/tiny --mode eagle3:2", tmp_path, check=False)
     assert done.returncode == 2
     assert "tlt drafter warmup" in done.stderr

@@ -12,9 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine_process import EngineProcess  # noqa: E402
+from engine_process import EngineProcess
 
-from tlt.config.rollout import EngineConfig  # noqa: E402
+from tlt.config.rollout import EngineConfig
 
 TINY_ARGS = {
     "enforce_eager": True,
@@ -61,9 +61,7 @@ def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         samples += [(row.tolist(), 8) for row in output]
     drafter = warm_up(policy, samples, WarmupSettings(epochs=6, lr=6e-3))
-    return save_drafter(
-        drafter, tmp_path_factory.mktemp("models") / "tiny-eagle3", torch.float32
-    )
+    return save_drafter(drafter, tmp_path_factory.mktemp("models") / "tiny-eagle3", torch.float32)
 
 
 @pytest.fixture(scope="session")

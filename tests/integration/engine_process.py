@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -95,10 +96,8 @@ class EngineProcess:
 
     def close(self) -> None:
         if self._process.is_alive():
-            try:
+            with contextlib.suppress(ChildProcessError, BrokenPipeError):
                 self.call("shutdown")
-            except (ChildProcessError, BrokenPipeError):
-                pass
             self._process.join(20)
         if self._process.is_alive():
             self._process.kill()

@@ -83,7 +83,7 @@ def test_layerwise_reload_is_needed(tiny: Path) -> None:
 
 def test_an_engine_without_the_plug_in_is_refused(engines: EngineFactory, tiny: Path) -> None:
     engine = engines({"VLLM_PLUGINS": "none"}, begin=False, model=str(tiny))
-    with pytest.raises((EngineError, ValueError), match="plug-in|tlt_shm"):
+    with pytest.raises((EngineError, ValueError), match=r"plug-in|tlt_shm"):
         engine.start()
 
 

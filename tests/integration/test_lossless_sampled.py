@@ -51,9 +51,7 @@ def plain(engines: EngineFactory, tiny: Path) -> dict[str, list[tuple[int, ...]]
 
 @pytest.fixture(scope="module")
 def drafting(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProcess:
-    return engines(
-        model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8, engine_args=ARGS
-    )
+    return engines(model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8, engine_args=ARGS)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -47,9 +47,7 @@ def requests(count: int, run: str, max_tokens: int = 100) -> list[SampleRequest]
     ]
 
 
-def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
-    tiny: Path, tiny_drafter: Path
-) -> None:
+def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_drafter: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -65,9 +65,7 @@ def test_policy_update_equals_transformers(engine: EngineProcess, tiny: Path) ->
     assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == before
 
 
-def test_policy_update_of_a_model_with_a_tied_head(
-    engines: EngineFactory, smollm2: Path
-) -> None:
+def test_policy_update_of_a_model_with_a_tied_head(engines: EngineFactory, smollm2: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The direction of imports, checked from the source: `contracts <- config <- parts <- run <- cli`."""
+"""The direction of imports, from the source: `contracts <- config <- parts <- run <- cli`."""
 
 import ast
 from pathlib import Path
@@ -68,9 +68,9 @@ def test_direction(path: Path) -> None:
     for name in imports(path):
         if name.startswith("tlt."):
             other = name.split(".")[1]
-            if other.startswith("_") or (ROOT / other).exists() is False and not (
-                ROOT / f"{other}.py"
-            ).exists():
+            if other.startswith("_") or (
+                (ROOT / other).exists() is False and not (ROOT / f"{other}.py").exists()
+            ):
                 continue  # an attribute such as tlt.__version__
             assert other == part or other in ALLOWED[part], f"{part} may not import {name}"
 

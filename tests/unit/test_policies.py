@@ -8,9 +8,7 @@ from tlt.speculation.policies import build_policy
 
 
 def context(num_decodes: int, num_prefills: int = 0) -> StepContext:
-    return StepContext(
-        step=0, num_decodes=num_decodes, num_prefills=num_prefills, num_waiting=0
-    )
+    return StepContext(step=0, num_decodes=num_decodes, num_prefills=num_prefills, num_waiting=0)
 
 
 def test_arm_refuses_contradictions() -> None:

@@ -134,21 +134,18 @@ def test_no_policy_update_in_the_middle_of_a_rollout() -> None:
 
 
 def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> None:
+    def spawn(name: str) -> FakeEngine:
+        engine = FakeEngine(name)
+        engine.dead = True
+        return engine
+
     async def main() -> None:
-        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=2, max_restarts=1), spawn) as pool:
+            async for _ in pool.generate([request(0)]):
+                pass
 
-        def spawn(name: str) -> FakeEngine:
-            engine = factory(name)
-            engine.dead = True
-            return engine
-
-        pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=1), spawn)
-        with pytest.raises(EngineError):
-            async with pool:
-                async for _ in pool.generate([request(0)]):
-                    pass
-
-    asyncio.run(main())
+    with pytest.raises(EngineError):
+        asyncio.run(main())
 
 
 def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from tlt.bench import workload
@@ -101,7 +102,9 @@ async def run(plan: Plan, on_progress: Callable[[str, int, int], None]) -> dict[
         for mode in plan.modes:
             on_progress(f"warming up {mode.name}", 0, 1)
             short = [min(length, 16) for length in plan.lengths]
-            await _rollout(plan, pools[mode], short, f"warm-up/{mode.name}", lambda done: None)
+            await _rollout(
+                plan, pools[mode], short, f"warm-up/{mode.name}", lambda done, total: None
+            )
         for repeat, mode in itertools.product(range(plan.repeats), plan.modes):
             label = f"{mode.name}, run {repeat + 1} of {plan.repeats}"
             metrics = await _rollout(
@@ -109,7 +112,7 @@ async def run(plan: Plan, on_progress: Callable[[str, int, int], None]) -> dict[
                 pools[mode],
                 plan.lengths,
                 f"{repeat}/{mode.name}",
-                lambda done, label=label: on_progress(label, done, len(plan.lengths)),
+                partial(on_progress, label),
             )
             runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics)})
     return {
@@ -129,7 +132,7 @@ async def _rollout(
     pool: RolloutPool,
     lengths: Sequence[int],
     run_name: str,
-    on_done: Callable[[int], None],
+    on_done: Callable[[int, int], None],
 ) -> RolloutMetrics:
     requests = workload.requests(
         plan.prompts, lengths, run=run_name, temperature=plan.temperature, top_p=plan.top_p
@@ -139,7 +142,7 @@ async def _rollout(
     started_at_s = time.time()
     async for sample in pool.generate(requests):
         samples.append(sample)
-        on_done(len(samples))
+        on_done(len(samples), len(requests))
     after = await pool.stats()
     await asyncio.sleep(0.2)  # let the processes go quiet before the next mode starts
     return measure(samples, started_at_s, before, after)

@@ -66,9 +66,7 @@ def warmup(
             max_tokens=max_tokens,
             temperature=temperature,
             num_engines=engines,
-            settings=WarmupSettings(
-                draft_vocab_size=draft_vocab, epochs=epochs, lr=lr, seed=seed
-            ),
+            settings=WarmupSettings(draft_vocab_size=draft_vocab, epochs=epochs, lr=lr, seed=seed),
             dtype=dtype,
             on_stage=lambda text: progress.update(bar, description=text),
             on_step=lambda step, total, loss, a: progress.update(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -41,6 +42,9 @@ def main() -> None:
     """Run the command; a user's mistake is one clear line, not a traceback."""
     from tlt.errors import ConfigError, EngineError
 
+    # Commands show their own progress; models come from local folders only.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         app()
     except (ConfigError, EngineError) as error:

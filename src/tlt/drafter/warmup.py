@@ -30,7 +30,7 @@ class WarmupSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class CapturedSample:
     """One sample with what the policy computed over it, on CPU in the policy's dtype."""
 
     token_ids: torch.Tensor
@@ -54,7 +54,7 @@ def draft_vocabulary(
 @torch.no_grad()
 def capture(
     policy: Any, samples: Sequence[tuple[Sequence[int], int]], aux_layer_ids: Sequence[int]
-) -> list[Sequence_]:
+) -> list[CapturedSample]:
     """Run the policy over each sample and keep the states the drafter learns from."""
     captured = []
     for token_ids, num_prompt_tokens in samples:
@@ -62,7 +62,7 @@ def capture(
         states = policy.model(ids, output_hidden_states=True)
         hidden = states.hidden_states
         captured.append(
-            Sequence_(
+            CapturedSample(
                 token_ids=ids[0],
                 num_prompt_tokens=num_prompt_tokens,
                 aux_TA=torch.cat([hidden[i][0] for i in aux_layer_ids], -1),
@@ -130,11 +130,11 @@ def warm_up(
     return drafter
 
 
-def _batches(data: list[Sequence_], settings: WarmupSettings) -> list[list[Sequence_]]:
+def _batches(data: list[CapturedSample], settings: WarmupSettings) -> list[list[CapturedSample]]:
     """Samples of similar length together, batches in random order, `epochs` times over."""
     generator = torch.Generator().manual_seed(settings.seed)
     order = sorted(data, key=lambda s: len(s.token_ids))
-    groups: list[list[Sequence_]] = []
+    groups: list[list[CapturedSample]] = []
     for sample in order:
         if not groups or (len(groups[-1]) + 1) * len(sample.token_ids) > settings.batch_tokens:
             groups.append([])
@@ -146,7 +146,7 @@ def _batches(data: list[Sequence_], settings: WarmupSettings) -> list[list[Seque
     ]
 
 
-def _collate(batch: list[Sequence_]) -> tuple[torch.Tensor, ...]:
+def _collate(batch: list[CapturedSample]) -> tuple[torch.Tensor, ...]:
     pad = torch.nn.utils.rnn.pad_sequence
     tokens = pad([s.token_ids for s in batch], batch_first=True)
     aux = pad([s.aux_TA for s in batch], batch_first=True)

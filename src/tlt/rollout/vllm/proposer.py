@@ -71,9 +71,7 @@ class SwitchingProposer(EagleProposer):
             end = min(start + len(tokens), batch.token_ids_cpu.shape[1])
             batch.token_ids_cpu[row, start:end] = tokens[: end - start]
             num_tokens[row] = end
-        return self._ngram.propose(  # type: ignore[no-any-return]
-            num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu
-        )
+        return self._ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
 
 
 def ngram_lookup(vllm_config: Any, ngram: dict[str, int]) -> NgramProposer:

@@ -28,9 +28,7 @@ def sampling_faults(device: torch.device) -> list[str]:
     for label, top_p in (("temperature", 1.0), ("top-p", 0.85)):
         sigma = _worst_deviation(device, top_p)
         if not sigma < MAX_SIGMA:
-            faults.append(
-                f"rejection sampling with {label} is off by {sigma:.0f} standard errors"
-            )
+            faults.append(f"rejection sampling with {label} is off by {sigma:.0f} standard errors")
     return faults
 
 

@@ -65,4 +65,3 @@ class AdaptiveCPUWorker(_Adaptive, CPUWorker):
 
 class AdaptiveGPUWorker(_Adaptive, Worker):
     """One engine process on a GPU."""
-

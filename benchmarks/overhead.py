@@ -1,0 +1,177 @@
+"""What the plug-in costs: TLT's engine against bare vLLM, side by side on one core.
+
+    python benchmarks/overhead.py [--model models/smollm2] [--drafter models/smollm2-eagle3]
+
+Five engines, each in its own process on the same core, one working at a time:
+
+    bare+eagle3    stock vLLM, static speculative_config
+    tlt+eagle3     TLT's engine, the same draft length as a fixed policy
+    bare           stock vLLM, no drafter
+    tlt            TLT's engine, no drafter
+    tlt+idle       TLT's engine, drafter loaded, speculation off
+
+Each round runs all five on the same prompts, starting with another one each time; ratios are taken
+within a round. Greedy, so that all do the same work. Writes benchmarks/results/overhead.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+CORE = max(os.sched_getaffinity(0))
+RESULT = Path(__file__).parent / "results" / "overhead.json"
+
+
+def serve(kind: str, options: argparse.Namespace, pipe: Any) -> None:
+    os.sched_setaffinity(0, {CORE})
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+        HF_HUB_OFFLINE="1",
+        TQDM_DISABLE="1",
+    )
+    run = bare(kind, options) if kind.startswith("bare") else ours(kind, options)
+    pipe.send("ready")
+    while (prompts := pipe.recv()) is not None:
+        started = time.perf_counter()
+        num_tokens = run(prompts)
+        pipe.send((num_tokens, time.perf_counter() - started))
+
+
+def common(options: argparse.Namespace) -> dict[str, Any]:
+    return {"enforce_eager": not options.compiled, "max_model_len": 512, "max_num_seqs": 32}
+
+
+def bare(kind: str, options: argparse.Namespace) -> Any:
+    from vllm import LLM, SamplingParams
+
+    arguments = common(options) | {"kv_cache_memory_bytes": 2**30}
+    if kind == "bare+eagle3":
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": options.drafter,
+            "num_speculative_tokens": options.num_draft_tokens,
+        }
+    llm = LLM(options.model, **arguments)
+    sampling = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=0,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+    def run(prompts: list[list[int]]) -> int:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return run
+
+
+def ours(kind: str, options: argparse.Namespace) -> Any:
+    from tlt.config.rollout import EngineConfig
+    from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.rollout.engine import RolloutEngine
+
+    policy: dict[str, Any] = {"kind": "off"}
+    if kind == "tlt+eagle3":
+        policy = {
+            "kind": "fixed",
+            "drafter": "eagle3",
+            "num_draft_tokens": options.num_draft_tokens,
+        }
+    engine = RolloutEngine(
+        EngineConfig(
+            model=options.model,
+            drafter=None if kind == "tlt" else options.drafter,
+            policy=policy,
+            max_draft_tokens=None if kind == "tlt" else options.num_draft_tokens,
+            core_group=f"overhead-{kind}",
+            engine_args=common(options),
+        )
+    )
+    engine.start()
+    sampling = SamplingSpec(max_tokens=options.max_tokens, temperature=0, ignore_eos=True)
+
+    def run(prompts: list[list[int]]) -> int:
+        engine.submit([SampleRequest(str(i), tuple(p), sampling) for i, p in enumerate(prompts)])
+        num_tokens = num_samples = 0
+        while num_samples < len(prompts):
+            for sample in engine.take_finished(timeout_s=60):
+                num_tokens += len(sample.token_ids)
+                num_samples += 1
+        return num_tokens
+
+    return run
+
+
+KINDS = ("bare+eagle3", "tlt+eagle3", "bare", "tlt", "tlt+idle")
+COMPARED = (("tlt+eagle3", "bare+eagle3"), ("tlt", "bare"), ("tlt+idle", "bare"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="models/smollm2")
+    parser.add_argument("--drafter", default="models/smollm2-eagle3")
+    parser.add_argument("--num-draft-tokens", type=int, default=2)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--compiled", action="store_true", help="torch.compile; slow to start")
+    options = parser.parse_args()
+
+    from tlt.bench.workload import arithmetic_prompts, tokenize_chat
+
+    prompts = tokenize_chat(options.model, arithmetic_prompts(64 * max(options.batch_sizes)))
+    context = multiprocessing.get_context("spawn")
+    pipes = {}
+    for kind in KINDS:
+        pipes[kind], theirs = context.Pipe()
+        process = context.Process(target=serve, args=(kind, options, theirs), daemon=True)
+        process.start()
+        assert pipes[kind].recv() == "ready"
+        print(f"{kind} is ready")
+
+    def measure(kind: str, batch: list[list[int]]) -> float:
+        pipes[kind].send(batch)
+        num_tokens, seconds = pipes[kind].recv()
+        return float(num_tokens / seconds)
+
+    results = []
+    for size in options.batch_sizes:
+        speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for index in range(options.rounds + 1):
+            batch = [list(p) for p in prompts[index * size : (index + 1) * size]]
+            turn = index % len(KINDS)
+            for kind in KINDS[turn:] + KINDS[:turn]:
+                speed = measure(kind, batch)
+                if index:  # the first round warms up
+                    speeds[kind].append(speed)
+        ratios = {
+            f"{a} / {b}": [x / y for x, y in zip(speeds[a], speeds[b], strict=True)]
+            for a, b in COMPARED
+        }
+        results.append({"batch_size": size, "tokens_per_s": speeds, "ratios": ratios})
+        print(f"\nbatch {size}")
+        for kind in KINDS:
+            print(f"  {kind:12} {statistics.median(speeds[kind]):7.1f} tokens/s")
+        for name, values in ratios.items():
+            low, high = min(values), max(values)
+            print(f"  {name:24} {statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
+    for pipe in pipes.values():
+        pipe.send(None)
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({"options": vars(options), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The reference page of all settings, generated from the schemas: `docs/configuration.md`."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from tlt.config.rollout import EngineConfig, NgramConfig, PoolConfig
+
+SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("engine", EngineConfig),
+    ("engine.ngram", NgramConfig),
+    ("pool", PoolConfig),
+)
+
+HEADER = """# Configuration
+
+All settings, generated from the schemas in `src/tlt/config`
+(`python -m tlt.config.reference > docs/configuration.md`; a test keeps this page in step).
+Unknown keys are refused.
+"""
+
+
+def reference() -> str:
+    """The page as Markdown."""
+    parts = [HEADER]
+    for name, schema in SECTIONS:
+        parts.append(f"\n## `{name}`\n\n{schema.__doc__}\n")
+        parts.append("\n| key | type | default | what it does |\n|---|---|---|---|\n")
+        for key, field in schema.model_fields.items():
+            kind = str(getattr(field.annotation, "__name__", field.annotation))
+            if "[" in str(field.annotation) or "|" in str(field.annotation):
+                kind = str(field.annotation)
+            kind = kind.replace("typing.", "").replace("tlt.config.rollout.", "")
+            text = " ".join((field.description or "").split())
+            kind = kind.replace("|", "\\|")  # inside a Markdown table
+            parts.append(f"| `{key}` | `{kind}` | {_default(field)} | {text} |\n")
+    return "".join(parts)
+
+
+def _default(field: object) -> str:
+    factory = getattr(field, "default_factory", None)
+    value = factory() if factory is not None else getattr(field, "default", PydanticUndefined)
+    if value is PydanticUndefined:
+        return "required"
+    return f"`{value.model_dump() if isinstance(value, BaseModel) else value!r}`"
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(reference())
