@@ -91,25 +91,25 @@ async def run(plan: Plan, on_progress: Callable[[str, int, int], None]) -> dict[
     """Measure all modes; the result as plain data. Ray must be running."""
     from tlt.rollout.actor import ray_spawner
 
-    spawners = {mode: ray_spawner(engine_for(plan, mode)) for mode in plan.modes}
+    spawners = {mode.name: ray_spawner(engine_for(plan, mode)) for mode in plan.modes}
     runs: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
-        pools: dict[Mode, RolloutPool] = {}
+        pools: dict[str, RolloutPool] = {}
         for index, mode in enumerate(plan.modes):
             on_progress(f"starting engines for {mode.name}", index, len(plan.modes))
-            pool = RolloutPool(PoolConfig(num_engines=plan.num_engines), spawners[mode])
-            pools[mode] = await stack.enter_async_context(pool)
+            pool = RolloutPool(PoolConfig(num_engines=plan.num_engines), spawners[mode.name])
+            pools[mode.name] = await stack.enter_async_context(pool)
         for mode in plan.modes:
             on_progress(f"warming up {mode.name}", 0, 1)
             short = [min(length, 16) for length in plan.lengths]
             await _rollout(
-                plan, pools[mode], short, f"warm-up/{mode.name}", lambda done, total: None
+                plan, pools[mode.name], short, f"warm-up/{mode.name}", lambda done, total: None
             )
         for repeat, mode in itertools.product(range(plan.repeats), plan.modes):
             label = f"{mode.name}, run {repeat + 1} of {plan.repeats}"
             metrics = await _rollout(
                 plan,
-                pools[mode],
+                pools[mode.name],
                 plan.lengths,
                 f"{repeat}/{mode.name}",
                 partial(on_progress, label),

@@ -75,7 +75,7 @@ def apply() -> None:
     """Apply every fix once in this process."""
     from vllm.platforms import current_platform
 
-    skipped = set(filter(None, os.environ.get(SKIP_VARIABLE, "").split(",")))
+    skipped = _skipped()
     for fix in FIXES:
         if _applied.get(fix.name):
             continue
@@ -85,6 +85,10 @@ def apply() -> None:
         _applied[fix.name] = wanted
 
 
+def _skipped() -> set[str]:
+    return set(filter(None, os.environ.get(SKIP_VARIABLE, "").split(",")))
+
+
 def applied() -> dict[str, bool]:
     """Which fixes are active in this process."""
     return dict(_applied)
@@ -92,9 +96,10 @@ def applied() -> dict[str, bool]:
 
 # --- loading weights into a running model -------------------------------------------------------
 # `model.load_weights` in place does not work on CPU: linear weights are packed for the kernels and
-# the originals dropped (AttributeError: weight_loader), and a tied head silently keeps its old
-# values. vLLM's layerwise reload restores the loadable form, takes the weights, and packs again;
-# it has no public name for use outside a weight-transfer engine. Can go when it has one.
+# the originals dropped (AttributeError: weight_loader). vLLM's layerwise reload restores the
+# loadable form, takes the weights, and packs again; it has no public name for use outside a
+# weight-transfer engine. Even so a head tied to the embedding keeps its old packed copy, because no
+# weight of its own is ever loaded: it is packed again here. Can go when vLLM does that.
 
 
 def begin_reload(model: torch.nn.Module) -> None:
@@ -114,6 +119,18 @@ def end_reload(model: torch.nn.Module, model_config: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
+    repack_tied_heads(model)
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or "tied_head" in _skipped():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 # --- is this the vLLM we know? ------------------------------------------------------------------
