@@ -65,7 +65,11 @@ def test_spread() -> None:
 
 def test_modes() -> None:
     assert Mode.parse("off").policy == {"kind": "off"}
-    assert not Mode.parse("ngram:4").needs_drafter
+    assert [Mode.parse(m).setup for m in ("off", "ngram:4", "tail:4@8")] == [
+        "off",
+        "ngram",
+        "eagle3",
+    ]
     assert Mode.parse("tail:4@8").policy["schedule"] == [[8, 4]]
     for wrong in ("eagle3", "eagle3:x", "medusa:4", "tail:4", "off:2"):
         with pytest.raises(ConfigError, match=r"e\.g\. eagle3:2"):

@@ -1,9 +1,9 @@
 """`tlt bench rollout`: one workload, several ways to decode, interleaved and repeated.
 
 Each mode runs on engines set up for just that: `off` has no drafter loaded at all, `ngram:K` uses
-vLLM's n-gram method, `eagle3:K` loads the drafter. All engines stay up, only one mode works at a
-time, and the modes take turns within each repeat, so that a slow minute of the machine hits all of
-them. A first, short round warms every engine up and is not counted.
+vLLM's n-gram method, `eagle3:K` and `tail:K@B` load the drafter. All engines stay up, only one mode
+works at a time, and the modes take turns within each repeat, so that a slow minute of the machine
+hits all of them. A first, short round warms every engine up and is not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample
 from tlt.errors import ConfigError
 from tlt.rollout.pool import RolloutPool
+from tlt.rollout.vllm.args import engine_args
 from tlt.speculation.policies import build_policy
 
 
@@ -32,14 +33,15 @@ class Mode:
 
     name: str
     policy: dict[str, Any]
-    needs_drafter: bool
+    setup: str
+    """Which engines it runs on: `off`, `ngram` or `eagle3`."""
 
     @classmethod
     def parse(cls, text: str) -> Mode:
         drafter, _, rest = text.partition(":")
         try:
             if text == "off":
-                return cls("off", {"kind": "off"}, needs_drafter=False)
+                return cls("off", {"kind": "off"}, setup="off")
             if drafter == "tail":
                 length, _, batch = rest.partition("@")
                 policy: dict[str, Any] = {
@@ -55,7 +57,7 @@ class Mode:
                 f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K' (K draft tokens), or "
                 "'tail:K@B' (EAGLE-3 at most B running); e.g. eagle3:2"
             ) from error
-        return cls(text, policy, needs_drafter=drafter != "ngram")
+        return cls(text, policy, setup="ngram" if drafter == "ngram" else "eagle3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,50 +73,56 @@ class Plan:
     top_p: float
 
 
-def engine_for(plan: Plan, mode: Mode) -> EngineConfig:
-    """The engine that fits a mode; bad settings raise before anything starts."""
-    if mode.needs_drafter and plan.engine.drafter is None:
+def engine_for(plan: Plan, setup: str) -> EngineConfig:
+    """The engines that the modes of one setup share; bad settings raise before anything starts."""
+    modes = [mode for mode in plan.modes if mode.setup == setup]
+    if setup == "eagle3" and plan.engine.drafter is None:
         raise ConfigError(
-            f"mode {mode.name!r} needs a drafter; pass --drafter FOLDER (make one with "
+            f"mode {modes[0].name!r} needs a drafter; pass --drafter FOLDER (make one with "
             "`tlt drafter warmup`)"
         )
-    return plan.engine.model_copy(
+    arms = [arm for mode in modes for arm in build_policy(mode.policy).arms()]
+    config = plan.engine.model_copy(
         update={
-            "drafter": plan.engine.drafter if mode.needs_drafter else None,
-            "policy": mode.policy,
-            "core_group": f"bench-{mode.name.replace(':', '-')}",
+            "drafter": plan.engine.drafter if setup == "eagle3" else None,
+            "policy": modes[0].policy,
+            "max_draft_tokens": max(arm.num_draft_tokens for arm in arms) or None,
+            "core_group": f"bench-{setup}",
         }
     )
+    engine_args(config)
+    return config
+
+
+def setups(plan: Plan) -> list[str]:
+    """The setups that the plan's modes need, in order of first use."""
+    return list(dict.fromkeys(mode.setup for mode in plan.modes))
 
 
 async def run(plan: Plan, on_progress: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Measure all modes; the result as plain data. Ray must be running."""
     from tlt.rollout.actor import ray_spawner
 
-    spawners = {mode.name: ray_spawner(engine_for(plan, mode)) for mode in plan.modes}
     runs: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
         pools: dict[str, RolloutPool] = {}
-        for index, mode in enumerate(plan.modes):
-            on_progress(f"starting engines for {mode.name}", index, len(plan.modes))
-            pool = RolloutPool(PoolConfig(num_engines=plan.num_engines), spawners[mode.name])
-            pools[mode.name] = await stack.enter_async_context(pool)
-        for mode in plan.modes:
-            on_progress(f"warming up {mode.name}", 0, 1)
-            short = [min(length, 16) for length in plan.lengths]
-            await _rollout(
-                plan, pools[mode.name], short, f"warm-up/{mode.name}", lambda done, total: None
-            )
-        for repeat, mode in itertools.product(range(plan.repeats), plan.modes):
+        for index, setup in enumerate(setups(plan)):
+            on_progress(f"starting engines: {setup}", index, len(setups(plan)))
+            spawner = ray_spawner(engine_for(plan, setup))
+            pool = RolloutPool(PoolConfig(num_engines=plan.num_engines), spawner)
+            pools[setup] = await stack.enter_async_context(pool)
+        for repeat, mode in itertools.product(range(-1, plan.repeats), plan.modes):
             label = f"{mode.name}, run {repeat + 1} of {plan.repeats}"
-            metrics = await _rollout(
-                plan,
-                pools[mode.name],
-                plan.lengths,
-                f"{repeat}/{mode.name}",
-                partial(on_progress, label),
-            )
-            runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics)})
+            lengths = plan.lengths
+            if repeat < 0:
+                label = f"warming up {mode.name}"
+                lengths = tuple(min(length, 16) for length in lengths)
+            pool = pools[mode.setup]
+            await pool.set_policy(mode.policy)
+            report = partial(on_progress, label)
+            metrics = await _rollout(plan, pool, lengths, f"{repeat}/{mode.name}", report)
+            if repeat >= 0:
+                runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics)})
     return {
         "workload": workload.describe(plan.length_spec, plan.lengths),
         "temperature": plan.temperature,

@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+HEAD_ROOM = 33
+"""Tokens above prompt and response for the longest draft an engine can be set up for."""
+
 app = typer.Typer(no_args_is_help=True, help="Measure, side by side.")
 
 
@@ -67,11 +70,10 @@ def rollout(
         spec = workload.LengthSpec(requests, median, p95, longest, seed)
     sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
     prompts = workload.tokenize_chat(str(model), workload.arithmetic_prompts(len(sizes), seed))
-    head_room = max((m.policy.get("num_draft_tokens", 0) for m in modes), default=0) + 33
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": 32,
-        "max_model_len": max(map(len, prompts)) + max(sizes) + head_room,
+        "max_model_len": max(map(len, prompts)) + max(sizes) + HEAD_ROOM,
     }
     plan = bench.Plan(
         engine=EngineConfig(
@@ -89,8 +91,9 @@ def rollout(
         temperature=temperature,
         top_p=top_p,
     )
-    for each in modes:
-        bench.engine_for(plan, each)  # refuse before Ray starts
+    setups = bench.setups(plan)
+    for setup in setups:
+        bench.engine_for(plan, setup)  # refuse before Ray starts
     with Progress(
         TextColumn("{task.description:32}"),
         BarColumn(),
@@ -99,7 +102,7 @@ def rollout(
         console=console,
     ) as progress:
         bar = progress.add_task("starting Ray", total=1)
-        _start_ray(engines * len(modes), gpus)
+        _start_ray(engines * len(setups), gpus)
         result = asyncio.run(
             bench.run(
                 plan,
@@ -140,7 +143,7 @@ def _start_ray(num_engines: int, gpus: int) -> None:
 
     import ray
 
-    # Several modes keep engines on the same cores, one mode working at a time.
+    # Engines of several setups share the cores, one setup working at a time.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     ray.init(
         num_cpus=max(num_engines, os.cpu_count() or 1),
