@@ -102,6 +102,35 @@ def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_dra
     asyncio.run(main())
 
 
+def test_weights_reach_engines_of_other_nodes(tiny: Path, tiny_drafter: Path) -> None:
+    """The way of the object store, taken by engines that believe to be elsewhere."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.rollout.actor import RayEngine, ray_spawner
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+
+    async def first_tokens(remote: bool) -> list[tuple[int, ...]]:
+        async with RolloutPool(
+            PoolConfig(num_engines=1), ray_spawner(config(tiny, tiny_drafter))
+        ) as pool:
+            for handle in pool._handles.values():
+                assert isinstance(handle, RayEngine)
+                assert not handle._remote
+                handle._remote = remote
+            await pool.update_policy(policy.state_dict().items(), version=4)
+            samples = {s.sample_id: s async for s in pool.generate(requests(16, "x", 24))}
+            assert {s.policy_version for s in samples.values()} == {4}
+            return [samples[key].token_ids for key in sorted(samples)]
+
+    local = asyncio.run(first_tokens(remote=False))
+    assert asyncio.run(first_tokens(remote=True)) == local
+
+
 def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, tiny_drafter: Path) -> None:
     from tlt.rollout.actor import ray_spawner
 

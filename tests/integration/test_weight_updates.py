@@ -136,6 +136,30 @@ def test_drafter_update_in_the_middle_of_generation(
     assert again_rate == pytest.approx(good_rate, abs=0.1)
 
 
+def test_a_drafter_that_cannot_be_loaded_takes_nothing_down(
+    engine: EngineProcess, tiny_drafter: Path
+) -> None:
+    import torch
+
+    from tlt.drafter.checkpoint import drafter_weights, load_drafter
+
+    prompts = random_prompts(8, seed=7)
+    reference, rate = engine.accepted_during(lambda: engine.generate(prompts, GREEDY))
+    with pytest.raises(FileNotFoundError):
+        engine.call("update_drafter", {"path": "/dev/shm/tlt-weights-nowhere"}, 50)
+    good = drafter_weights(load_drafter(tiny_drafter), torch.float32)
+    wrong = dict(good) | {"midlayer.mlp.up_proj.weight": torch.ones(3, 5)}
+    with SharedWeights(wrong.items()) as weights, pytest.raises(Exception, match=""):
+        engine.call("update_drafter", weights.manifest(), 51)
+    again = engine.generate(prompts, GREEDY)
+    assert [s.token_ids for s in again] == [s.token_ids for s in reference]
+    with SharedWeights(good.items()) as weights:
+        engine.call("update_drafter", weights.manifest(), 52)
+    again, new_rate = engine.accepted_during(lambda: engine.generate(prompts, GREEDY))
+    assert [s.token_ids for s in again] == [s.token_ids for s in reference]
+    assert new_rate == pytest.approx(rate, abs=0.1)
+
+
 def test_drafter_update_needs_a_drafter(engines: EngineFactory, tiny: Path) -> None:
     plain = engines(model=str(tiny))
     with pytest.raises(ConfigError, match=r"without engine\.drafter"):

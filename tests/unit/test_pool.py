@@ -148,6 +148,23 @@ def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> None:
         asyncio.run(main())
 
 
+def test_an_engine_that_never_starts_is_an_error_and_not_a_wait() -> None:
+    class Stuck(FakeEngine):
+        async def start(self) -> dict[str, Any]:
+            await asyncio.sleep(60)
+            raise AssertionError
+
+    async def main() -> None:
+        settings = PoolConfig(num_engines=2, start_timeout_s=0.05)
+        async with RolloutPool(
+            settings, lambda name: (Stuck if name == "engine-1" else FakeEngine)(name)
+        ):
+            pass
+
+    with pytest.raises(EngineError, match="engine-1 did not start within"):
+        asyncio.run(main())
+
+
 def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
     async def main() -> None:
         factory = Factory()

@@ -145,6 +145,8 @@ def _start_ray(num_engines: int, gpus: int) -> None:
 
     # Engines of several setups share the cores, one setup working at a time.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # By default Ray runs its workers at the lowest priority, behind whatever else goes on.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         num_cpus=max(num_engines, os.cpu_count() or 1),
         num_gpus=gpus * num_engines or None,

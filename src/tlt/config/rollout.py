@@ -54,6 +54,8 @@ class PoolConfig(_Schema):
     """Engines, each in a process of its own."""
     prefetch: int = Field(default=4, ge=0)
     """Requests that wait inside an engine beyond those it runs, to hide the way there."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds an engine may take to start, waiting for free resources included."""
     health_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds without an answer after which an engine counts as lost."""
     max_restarts: int = Field(default=3, ge=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,6 +14,9 @@ from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError
 from tlt.rollout.engine import PROCESS_ENVIRONMENT, RolloutEngine
 from tlt.rollout.pool import Spawner
+
+if TYPE_CHECKING:
+    import torch
 
 POLL_S = 2.0
 """How often an engine with nothing to deliver shows that it is alive."""
@@ -32,8 +35,32 @@ class EngineActor:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._engine, method)(*args)
 
+    def call_with_weights(
+        self, method: str, tensors: list[tuple[str, torch.Tensor]], version: int
+    ) -> Any:
+        """A weight update whose tensors came through Ray's object store, from another node."""
+        from tlt.rollout.weights import SharedWeights
+
+        with SharedWeights(tensors) as weights:
+            return self.call(method, weights.manifest(), version)
+
     def take_finished(self) -> list[Sample]:
         return self._engine.take_finished(POLL_S)
+
+
+_shipped: dict[str, Any] = {}
+"""The last weights that were put into the object store, by the path of their file."""
+
+
+def ship(path: str) -> Any:
+    """Weights for engines on other nodes: put into the object store once, fetched once a node."""
+    from tlt.rollout.weights import read_weights
+
+    if path not in _shipped:
+        if len(_shipped) > 1:  # the latest policy and the latest drafter
+            _shipped.pop(next(iter(_shipped)))
+        _shipped[path] = ray.put([(name, tensor.clone()) for name, tensor in read_weights(path)])
+    return _shipped[path]
 
 
 class RayEngine:
@@ -56,7 +83,9 @@ class RayEngine:
         )
 
     async def start(self) -> dict[str, Any]:
-        return await self._await(self._actor.start.remote())
+        report: dict[str, Any] = await self._await(self._actor.start.remote())
+        self._remote = report["node"] != ray.get_runtime_context().get_node_id()
+        return report
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         await self._await(self._actor.call.remote("submit", list(requests)))
@@ -68,6 +97,10 @@ class RayEngine:
         return await self._await(self._actor.take_finished.remote())
 
     async def call(self, method: str, *args: Any) -> Any:
+        if method in ("update_policy", "update_drafter") and self._remote:
+            manifest, version = args
+            tensors = ship(manifest["path"])
+            return await self._await(self._actor.call_with_weights.remote(method, tensors, version))
         return await self._await(self._actor.call.remote(method, *args))
 
     async def stop(self, graceful: bool) -> None:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from tlt.config.rollout import EngineConfig
@@ -57,7 +58,7 @@ class RolloutEngine:
         self._in_flight: dict[str, tuple[SampleRequest, float, float]] = {}
         self._paused = False
         self._stopping = False
-        self._last_turn_s = time.monotonic()
+        self._turn_started_s = time.monotonic()
         self._error: BaseException | None = None
         self._versions = {"policy": 0, "drafter": 0}
         self._safe_to_sample = True
@@ -100,17 +101,6 @@ class RolloutEngine:
             self._queue = deque(item for item in self._queue if item[0].sample_id not in gone)
         return taken
 
-    def abort_all(self) -> None:
-        """Drop everything queued and in flight, without samples."""
-        with self._lock:
-            self._queue.clear()
-
-        def abort() -> None:
-            self._llm.abort_request(list(self._in_flight))
-            self._in_flight.clear()
-
-        self._command(abort)
-
     def take_finished(self, timeout_s: float) -> list[Sample]:
         """Samples that ended since the last call; waits for the first one."""
         with self._lock:
@@ -145,6 +135,11 @@ class RolloutEngine:
                 )
             if arm.drafter == "eagle3" and self.config.drafter is None:
                 raise ConfigError(f"arm {arm}: this engine was started without engine.drafter")
+            if arm.drafter == "ngram" and self._args["additional_config"]["tlt"]["ngram"] is None:
+                raise ConfigError(
+                    f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
+                    "engine_args.async_scheduling = false"
+                )
         self._command(lambda: self._controller.set_policy(policy))
 
     def update_policy(self, manifest: dict[str, Any], version: int) -> float:
@@ -180,15 +175,9 @@ class RolloutEngine:
         return self._command(update)
 
     def stats(self) -> EngineStats:
-        totals = self._controller.totals
         return EngineStats(
             engine=self.name,
-            steps=totals.steps,
-            drafts=totals.drafts,
-            draft_tokens=totals.draft_tokens,
-            accepted_tokens=totals.accepted_tokens,
-            output_tokens=totals.output_tokens,
-            busy_s=totals.busy_s,
+            **asdict(self._controller.totals),
             running=len(self._in_flight),
             queued=len(self._queue),
             policy_version=self._versions["policy"],
@@ -265,6 +254,7 @@ class RolloutEngine:
             self._lock.wait_for(self._has_something_to_do)
             if self._stopping:
                 return False
+            self._turn_started_s = time.monotonic()
             commands = list(self._commands)
             self._commands.clear()
             admitted = []
@@ -283,7 +273,6 @@ class RolloutEngine:
             self._admit(request)
         if self._in_flight and not self._paused:
             self._collect(self._llm.step())
-        self._last_turn_s = time.monotonic()
         return True
 
     def _has_something_to_do(self) -> bool:
@@ -354,7 +343,7 @@ class RolloutEngine:
             raise EngineError(f"{self.name} is shut down")
 
     def _raise_if_stalled(self) -> None:
-        stalled_s = time.monotonic() - self._last_turn_s
+        stalled_s = time.monotonic() - self._turn_started_s
         if self._in_flight and not self._paused and stalled_s > self.config.stall_timeout_s:
             raise EngineError(f"{self.name} has been in one step for {stalled_s:.0f} s")
 

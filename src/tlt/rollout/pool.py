@@ -61,6 +61,7 @@ class RolloutPool:
         self._waiting: dict[str, asyncio.Queue[Sample | Exception]] = {}
         self._weights: dict[str, tuple[SharedWeights, int]] = {}
         self._failure: Exception | None = None
+        self._started = False
         self._membership = asyncio.Condition()
         self.num_restarts = 0
 
@@ -84,6 +85,7 @@ class RolloutPool:
         except BaseException:
             await self.shutdown()
             raise
+        self._started = True
 
     async def wait_ready(self, num_engines: int) -> None:
         """Wait until so many engines are in the pool."""
@@ -167,7 +169,14 @@ class RolloutPool:
         weights = await asyncio.to_thread(SharedWeights, tensors)
         # From here on a starting engine loads these; the running ones follow.
         self._weights[method] = (weights, version)
-        seconds = await self.call_all(method, weights.manifest(), version)
+        try:
+            seconds = await self.call_all(method, weights.manifest(), version)
+        except BaseException:
+            del self._weights[method]
+            if old is not None:
+                self._weights[method] = old
+            weights.close()
+            raise
         if old is not None:
             old[0].close()
         return seconds
@@ -186,15 +195,15 @@ class RolloutPool:
                     await handle.stop(graceful=False)
                 raise
             except Exception as error:
-                joined = self._handles.pop(name, None) is not None
+                self._handles.pop(name, None)
                 await self._lost(name, handle, error)
-                if not joined and isinstance(error.__cause__ or error, ConfigError):
-                    await self._fail(error)
+                if not self._started:
+                    await self._fail(error)  # what does not start once will not start again
                     return
         await self._give_up(slot)
 
     async def _run_engine(self, name: str, handle: EngineHandle) -> None:
-        report = await handle.start()
+        report = await self._start_engine(name, handle)
         for method, (weights, version) in list(self._weights.items()):
             await handle.call(method, weights.manifest(), version)
         self._dispatcher.engine_ready(name, report["slots"])
@@ -208,6 +217,17 @@ class RolloutPool:
                 samples = await handle.take_finished()
             if samples:
                 self._deliver(name, samples)
+
+    async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
+        limit_s = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await handle.start()
+        except TimeoutError:
+            raise EngineError(
+                f"{name} did not start within {limit_s:.0f} s; are enough cores or GPUs free in "
+                "the cluster? Start fewer engines, or raise pool.start_timeout_s"
+            ) from None
 
     async def _lost(self, name: str, handle: EngineHandle, error: Exception) -> None:
         try:

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tlt.rollout.vllm import compat, plugin, selftest
 from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
+from tlt.rollout.weights import read_weights
 
 
 class _Adaptive:
@@ -50,12 +51,25 @@ class _Adaptive:
         }
 
     def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> None:
-        """One whole weight update, so that no step can run between its start and its end."""
+        """One whole weight update, so that no step can run between its start and its end.
+
+        The file is opened first: one that cannot be read changes nothing. When loading fails
+        half-way, the layers that got nothing are put back, so that the engine goes on; a drafter
+        that is then half new only drafts worse.
+        """
+        for _ in read_weights(update_info["path"]):
+            pass
         if draft:
             self.start_draft_weight_update()  # type: ignore[attr-defined]
         else:
             self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(update_info)  # type: ignore[attr-defined]
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        model, model_config = engine.model, engine.model_config
+        try:
+            self.update_weights(update_info)  # type: ignore[attr-defined]
+        except BaseException:
+            compat.end_reload(model, model_config)
+            raise
         self.finish_weight_update()  # type: ignore[attr-defined]
 
 

@@ -1,0 +1,118 @@
+"""Our draft model and vLLM's draft the same tokens from the same weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import random_prompts
+
+pytestmark = pytest.mark.vllm
+
+NUM_DRAFTS = 4
+
+
+def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import load_drafter
+
+    out = tmp_path / "drafts.json"
+    done = subprocess.run(
+        [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    recorded = json.loads(out.read_text())
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    drafter = load_drafter(tiny_drafter)
+    same = total = 0
+    for request_id, tokens in recorded["tokens"].items():
+        with torch.no_grad():
+            hidden = policy.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        aux = torch.cat([hidden[i] for i in drafter.config.aux_layer_ids], -1)
+        for length, drafts in recorded["drafts"][request_id]:
+            if length <= len(tokens):
+                ours = draft(drafter, policy, tokens[:length], aux[:, : length - 1])
+                same += sum(a == b for a, b in zip(ours, drafts, strict=True))
+                total += NUM_DRAFTS
+    assert total > 1000
+    assert same == total, f"{same} of {total}"
+
+
+def draft(drafter: Any, policy: Any, tokens: list[int], aux: Any) -> list[int]:
+    """Greedy drafts after `tokens`, whose last one the policy has sampled but not yet seen."""
+    import torch
+
+    embedding = policy.get_input_embeddings()
+    start = len(tokens) - 2
+    chain = list(tokens)
+    vocabulary = drafter.draft_token_ids()
+    drafts: list[int] = []
+    for step in range(NUM_DRAFTS):
+        # Room for the chain's own passes after the last position with a true state.
+        size = start + 1 + step
+        padded = torch.cat([aux, aux.new_zeros(1, size - aux.shape[1], aux.shape[2])], 1)
+        mask = torch.ones(size, size, dtype=torch.bool).tril().unsqueeze(0)
+        with torch.no_grad():
+            embeds = embedding(torch.tensor([chain[1 : size + 1]]))
+            logits = drafter.unroll(padded, embeds, mask, torch.arange(size)[None], step + 1)
+        drafts.append(int(vocabulary[logits[step][0, start].argmax()]))
+        chain.append(drafts[-1])
+    return drafts
+
+
+def record(model: str, drafter: str, out: str) -> None:
+    """Generate with vLLM and note every draft: (tokens known at the time, the drafts)."""
+    import os
+
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    from vllm import LLM, SamplingParams
+
+    from tlt.config.rollout import EngineConfig
+    from tlt.rollout.vllm.args import engine_args
+    from tlt.rollout.vllm.proposer import SwitchingProposer
+
+    drafts: dict[str, list[tuple[int, list[int]]]] = {}
+    original = SwitchingProposer.propose
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        proposed = original(self, *args, **kwargs)
+        batch = self._input_batch
+        for row, request_id in enumerate(batch.req_ids):
+            sampled = [t for t in self._sampled_token_ids[row].tolist() if t >= 0]
+            known = int(batch.num_tokens_no_spec[row]) + len(sampled)
+            key = request_id.split("-")[0]
+            drafts.setdefault(key, []).append((known, proposed[row].tolist()))
+        return proposed
+
+    SwitchingProposer.propose = propose  # type: ignore[method-assign]
+    config = EngineConfig(
+        model=model,
+        drafter=drafter,
+        kv_cache_gib=0.25,
+        policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": NUM_DRAFTS},
+        engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 256},
+    )
+    llm = LLM(**engine_args(config))
+    prompts = random_prompts(12, seed=11)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True),
+        use_tqdm=False,
+    )
+    tokens = {
+        output.request_id: [*prompt, *output.outputs[0].token_ids]
+        for prompt, output in zip(prompts, outputs, strict=True)
+    }
+    Path(out).write_text(json.dumps({"tokens": tokens, "drafts": drafts}))
+
+
+if __name__ == "__main__":
+    record(*sys.argv[1:])
