@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from vllm.v1.spec_decode.eagle import EagleProposer
-from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
 from tlt.contracts import DrafterName
 
@@ -74,12 +73,15 @@ class SwitchingProposer(EagleProposer):
         return self._ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
 
 
-def ngram_lookup(vllm_config: Any, ngram: dict[str, int]) -> NgramProposer:
+def ngram_lookup(vllm_config: Any, ngram: dict[str, int]) -> Any:
     """vLLM's n-gram proposer, inside an engine whose configured method is another one.
 
     It reads its match lengths from the speculative config, where they are only kept for the
-    method "ngram"; hence this view with just the fields it reads.
+    method "ngram"; hence this view with just the fields it reads. Imported late: vLLM's start-up on
+    CPU walks all loaded modules and trips over those of numba, which this one brings.
     """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
     view = SimpleNamespace(
         speculative_config=SimpleNamespace(
             prompt_lookup_min=ngram["min_match"],
