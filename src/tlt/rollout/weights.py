@@ -99,3 +99,21 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry["offset"])
         yield entry["name"], flat.view(shape)
+
+
+def check_weights(path: str, folder: Path) -> None:
+    """Refuse weights whose names or shapes are not those of the model in `folder`."""
+    expected: dict[str, list[int]] = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        expected |= {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
+    for name, tensor in read_weights(path):
+        # A tied head may come along though its folder does not hold it.
+        if expected and name not in expected and name != "lm_head.weight":
+            raise ValueError(f"weights hold {name!r}, which the model in {folder} does not have")
+        if name in expected and list(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"weights hold {name!r} of shape {list(tensor.shape)}, but the model in {folder} "
+                f"has {expected[name]}"
+            )

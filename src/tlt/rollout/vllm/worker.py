@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -10,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from tlt.rollout.vllm import compat, plugin, selftest
 from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
-from tlt.rollout.weights import read_weights
+from tlt.rollout.weights import check_weights
 
 
 class _Adaptive:
@@ -53,23 +54,17 @@ class _Adaptive:
     def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> None:
         """One whole weight update, so that no step can run between its start and its end.
 
-        The file is opened first: one that cannot be read changes nothing. When loading fails
-        half-way, the layers that got nothing are put back, so that the engine goes on; a drafter
-        that is then half new only drafts worse.
+        Checked first against the model's folder: vLLM cannot go back once it has started, and
+        weights that do not fit must change nothing.
         """
-        for _ in read_weights(update_info["path"]):
-            pass
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model = config.speculative_config.model if draft else config.model_config.model
+        check_weights(update_info["path"], Path(model))
         if draft:
             self.start_draft_weight_update()  # type: ignore[attr-defined]
         else:
             self.start_weight_update()  # type: ignore[attr-defined]
-        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
-        model, model_config = engine.model, engine.model_config
-        try:
-            self.update_weights(update_info)  # type: ignore[attr-defined]
-        except BaseException:
-            compat.end_reload(model, model_config)
-            raise
+        self.update_weights(update_info)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
 
 
