@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -173,25 +174,29 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
         f"(median {workload['median']}, longest {workload['longest']}), "
-        f"{result['num_engines']} engines, {result['repeats']} runs each: median (low to high)",
+        f"{result['num_engines']} engines, {result['repeats']} runs each: median (low-high)",
         title_justify="left",
+        box=SIMPLE_HEAD,
     )
     table.add_column("mode")
-    for heading in ("tokens/s", "speed", "wall s", "accept length", "tail share", "idle s/engine"):
+    for heading in ("tokens/s", "speed", "wall s"):
+        table.add_column(heading, justify="right", min_width=11)  # a range fits on its line
+    for heading in ("accept length", "tail share", "idle s/engine"):
         table.add_column(heading, justify="right")
     for row in result["summary"]:
         table.add_row(
             row["mode"],
             _cell(row["tokens_per_s"], "{:.0f}"),
-            _cell(row["speed_vs_first"], "{:.2f}x"),
-            _cell(row["wall_s"], "{:.1f}"),
+            _cell(row["speed_vs_first"], "{:.2f}", "x"),
+            _cell(row["wall_s"], "{:.0f}"),
             f"{row['acceptance_length']['median']:.2f}",
             f"{row['tail_share']['median']:.0%}",
-            _cell(row["idle_s_per_engine"], "{:.1f}"),
+            f"{row['idle_s_per_engine']['median']:.1f}",
         )
     return table
 
 
-def _cell(value: dict[str, float], form: str) -> str:
-    low, high = form.format(value["low"]), form.format(value["high"])
-    return f"{form.format(value['median'])} ({low} to {high})"
+def _cell(value: dict[str, float], form: str, unit: str = "") -> str:
+    """Median and range, short enough for a narrow terminal; one run has no range."""
+    median, low, high = (form.format(value[key]) for key in ("median", "low", "high"))
+    return f"{median}{unit}" if low == high else f"{median}{unit} ({low}-{high})"
