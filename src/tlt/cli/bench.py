@@ -177,6 +177,8 @@ def _table(result: dict[str, Any]) -> Table:
         f"{result['num_engines']} engines, {result['repeats']} runs each: median (low-high)",
         title_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
     table.add_column("mode")
     for heading in ("tokens/s", "speed", "wall s"):
