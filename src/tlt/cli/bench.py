@@ -181,8 +181,8 @@ def _table(result: dict[str, Any]) -> Table:
         pad_edge=False,
     )
     table.add_column("mode")
-    for heading in ("tokens/s", "speed", "wall s"):
-        table.add_column(heading, justify="right", min_width=11)  # a range fits on its line
+    for heading, width in (("tokens/s", 8), ("speed", 11), ("wall s", 9)):
+        table.add_column(heading, justify="right", min_width=width)  # a range fits on its line
     for heading in ("accept length", "tail share", "idle s/engine"):
         table.add_column(heading, justify="right")
     for row in result["summary"]:
