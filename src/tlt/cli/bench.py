@@ -174,7 +174,7 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
         f"(median {workload['median']}, longest {workload['longest']}), "
-        f"{result['num_engines']} engines, {result['repeats']} runs each: median (low-high)",
+        f"{result['num_engines']} engines, {result['repeats']} runs each: median (low-high), idle seconds per engine",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -183,7 +183,7 @@ def _table(result: dict[str, Any]) -> Table:
     table.add_column("mode")
     for heading, width in (("tokens/s", 8), ("speed", 11), ("wall s", 9)):
         table.add_column(heading, justify="right", min_width=width)  # a range fits on its line
-    for heading in ("accept length", "tail share", "idle s/engine"):
+    for heading in ("accept length", "tail share", "idle s"):
         table.add_column(heading, justify="right")
     for row in result["summary"]:
         table.add_row(
