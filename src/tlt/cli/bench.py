@@ -174,7 +174,8 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(
         title=f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
         f"(median {workload['median']}, longest {workload['longest']}), "
-        f"{result['num_engines']} engines, {result['repeats']} runs each: median (low-high), idle seconds per engine",
+        f"{result['num_engines']} engines, {result['repeats']} runs each: "
+        "median (low-high), idle seconds per engine",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
