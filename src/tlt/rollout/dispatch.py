@@ -177,9 +177,6 @@ class Dispatcher:
     def outstanding(self, name: str) -> int:
         return len(self._engines[name].outstanding)
 
-    def engines(self) -> list[str]:
-        return list(self._engines)
-
     # --- bookkeeping --------------------------------------------------------------------------
 
     def _give(self, engine: _Engine, request: SampleRequest) -> None:

@@ -40,15 +40,9 @@ class Totals:
 class DraftController:
     """Asks the policy for an arm per step and reports back to it."""
 
-    def __init__(
-        self,
-        policy: DraftPolicy,
-        clock: Callable[[], float],
-        on_report: Callable[[StepReport], None] | None = None,
-    ) -> None:
+    def __init__(self, policy: DraftPolicy, clock: Callable[[], float]) -> None:
         self._policy = policy
         self._clock = clock
-        self.on_report = on_report
         self._last_arm = OFF
         self._step = 0
         self._schedule_started_s = 0.0
@@ -121,6 +115,4 @@ class DraftController:
         totals.output_tokens += num_output_tokens
         totals.busy_s += elapsed_s
         self._policy.observe(report)
-        if self.on_report is not None:
-            self.on_report(report)
         return report

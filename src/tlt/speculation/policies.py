@@ -24,21 +24,8 @@ from tlt.errors import ConfigError
 PolicySpec = Mapping[str, Any]
 
 
-class Off:
-    """Never drafts."""
-
-    def arms(self) -> frozenset[Arm]:
-        return frozenset({OFF})
-
-    def decide(self, context: StepContext) -> Arm:
-        return OFF
-
-    def observe(self, report: StepReport) -> None:
-        pass
-
-
 class Fixed:
-    """Always the same arm."""
+    """Always the same arm; with `OFF`, never drafts."""
 
     def __init__(self, arm: Arm) -> None:
         self._arm = arm
@@ -114,7 +101,7 @@ def _build_random(spec: PolicySpec) -> DraftPolicy:
 
 
 _BUILDERS: dict[str, Callable[[PolicySpec], DraftPolicy]] = {
-    "off": lambda spec: Off(),
+    "off": lambda spec: Fixed(OFF),
     "fixed": _build_fixed,
     "by_batch_size": _build_by_batch_size,
     "random": _build_random,

@@ -31,9 +31,6 @@ class Eagle3Config:
         heads = target.num_attention_heads
         rope = getattr(target, "rope_parameters", None) or {}
         theta = rope.get("rope_theta") or getattr(target, "rope_theta", None) or 10000.0
-        if rope.get("rope_type", "default") != "default":
-            # A scaled rotary embedding is the target's affair: the drafter learns its own.
-            rope = {}
         return cls(
             hidden_size=target.hidden_size,
             intermediate_size=target.intermediate_size,
