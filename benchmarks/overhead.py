@@ -129,9 +129,12 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="torch.compile; slow to start")
     options = parser.parse_args()
 
-    from tlt.bench.workload import arithmetic_prompts, tokenize_chat
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
 
-    prompts = tokenize_chat(options.model, arithmetic_prompts(64 * max(options.batch_sizes)))
+    chat = Chat(options.model)
+    count = (options.rounds + 1) * max(options.batch_sizes)
+    prompts = [chat.prompt(problem.question) for problem in problems("chain_sum", count)]
     context = multiprocessing.get_context("spawn")
     pipes = {}
     for kind in KINDS:

@@ -10,11 +10,14 @@ Read this first: it is the vocabulary of the system.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 DrafterName = Literal["off", "ngram", "eagle3"]
 FinishReason = Literal["stop", "length", "abort"]
+ShowProgress = Callable[[str, float, float], None]
+"""`show(what, done, total)`: what a long piece of work is doing, and how far it is."""
 
 
 # --- rollout ------------------------------------------------------------------------------------
@@ -85,6 +88,8 @@ class EngineStats:
     output_tokens: int = 0
     busy_s: float = 0.0
     """Seconds spent in engine steps."""
+    accepted_at: Sequence[int] = ()
+    """Drafts accepted at least up to position i, for i = 0, 1, ..."""
     running: int = 0
     queued: int = 0
     policy_version: int = 0

@@ -46,14 +46,31 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     tlt("models tiny", tmp_path)
     assert (tmp_path / "models/tiny/config.json").exists()
     done = tlt(
-        "drafter warmup --model models/tiny --out models/tiny-eagle3 --num-samples 96 "
-        "--max-tokens 96 --dtype float32 --epochs 2 --lr 6e-3",
+        "sft --model models/tiny --out models/policy --num-problems 300 --steps 20 --lr 3e-3 "
+        "--dtype float32",
         tmp_path,
     )
-    assert "agreement with the policy by position" in done.stdout
+    assert "right tokens" in done.stdout
+    done = tlt(
+        "drafter train --model models/policy --out runs/drafter --num-samples 96 --num-held-out 8 "
+        "--max-tokens 64 --budget-minutes 0.8 --draft-vocab 128 --lr 6e-3 --dtype float32",
+        tmp_path,
+    )
+    assert "accept length" in done.stdout
+    report = json.loads((tmp_path / "runs/drafter/report.json").read_text())
+    acceptance = report["acceptance"]
+    assert acceptance["after"]["0"]["length"] > acceptance["before"]["0"]["length"] + 0.2
+    assert len(acceptance["after"]["1"]["by_position"]) == 4
+    assert (tmp_path / "runs/drafter/report.png").stat().st_size > 5_000
+    done = tlt(
+        "drafter export runs/drafter --model models/policy --out models/policy-eagle3", tmp_path
+    )
+    provenance = json.loads((tmp_path / "models/policy-eagle3/provenance.json").read_text())
+    assert provenance["training"]["steps"] > 0
+    assert provenance["measured"]["acceptance"] == acceptance
 
     done = tlt(
-        "bench rollout --model models/tiny --drafter models/tiny-eagle3 --repeats 1 "
+        "bench rollout --model models/policy --drafter models/policy-eagle3 --repeats 1 "
         "--requests 24 --median 20 --p95 60 --longest 120 --out bench "
         "--mode off --mode ngram:4 --mode eagle3:2 --mode tail:4@4 --engine-arg dtype=float32",
         tmp_path,
@@ -69,9 +86,30 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     assert (tmp_path / "bench/rollout.png").stat().st_size > 5_000
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("drafter train --model models/tiny --out x --task poetry", "known: chain_sum"),
+        ("drafter train --model models/tiny --out x --prompts none.txt", "does not exist"),
+        ("drafter train --model models/tiny --out x --prompts few.txt", "has 2 prompts, but 800"),
+        ("drafter train --model models/tiny --out x --prompts bad.jsonl", "line 1: no 'prompt'"),
+        ("drafter export x --model models/tiny --out y", "make one with `tlt drafter train`"),
+        ("sft --model models/tiny --out x --task poetry", "known: chain_sum"),
+    ],
+)
+def test_wrong_input_is_refused_with_a_way_out(tmp_path: Path, command: str, message: str) -> None:
+    tlt("models tiny", tmp_path)
+    (tmp_path / "few.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
+    (tmp_path / "bad.jsonl").write_text('{"question": "What is 1 + 1?"}\n' * 800)
+    done = tlt(command, tmp_path, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert message in " ".join(done.stderr.split())
+
+
 @pytest.mark.vllm
 def test_bench_without_a_drafter_says_what_to_do(tmp_path: Path) -> None:
     tlt("models tiny", tmp_path)
     done = tlt("bench rollout --model models/tiny --mode eagle3:2", tmp_path, check=False)
     assert done.returncode == 2
-    assert "tlt drafter warmup" in done.stderr
+    assert "tlt drafter train" in done.stderr

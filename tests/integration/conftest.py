@@ -41,27 +41,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter that knows the tiny model a little: trained for some 20 seconds."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from learning import tiny_samples, train_tiny
 
     from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.warmup import WarmupSettings, warm_up
 
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    torch.manual_seed(0)
-    samples = []
-    for temperature in (1.0, 0.7):
-        prompts = torch.randint(4, 260, (128, 8))
-        output = policy.generate(
-            prompts,
-            max_new_tokens=120,
-            do_sample=True,
-            temperature=temperature,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        samples += [(row.tolist(), 8) for row in output]
-    drafter = warm_up(policy, samples, WarmupSettings(epochs=6, lr=6e-3))
-    return save_drafter(drafter, tmp_path_factory.mktemp("models") / "tiny-eagle3", torch.float32)
+    trainer = train_tiny(tiny, tiny_samples(tiny, 256), num_steps=100)
+    out = tmp_path_factory.mktemp("models") / "tiny-eagle3"
+    return save_drafter(trainer.drafter, out, torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -36,19 +36,21 @@ def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path:
     for request_id, tokens in recorded["tokens"].items():
         with torch.no_grad():
             hidden = policy.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        aux = torch.cat([hidden[i] for i in drafter.config.aux_layer_ids], -1)
+        aux = torch.cat([hidden[i][0] for i in drafter.config.aux_layer_ids], -1)
         for length, drafts in recorded["drafts"][request_id]:
             if length <= len(tokens):
-                ours = draft(drafter, policy, tokens[:length], aux[:, : length - 1])
+                ours = draft(drafter, policy, tokens[:length], aux[: length - 1])
                 same += sum(a == b for a, b in zip(ours, drafts, strict=True))
                 total += NUM_DRAFTS
     assert total > 1000
     assert same == total, f"{same} of {total}"
 
 
-def draft(drafter: Any, policy: Any, tokens: list[int], aux: Any) -> list[int]:
+def draft(drafter: Any, policy: Any, tokens: list[int], aux_TA: Any) -> list[int]:
     """Greedy drafts after `tokens`, whose last one the policy has sampled but not yet seen."""
     import torch
+
+    from tlt.drafter.eagle3.model import Chains
 
     embedding = policy.get_input_embeddings()
     start = len(tokens) - 2
@@ -56,14 +58,15 @@ def draft(drafter: Any, policy: Any, tokens: list[int], aux: Any) -> list[int]:
     vocabulary = drafter.draft_token_ids()
     drafts: list[int] = []
     for step in range(NUM_DRAFTS):
-        # Room for the chain's own passes after the last position with a true state.
+        # Room for the chain's own tokens after the last position with a true state.
         size = start + 1 + step
-        padded = torch.cat([aux, aux.new_zeros(1, size - aux.shape[1], aux.shape[2])], 1)
-        mask = torch.ones(size, size, dtype=torch.bool).tril().unsqueeze(0)
+        padded_TA = torch.cat([aux_TA, aux_TA.new_zeros(size - len(aux_TA), aux_TA.shape[1])])
+        chains = Chains(torch.tensor([start]), [size])
         with torch.no_grad():
-            embeds = embedding(torch.tensor([chain[1 : size + 1]]))
-            logits = drafter.unroll(padded, embeds, mask, torch.arange(size)[None], step + 1)
-        drafts.append(int(vocabulary[logits[step][0, start].argmax()]))
+            embeds_TH = embedding(torch.tensor(chain[1 : size + 1]))
+            hidden = drafter.unroll(padded_TA, embeds_TH, torch.arange(size), chains, step + 1)
+            logits_V = drafter.lm_head(hidden[step][0])
+        drafts.append(int(vocabulary[logits_V.argmax()]))
         chain.append(drafts[-1])
     return drafts
 

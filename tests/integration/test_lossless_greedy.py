@@ -71,14 +71,21 @@ def test_smollm2(
     engines: EngineFactory, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     import torch
+    from learning import train
     from transformers import AutoModelForCausalLM
 
-    from tlt.bench.workload import arithmetic_prompts, tokenize_chat
+    from tlt.drafter import vocabulary
+    from tlt.drafter.capture import capture
     from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.warmup import WarmupSettings, warm_up
+    from tlt.drafter.eagle3.config import Eagle3Config
+    from tlt.drafter.trainer import TrainerSettings
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
+    from tlt.tasks.tail import HeavyTail
 
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256}
-    prompts = [list(p) for p in tokenize_chat(str(smollm2), arithmetic_prompts(16))]
+    chat, sizes = Chat(str(smollm2)), HeavyTail(4, 8, 12)
+    prompts = [list(chat.prompt(p.question)) for p in problems("chain_sum", 16, sizes=sizes)]
     sampling = SamplingSpec(max_tokens=64, temperature=0, ignore_eos=True)
     plain = engines(model=str(smollm2), engine_args=arguments)
     reference = [s.token_ids for s in plain.generate(prompts, sampling)]
@@ -86,9 +93,15 @@ def test_smollm2(
 
     # A drafter that has seen just these answers: quick to train, and it accepts.
     policy = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    seen = [([*p, *r], len(p)) for p, r in zip(prompts, reference, strict=True)]
-    drafter = warm_up(policy, seen, WarmupSettings(draft_vocab_size=1024, epochs=24, num_steps=2))
-    folder = save_drafter(drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
+    layers = Eagle3Config.for_target(policy.config).aux_layer_ids
+    seen = [
+        capture(policy, [*prompt, *response], len(prompt), layers, torch.float32)
+        for prompt, response in zip(prompts, reference, strict=True)
+    ]
+    counts = vocabulary.count_tokens(map(torch.tensor, reference), policy.config.vocab_size)
+    settings = TrainerSettings(num_steps=2, bfloat16=False)
+    trainer = train(policy, seen, 40, settings, vocabulary.choose(counts, 1024))
+    folder = save_drafter(trainer.drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
 
     engine = engines(
         model=str(smollm2), drafter=str(folder), max_draft_tokens=8, engine_args=arguments

@@ -4,7 +4,7 @@ import pytest
 
 from tlt.bench.metrics import measure, spread
 from tlt.bench.rollout import Mode
-from tlt.bench.workload import LengthSpec, arithmetic_prompts, read_lengths
+from tlt.bench.workload import LengthSpec, read_lengths
 from tlt.contracts import EngineStats, Sample
 from tlt.errors import ConfigError
 
@@ -35,11 +35,6 @@ def test_lengths_from_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path.write_text(json.dumps([0]))
     with pytest.raises(ConfigError, match="at least 1"):
         read_lengths(path)
-
-
-def test_prompts_differ() -> None:
-    assert len(set(arithmetic_prompts(50))) > 45
-    assert arithmetic_prompts(5, seed=2) == arithmetic_prompts(5, seed=2)
 
 
 def test_metrics_of_a_known_rollout() -> None:

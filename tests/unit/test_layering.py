@@ -11,21 +11,24 @@ ROOT = Path(__file__).parents[2] / "src" / "tlt"
 ALLOWED = {
     "__init__": set(),
     "errors": set(),
+    "packing": set(),
     "contracts": set(),
     "config": {"contracts", "errors"},
     "speculation": {"contracts", "errors", "config"},
+    "tasks": {"contracts", "errors", "config"},
     "models": {"contracts", "errors", "config"},
+    "learner": {"contracts", "errors", "config", "packing"},
     "drafter": {"contracts", "errors", "config"},
     "rollout": {"contracts", "errors", "config", "speculation"},
     "diagnosis": {"contracts", "errors", "config"},
-    "bench": {"contracts", "errors", "config", "speculation", "rollout", "drafter", "models"},
-    "run": {"contracts", "errors", "config", "speculation", "rollout", "drafter", "models"},
+    "bench": {"contracts", "errors", "config", "speculation", "rollout", "tasks"},
 }
+ALLOWED["run"] = {*ALLOWED} - {"bench", "diagnosis"}
 ALLOWED["cli"] = {*ALLOWED, "run", "bench"} - {"cli"}
 ALLOWED["__main__"] = {"cli"}
 
-STDLIB_ONLY = {"contracts", "errors", "__init__"}
-NO_HEAVY = {"contracts", "errors", "config", "speculation", "__init__"}
+STDLIB_ONLY = {"contracts", "errors", "packing", "__init__"}
+NO_HEAVY = {*STDLIB_ONLY, "config", "speculation"}
 HEAVY = {"torch", "vllm", "ray", "transformers", "numpy"}
 
 

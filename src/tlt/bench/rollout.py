@@ -20,7 +20,7 @@ from typing import Any
 from tlt.bench import workload
 from tlt.bench.metrics import RolloutMetrics, measure, spread
 from tlt.config.rollout import EngineConfig, PoolConfig
-from tlt.contracts import Sample
+from tlt.contracts import Sample, ShowProgress
 from tlt.errors import ConfigError
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.vllm.args import engine_args
@@ -79,7 +79,7 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
     if setup == "eagle3" and plan.engine.drafter is None:
         raise ConfigError(
             f"mode {modes[0].name!r} needs a drafter; pass --drafter FOLDER (make one with "
-            "`tlt drafter warmup`)"
+            "`tlt drafter train`)"
         )
     arms = [arm for mode in modes for arm in build_policy(mode.policy).arms()]
     config = plan.engine.model_copy(
@@ -99,7 +99,7 @@ def setups(plan: Plan) -> list[str]:
     return list(dict.fromkeys(mode.setup for mode in plan.modes))
 
 
-async def run(plan: Plan, on_progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
     """Measure all modes; the result as plain data. Ray must be running."""
     from tlt.rollout.actor import ray_spawner
 

@@ -8,7 +8,6 @@ short, a few are very long.
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
+from tlt.tasks.tail import HeavyTail
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,9 @@ class LengthSpec:
     seed: int = 0
 
     def draw(self) -> list[int]:
-        if not 1 <= self.median <= self.p95 <= self.longest:
-            raise ConfigError(
-                f"lengths need 1 <= median <= p95 <= longest, got {self.median}, {self.p95}, "
-                f"{self.longest}; e.g. 60, 500, 1500"
-            )
         rng = random.Random(self.seed)
-        sigma = math.log(self.p95 / self.median) / 1.645
-        return [
-            max(1, min(self.longest, round(self.median * math.exp(sigma * rng.gauss(0, 1)))))
-            for _ in range(self.num_requests)
-        ]
+        tail = HeavyTail(self.median, self.p95, self.longest)
+        return [tail.draw(rng) for _ in range(self.num_requests)]
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -51,39 +43,6 @@ def read_lengths(path: Path) -> list[int]:
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"{path}: expected response lengths of at least 1, e.g. [60, 75, 1500]")
     return lengths
-
-
-def arithmetic_prompts(count: int, seed: int = 0) -> list[str]:
-    """Small word problems, each another one."""
-    rng = random.Random(seed)
-    templates = (
-        "What is {a} + {b} * {c}? Think step by step, then give the answer.",
-        "Tom has {a} apples and buys {b} bags of {c} apples each. How many apples does he have? "
-        "Explain your reasoning.",
-        "A train travels {a} km in the first hour and {b} km in each of the next {c} hours. How "
-        "far does it go? Show your work.",
-        "Compute ({a} - {b}) * {c} and explain each step.",
-    )
-    return [
-        rng.choice(templates).format(
-            a=rng.randint(10, 99), b=rng.randint(2, 60), c=rng.randint(2, 12)
-        )
-        for _ in range(count)
-    ]
-
-
-def tokenize_chat(model: str, prompts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Prompts as the model's chat template puts them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    encoded = []
-    for prompt in prompts:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-        encoded.append(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return encoded
 
 
 def requests(

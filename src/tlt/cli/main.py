@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tlt
-from tlt.cli import bench, doctor, drafter, models
+from tlt.cli import bench, doctor, drafter, models, sft
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.command("sft")(sft.sft)
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(bench.app, name="bench")
 

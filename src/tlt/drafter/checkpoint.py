@@ -1,46 +1,181 @@
-"""Drafter folders: `config.json` and `model.safetensors` as stock vLLM loads them."""
+"""Drafter folders as vLLM loads them, and the versions a training run keeps of them.
+
+A folder holds `config.json` and `model.safetensors`. A version of a `VersionStore` is such a folder
+plus the trainer's state: only what is trained, never the policy's head and embedding. Saving copies
+the tensors and returns; a thread writes them into a hidden folder and makes it visible by a rename.
+A crash in between leaves the versions before it as they were.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.errors import ConfigError
+
+WEIGHTS = "model.safetensors"
+TRAINER = "trainer.safetensors"
+STATE = "state.json"
+
+
+# --- folders that vLLM loads ----------------------------------------------------------------------
 
 
 def save_drafter(drafter: Eagle3Drafter, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a drafter folder; the last rename makes it complete."""
-    out.mkdir(parents=True, exist_ok=True)
-    weights = drafter_weights(drafter, dtype)
-    partial = out / "model.safetensors.partial"
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, partial)
-    config = drafter.config.to_hf(str(dtype).removeprefix("torch."))
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    partial.rename(out / "model.safetensors")
-    return out
+    weights = drafter_weights(drafter.state_dict(), drafter.config, dtype)
+    return _write_folder(out, drafter.config, weights, dtype)
 
 
-def drafter_weights(drafter: Eagle3Drafter, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The drafter's tensors under the names that vLLM loads."""
+def drafter_weights(
+    state: Mapping[str, torch.Tensor], config: Eagle3Config, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """A drafter's tensors under the names that vLLM loads."""
     weights = {}
-    for name, tensor in drafter.state_dict().items():
+    for name, tensor in state.items():
         if name == "d2t":
             # vLLM expects the mapping only when the draft vocabulary is a smaller one.
-            if drafter.config.draft_vocab_size != drafter.config.vocab_size:
+            if config.draft_vocab_size != config.vocab_size:
                 weights[name] = tensor.cpu()
         else:
-            weights[name] = tensor.detach().to("cpu", dtype)
+            weights[name] = tensor.detach().to("cpu", dtype).contiguous()
     return weights
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
-    config = Eagle3Config.from_hf(json.loads((folder / "config.json").read_text()))
+    try:
+        config = Eagle3Config.from_hf(json.loads((folder / "config.json").read_text()))
+        state = load_file(folder / WEIGHTS)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} is not a drafter folder: {Path(error.filename or WEIGHTS).name} is missing; "
+            "make one with `tlt drafter train`"
+        ) from error
     drafter = Eagle3Drafter(config)
-    state = load_file(folder / "model.safetensors")
     state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
     drafter.load_state_dict(state)
     return drafter.to(dtype)
+
+
+def _write_folder(
+    out: Path, config: Eagle3Config, weights: dict[str, torch.Tensor], dtype: torch.dtype
+) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    partial = out / f"{WEIGHTS}.partial"
+    save_file(weights, partial)
+    hf_config = config.to_hf(str(dtype).removeprefix("torch."))
+    (out / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+    partial.rename(out / WEIGHTS)
+    return out
+
+
+# --- versions of a training run -------------------------------------------------------------------
+
+
+class VersionStore:
+    """Numbered versions of a drafter in training, the last few of them kept."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16, keep: int = 3) -> None:
+        self.folder = folder
+        self._dtype = dtype
+        self._keep = keep
+        self._staged: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".v*"):
+            shutil.rmtree(leftover)
+
+    def versions(self) -> list[int]:
+        """Complete versions, oldest first."""
+        return sorted(int(path.name[1:]) for path in self.folder.glob("v*"))
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"v{version:06d}"
+
+    def save(self, trainer: DrafterTrainer, notes: dict[str, Any] | None = None) -> int:
+        """Start writing the next version; its number. Waits only for a write still under way."""
+        self.wait()
+        version = (self.versions() or [0])[-1] + 1
+        for name, tensor in trainer.tensors().items():
+            staged = self._staged.get(name)
+            if staged is None or staged.shape != tensor.shape:
+                self._staged[name] = tensor.detach().to("cpu", copy=True)
+            else:
+                staged.copy_(tensor)
+        state = {"version": version, "progress": trainer.progress(), "notes": notes or {}}
+        config = trainer.drafter.config
+        self._thread = threading.Thread(
+            target=self._write, args=(version, config, state), name="drafter-checkpoint"
+        )
+        self._thread.start()
+        return version
+
+    def wait(self) -> None:
+        """Until what was started is on disk; raises what went wrong there."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def restore(self, trainer: DrafterTrainer, version: int | None = None) -> dict[str, Any]:
+        """Put `trainer` where it was at a version, the last one by default; that one's notes."""
+        versions = self.versions()
+        if not versions:
+            raise ConfigError(f"{self.folder} holds no drafter version to go on from")
+        folder = self.path(version or versions[-1])
+        state = json.loads((folder / STATE).read_text())
+        trainer.restore(load_file(folder / TRAINER), state["progress"])
+        notes: dict[str, Any] = state["notes"]
+        return notes
+
+    def _write(self, version: int, config: Eagle3Config, state: dict[str, Any]) -> None:
+        hidden = self.folder / f".v{version:06d}"
+        try:
+            drafter = {
+                name.removeprefix("drafter."): tensor
+                for name, tensor in self._staged.items()
+                if name.startswith("drafter.")
+            }
+            _write_folder(
+                hidden, config, drafter_weights(drafter, config, self._dtype), self._dtype
+            )
+            save_file(self._staged, hidden / TRAINER)
+            (hidden / STATE).write_text(json.dumps(state))
+            for file in hidden.iterdir():
+                _sync(file)
+            hidden.rename(self.path(version))
+            _sync(self.folder)
+            for old in self.versions()[: -self._keep]:
+                _remove(self.path(old))
+        except BaseException as error:
+            self._error = error
+
+
+def _remove(version: Path) -> None:
+    """Out of sight at once, so that a crash leaves no half-removed version."""
+    hidden = version.with_name(f".{version.name}")
+    version.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _sync(path: Path) -> None:
+    """A rename must not reach the disk before what it makes visible."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,7 +9,7 @@ t+1 is scheduled before step t has finished, so each step carries its own record
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
 
@@ -35,6 +35,7 @@ class Totals:
     accepted_tokens: int = 0
     output_tokens: int = 0
     busy_s: float = 0.0
+    accepted_at: list[int] = field(default_factory=list)
 
 
 class DraftController:
@@ -114,5 +115,8 @@ class DraftController:
         totals.accepted_tokens += accepted_tokens
         totals.output_tokens += num_output_tokens
         totals.busy_s += elapsed_s
+        totals.accepted_at.extend([0] * (depth - len(totals.accepted_at)))
+        for position, count in enumerate(accepted_at):
+            totals.accepted_at[position] += count
         self._policy.observe(report)
         return report

@@ -1,12 +1,13 @@
-"""Loss and metrics of an unrolled drafter against the target's own distribution.
+"""Loss and metrics of an unrolled drafter against the policy's own distribution.
 
-Pass j of the chain at s predicts token s+2+j, whose true distribution the target gave at
-position s+1+j. Targets are soft, restricted to the draft vocabulary. Later passes weigh less
-because a draft is only as long as its first mistake.
+Pass j of the chain at s predicts token s+2+j, whose true distribution the policy gave at position
+s+1+j. Targets are soft, restricted to the draft vocabulary. Later passes weigh less because a draft
+is only as long as its first mistake.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,39 +16,81 @@ from torch.nn import functional as F
 STEP_DECAY = 0.8
 
 
-@dataclass(frozen=True, slots=True)
-class UnrolledLoss:
-    loss: torch.Tensor
-    agreement: list[float]
-    """Per pass, the share of chains whose most likely draft token is the target's."""
-
-
 def unrolled_loss(
-    draft_logits: list[torch.Tensor],
-    target_logits_BTV: torch.Tensor,
-    target_argmax_BT: torch.Tensor,
-    draft_token_ids_V: torch.Tensor,
-    mask_BT: torch.Tensor,
-) -> UnrolledLoss:
-    """`target_logits_BTV[:, t]` is the target's logits at position t over the draft vocabulary.
-
-    `mask_BT[:, t]` says whether the target's prediction at t is to be learned.
-    """
-    total = draft_logits[0].new_zeros(())
+    draft_logits: Sequence[torch.Tensor], target_probs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Cross-entropy of [n_j, V] draft logits against the policy's distributions, over passes j."""
+    total = draft_logits[0].new_zeros((), dtype=torch.float32)
     weight_sum = 0.0
-    agreement = []
-    for step, logits_BTV in enumerate(draft_logits):
-        shift = step + 1
-        logits = logits_BTV[:, : logits_BTV.shape[1] - shift]
-        mask = mask_BT[:, shift:]
-        count = mask.sum().clamp(min=1)
-        soft = target_logits_BTV[:, shift:].float().softmax(-1)
-        cross_entropy = -(soft * F.log_softmax(logits.float(), -1)).sum(-1)
+    for step, (drafted, target) in enumerate(zip(draft_logits, target_probs, strict=True)):
+        if not len(drafted):
+            continue
         weight = STEP_DECAY**step
-        total = total + weight * (cross_entropy * mask).sum() / count
+        total = total + weight * F.cross_entropy(drafted.float(), target)
         weight_sum += weight
-        with torch.no_grad():
-            guess = draft_token_ids_V[logits.argmax(-1)]
-            hits = ((guess == target_argmax_BT[:, shift:]) & mask).sum()
-            agreement.append((hits / count).item())
-    return UnrolledLoss(total / weight_sum, agreement)
+    return total / max(weight_sum, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How drafts of the drafter's most likely tokens would fare, by draft position."""
+
+    agreement: tuple[float, ...]
+    """Share of positions where the draft is the policy's most likely token."""
+    rates: dict[float, tuple[float, ...]]
+    """Per temperature: chance that the draft at position j is accepted once those before it are."""
+
+    def length(self, temperature: float) -> float:
+        """Expected tokens per verified draft, the policy's own one included."""
+        total = reached = 1.0
+        for rate in self.rates[temperature]:
+            reached *= rate
+            total += reached
+        return total
+
+
+class AcceptanceMeter:
+    """Sums over rows of held-out samples; see `Acceptance`.
+
+    A draft token d is accepted with the probability p(d) the policy gives it. The text after the
+    chain's start stands for the accepted tokens: position j counts where drafts 0..j-1 equal it.
+    For text sampled at the same temperature that makes the expected length exact.
+    """
+
+    def __init__(self, num_steps: int, temperatures: Sequence[float]) -> None:
+        self._hits = [0.0] * num_steps
+        self._counts = [0] * num_steps
+        self._accepted = {t: [0.0] * num_steps for t in temperatures}
+        self._reached = [0.0] * num_steps
+
+    def add(
+        self,
+        step: int,
+        draft_ids_n: torch.Tensor,
+        target_logits_nV: torch.Tensor,
+        reached_n: torch.Tensor,
+    ) -> None:
+        """`target_logits_nV` over the whole vocabulary; `reached_n` drafts before were right."""
+        logits = target_logits_nV.float()
+        hit_n = logits.argmax(-1) == draft_ids_n
+        self._hits[step] += hit_n.sum().item()
+        self._counts[step] += len(hit_n)
+        self._reached[step] += reached_n.sum().item()
+        for temperature, sums in self._accepted.items():
+            chance_n = hit_n.float()
+            if temperature > 0:
+                scaled = logits / temperature
+                chosen = scaled.gather(-1, draft_ids_n[:, None])[:, 0]
+                chance_n = (chosen - scaled.logsumexp(-1)).exp()
+            sums[step] += (chance_n * reached_n).sum().item()
+
+    def result(self) -> Acceptance:
+        return Acceptance(
+            agreement=tuple(
+                hits / max(count, 1) for hits, count in zip(self._hits, self._counts, strict=True)
+            ),
+            rates={
+                t: tuple(a / r if r else 0.0 for a, r in zip(sums, self._reached, strict=True))
+                for t, sums in self._accepted.items()
+            },
+        )

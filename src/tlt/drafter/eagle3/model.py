@@ -1,22 +1,28 @@
 """The EAGLE-3 draft model, as vLLM computes it, in plain PyTorch for training.
 
-Shapes: B batch, T positions, H hidden, N heads, K key-value heads, D head size, V draft vocabulary,
-A fused target states (3H).
+Shapes: T positions of a packed row, C draft chains, H hidden, N heads, K key-value heads, D head
+size, A fused target states (3H).
 
 A draft chain that starts at position s predicts tokens s+2, s+3, ...: pass 0 takes the fused target
 state of s and the embedding of token s+1; pass j takes the drafter's own un-normed output of pass
 j-1 and the embedding of token s+1+j, at position s+j. In attention, pass j sees pass 0 of all
 positions up to s (the true states) and its own chain's later passes. `unroll` computes that for
-all s at once.
+all chains of a row at once. Positions where no chain starts give keys and values, nothing else.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tlt.drafter.eagle3.config import Eagle3Config
+
+QUERY_BLOCK = 256
+"""Queries attended at once: bounds the memory of scores, and skips keys no query may see."""
 
 
 class RMSNorm(nn.Module):
@@ -32,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over pass 0 of all positions plus this chain's later passes."""
+    """Grouped-query attention over pass 0 of the own sample plus the own chain's later passes."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -43,36 +49,98 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * config.hidden_size, k * d, bias=False)
         self.o_proj = nn.Linear(n * d, config.hidden_size, bias=False)
 
+    def keys_values(
+        self, x_T2H: torch.Tensor, position_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [N, T, D]."""
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        key = self._rotated(self.k_proj(x_T2H), position_T)
+        value = self._heads(self.v_proj(x_T2H))
+        return key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+
     def forward(
         self,
-        x_BT2H: torch.Tensor,
-        position_BT: torch.Tensor,
-        mask_BTT: torch.Tensor,
-        past: list[tuple[torch.Tensor, torch.Tensor]],
+        x_C2H: torch.Tensor,
+        position_C: torch.Tensor,
+        row: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        chains: Chains,
+        later: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     ) -> torch.Tensor:
-        """`past` holds keys and values of the earlier passes; this pass appends its own."""
-        config = self.config
-        b, t, _ = x_BT2H.shape
-        groups = config.num_attention_heads // config.num_key_value_heads
-        cos, sin = rotary(position_BT, config.head_dim, config.rope_theta, x_BT2H.dtype)
-        q = rotate(self._heads(self.q_proj(x_BT2H)), cos, sin)
-        k = rotate(self._heads(self.k_proj(x_BT2H)), cos, sin).repeat_interleave(groups, 1)
-        v = self._heads(self.v_proj(x_BT2H)).repeat_interleave(groups, 1)
-        past.append((k, v))
-        scale = config.head_dim**-0.5
-        first_k, first_v = past[0]
-        scores = (q @ first_k.transpose(-1, -2) * scale).masked_fill(
-            ~mask_BTT.unsqueeze(1), float("-inf")
-        )
-        chain = [(q * k_j).sum(-1, keepdim=True) * scale for k_j, _ in past[1:]]
-        weights = torch.cat([scores, *chain], -1).float().softmax(-1).to(q.dtype)
-        out = weights[..., :t] @ first_v
-        for j, (_, v_j) in enumerate(past[1:]):
-            out = out + weights[..., t + j : t + j + 1] * v_j
-        return self.o_proj(out.transpose(1, 2).reshape(b, t, -1))
+        """`row` holds pass 0 of each sample, `later` the chains' own passes 1 and on, by block."""
+        scale = self.config.head_dim**-0.5
+        query = self._rotated(self.q_proj(x_C2H), position_C) * scale
+        attended = []
+        for index, (block, q) in enumerate(
+            zip(chains.blocks, query.split(chains.block_sizes, 1), strict=True)
+        ):
+            key, value = (part[:, : block.num_seen] for part in row[block.sample])
+            own = [passed[index] for passed in later]
+            scores = [(q @ key.transpose(-1, -2)).masked_fill(block.unseen, float("-inf"))]
+            scores += [(q * k).sum(-1, keepdim=True) for k, _ in own]
+            weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
+            out = weights[..., : block.num_seen] @ value
+            for place, (_, v) in enumerate(own, block.num_seen):
+                out = out + weights[..., place : place + 1] * v
+            attended.append(out)
+        return self.o_proj(torch.cat(attended, 1).transpose(0, 1).flatten(1))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1)
+
+    def _rotated(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        cos, sin = rotary(position, self.config.head_dim, self.config.rope_theta, x.dtype)
+        return rotate(self._heads(x), cos, sin)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Neighbouring chains of one sample, attended together."""
+
+    sample: int
+    num_seen: int
+    """Positions of the sample up to where the block's last chain starts."""
+    unseen: torch.Tensor
+    """Per chain, which of those positions lie after its start [chains, num_seen]."""
+
+
+class Chains:
+    """Where the draft chains of a packed row start, and what of it each may see."""
+
+    def __init__(self, starts_C: torch.Tensor, lengths: Sequence[int]) -> None:
+        """`lengths` are those of the row's samples, in order; `starts_C` is sorted."""
+        self.starts = starts_C
+        self.lengths = list(lengths)
+        ends = torch.tensor(self.lengths, device=starts_C.device).cumsum(0)
+        self.ends = ends[torch.searchsorted(ends, starts_C, right=True)]
+        """One past the last position of each chain's sample."""
+        self.blocks: list[Block] = []
+        self.block_sizes: list[int] = []
+        begin = first = 0
+        for sample, (length, last) in enumerate(
+            zip(self.lengths, torch.searchsorted(starts_C, ends).tolist(), strict=True)
+        ):
+            for local_C in (starts_C[first:last] - begin).split(QUERY_BLOCK):
+                if len(local_C):
+                    num_seen = int(local_C[-1]) + 1
+                    unseen = torch.arange(num_seen, device=starts_C.device) > local_C[:, None]
+                    self.blocks.append(Block(sample, num_seen, unseen))
+                    self.block_sizes.append(len(local_C))
+            begin, first = begin + length, last
+
+    def by_sample(
+        self, parts: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a row [N, T, D], sample by sample."""
+        key, value = parts
+        return list(zip(key.split(self.lengths, 1), value.split(self.lengths, 1), strict=True))
+
+    def by_block(
+        self, parts: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the chains [N, C, D], block by block."""
+        key, value = parts
+        sizes = self.block_sizes
+        return list(zip(key.split(sizes, 1), value.split(sizes, 1), strict=True))
 
 
 class MLP(nn.Module):
@@ -126,40 +194,42 @@ class Eagle3Drafter(nn.Module):
 
     def unroll(
         self,
-        aux_BTA: torch.Tensor,
-        next_embeds_BTH: torch.Tensor,
-        mask_BTT: torch.Tensor,
-        position_BT: torch.Tensor,
+        aux_TA: torch.Tensor,
+        next_embeds_TH: torch.Tensor,
+        position_T: torch.Tensor,
+        chains: Chains,
         num_steps: int,
     ) -> list[torch.Tensor]:
-        """Draft logits [B, T, V] of every pass, indexed by where the chain starts.
+        """What the head reads in every pass: normed states [C, H], one per chain.
 
-        `next_embeds_BTH[:, s]` embeds token s+1. Pass j of the chain at s needs token s+1+j, which
-        is `next_embeds` shifted left by j; entries shifted in from beyond the end are garbage and
-        the caller masks them.
+        `next_embeds_TH[s]` embeds token s+1. Where a chain runs past the end of its sample the
+        result is garbage, which touches no other chain; the caller leaves it out.
         """
         layer = self.midlayer
-        hidden = self.fc(aux_BTA)
-        embeds = next_embeds_BTH
-        past: list[tuple[torch.Tensor, torch.Tensor]] = []
-        logits = []
+        fused = self.fc(aux_TA)
+        inputs = torch.cat([layer.input_layernorm(next_embeds_TH), layer.hidden_norm(fused)], -1)
+        row = chains.by_sample(layer.self_attn.keys_values(inputs, position_T))
+        x, hidden, position = inputs[chains.starts], fused[chains.starts], position_T[chains.starts]
+        later: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        outputs = []
         for step in range(num_steps):
             if step:
-                embeds = F.pad(embeds[:, 1:], (0, 0, 0, 1))
-            residual = hidden
-            x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], -1)
-            hidden = residual + layer.self_attn(x, position_BT + step, mask_BTT, past)
+                place = (chains.starts + step).clamp(max=len(position_T) - 1)
+                embeds = layer.input_layernorm(next_embeds_TH[place])
+                x = torch.cat([embeds, layer.hidden_norm(hidden)], -1)
+                later.append(chains.by_block(layer.self_attn.keys_values(x, position + step)))
+            hidden = hidden + layer.self_attn(x, position + step, row, chains, later)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            logits.append(self.lm_head(self.norm(hidden)))
-        return logits
+            outputs.append(self.norm(hidden))
+        return outputs
 
 
 def rotary(
-    position_BT: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    position_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    exponent = torch.arange(0, head_dim, 2, device=position_BT.device).float() / head_dim
-    angle = position_BT.float().unsqueeze(-1) * theta**-exponent
-    angle = torch.cat([angle, angle], -1).unsqueeze(1)
+    exponent = torch.arange(0, head_dim, 2, device=position_T.device).float() / head_dim
+    angle = position_T.float().unsqueeze(-1) * theta**-exponent
+    angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 

@@ -51,6 +51,13 @@ class SwitchingProposer(EagleProposer):
         super().propose(0, *args, **kwargs)
         return self._propose_ngrams(num_speculative_tokens)
 
+    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """vLLM spreads the draft logits over the whole vocabulary first; the winner is the same."""
+        model = self.model
+        best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
+        offsets = model.draft_id_to_target_id
+        return best if offsets is None else best + offsets[best]
+
     def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:
         assert self._ngram is not None, "the policy drafts n-grams the engine was not set up for"
         assert self._sampled_token_ids is not None

@@ -1,13 +1,15 @@
 """Does this process sample from the right distribution under speculation?
 
-Runs vLLM's own rejection sampler, as installed and patched here, on a small known distribution,
-and compares frequencies. It takes tens of milliseconds and runs in every worker before the first
-request: an engine that fails it may decode greedily but never sample with drafts.
+Runs vLLM's own rejection sampler, as installed and patched here, and the lean one of CPU engines
+on a small known distribution, and compares frequencies. It takes tens of milliseconds and runs in
+every worker before the first request: an engine that fails it may decode greedily but never sample
+with drafts.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -25,8 +27,12 @@ def sampling_faults(device: torch.device) -> list[str]:
     expanded = _expand_floats(device)
     if expanded is not None:
         faults.append(expanded)
-    for label, top_p in (("temperature", 1.0), ("top-p", 0.85)):
-        sigma = _worst_deviation(device, top_p)
+    for label, top_p, lean in (
+        ("temperature", 1.0, False),
+        ("top-p", 0.85, False),
+        ("the lean sampler", 1.0, True),
+    ):
+        sigma = _worst_deviation(device, top_p, lean)
         if not sigma < MAX_SIGMA:
             faults.append(f"rejection sampling with {label} is off by {sigma:.0f} standard errors")
     return faults
@@ -44,10 +50,10 @@ def _expand_floats(device: torch.device) -> str | None:
     return None
 
 
-def _worst_deviation(device: torch.device, top_p: float) -> float:
+def _worst_deviation(device: torch.device, top_p: float, lean: bool) -> float:
     """Largest deviation of the sampled first token from its probability, in standard errors."""
+    from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.rejection_sampler import apply_sampling_constraints, rejection_sample
 
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0], device=device)
     scaled = (logits / TEMPERATURE).softmax(-1)
@@ -73,21 +79,12 @@ def _worst_deviation(device: torch.device, top_p: float) -> float:
         output_token_ids=[],
         allowed_token_ids_mask=None,
         bad_words_token_ids={},
-        logitsprocs=None,
+        logitsprocs=LogitsProcessors(),
     )
-    target = apply_sampling_constraints(logits.repeat(NUM_ROWS, 1), ends, metadata)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        output = rejection_sample(
-            drafts,
-            [1] * NUM_ROWS,
-            1,
-            ends,
-            None,
-            target,
-            torch.zeros(NUM_ROWS, 1, dtype=torch.int32, device=device),
-            metadata,
-        )
+        sample = _lean_sample if lean else _vllm_sample
+        output = sample(drafts, ends, logits, metadata)
     counts = torch.bincount(output[:, 0].clamp(min=0).long(), minlength=VOCAB_SIZE).tolist()
     worst = 0.0
     for count, probability in zip(counts, expected, strict=False):
@@ -97,3 +94,29 @@ def _worst_deviation(device: torch.device, top_p: float) -> float:
         error = math.sqrt(probability * (1 - probability) / NUM_ROWS)
         worst = max(worst, abs(count / NUM_ROWS - probability) / error)
     return worst
+
+
+def _vllm_sample(
+    drafts: torch.Tensor, ends: torch.Tensor, logits_V: torch.Tensor, metadata: Any
+) -> torch.Tensor:
+    from vllm.v1.sample.rejection_sampler import apply_sampling_constraints, rejection_sample
+
+    num = len(drafts)
+    target = apply_sampling_constraints(logits_V.repeat(num, 1), ends, metadata)
+    bonus = torch.zeros(num, 1, dtype=torch.int32, device=drafts.device)
+    return rejection_sample(drafts, [1] * num, 1, ends, None, target, bonus, metadata)
+
+
+def _lean_sample(
+    drafts: torch.Tensor, ends: torch.Tensor, logits_V: torch.Tensor, metadata: Any
+) -> torch.Tensor:
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from tlt.rollout.vllm.sampler import LeanRejectionSampler
+
+    num = len(drafts)
+    rows = torch.arange(2 * num, device=drafts.device)
+    drafted = SpecDecodeMetadata(drafts, [1] * num, ends, 2 * ends, rows[::2], rows[1::2], rows)
+    sampler = LeanRejectionSampler(Sampler())
+    return sampler(drafted, None, logits_V.repeat(2 * num, 1), metadata).sampled_token_ids

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tlt.rollout.vllm import compat, plugin, selftest
 from tlt.rollout.vllm.proposer import SwitchingProposer
+from tlt.rollout.vllm.sampler import LeanRejectionSampler
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
 from tlt.rollout.weights import check_weights
 
@@ -70,6 +71,15 @@ class _Adaptive:
 
 class AdaptiveCPUWorker(_Adaptive, CPUWorker):
     """One engine process on CPU cores."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        speculative = self.vllm_config.speculative_config
+        if speculative is not None:
+            runner = self.model_runner
+            runner.rejection_sampler = LeanRejectionSampler(
+                runner.sampler, speculative, runner.device
+            )
 
 
 class AdaptiveGPUWorker(_Adaptive, Worker):

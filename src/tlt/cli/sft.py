@@ -1,0 +1,73 @@
+"""`tlt sft`: a supervised start on worked solutions."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from tlt.cli.progress import progress_bar
+
+
+def sft(
+    model: Annotated[Path, typer.Option(help="Folder of the model to start from.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the policy to.")],
+    task: Annotated[
+        str, typer.Option(help="Task: chain_sum, gcd or letter_counting.")
+    ] = "chain_sum",
+    num_problems: Annotated[int, typer.Option(help="Worked solutions to learn from.")] = 3000,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 300,
+    row_tokens: Annotated[int, typer.Option(help="Tokens of one training step.")] = 1024,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
+    budget_minutes: Annotated[float, typer.Option(help="Stop after this long.")] = math.inf,
+    dtype: Annotated[str, typer.Option(help="Of the saved weights.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Seed of problems and training.")] = 0,
+) -> None:
+    """Teach a model to solve a task in written-out steps, as a start for RL."""
+    from tlt.learner.sft import SftSettings, SftStep
+    from tlt.run.sft import train_policy
+
+    console = Console()
+    history: list[SftStep] = []
+    with progress_bar(console) as show:
+
+        def note(step: SftStep) -> None:
+            history.append(step)
+            text = f"step {step.step}, loss {step.loss:.2f}, right tokens {step.accuracy:.0%}"
+            show(text, step.progress, 1)
+
+        data = train_policy(
+            model,
+            out,
+            task=task,
+            num_problems=num_problems,
+            dtype=dtype,
+            settings=SftSettings(steps, row_tokens, lr, 60 * budget_minutes, seed),
+            on_step=note,
+        )
+    table = Table(
+        title=f"{data['num_problems']} solutions: median {data['median_tokens']} tokens, "
+        f"99th percentile {data['p99_tokens']}, longest {data['longest_tokens']}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for heading in ("", "loss", "right tokens", "tokens/s"):
+        table.add_column(heading, justify="right" if heading else "left")
+    tenth = max(1, len(history) // 10)
+    seconds = history[-1].elapsed_s
+    for label, part in (("first tenth", history[:tenth]), ("last tenth", history[-tenth:])):
+        table.add_row(
+            label,
+            f"{sum(s.loss for s in part) / len(part):.3f}",
+            f"{sum(s.accuracy for s in part) / len(part):.1%}",
+            f"{sum(s.num_tokens for s in history) / seconds:.0f}",
+        )
+    console.print(table)
+    console.print(f"[green]wrote[/] {out} after {len(history)} steps in {seconds / 60:.1f} minutes")

@@ -1,0 +1,90 @@
+"""What the drafter learns from: samples with the states the policy computed over them.
+
+A `Captured` is one sample; a `Row` is several of them packed one after another, with the draft
+chains that are to be learned. Shapes: T positions, A fused states (3H), H hidden, C chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tlt.drafter.eagle3.model import Chains
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Entry t of every tensor belongs to token t: the states are those after reading it."""
+
+    token_ids_T: torch.Tensor
+    loss_mask_T: torch.Tensor
+    """True for tokens the policy generated: only these are ever drafted."""
+    aux_TA: torch.Tensor
+    final_TH: torch.Tensor
+    """The policy's last hidden state, normed: its head times this gives the logits of token t+1."""
+    first_position: int = 0
+    """Where the sample starts in the policy's context: above 0 for a window of a long one."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)
+
+    def window(self, begin: int, end: int) -> Captured:
+        """Part of the sample, at its true positions."""
+        return Captured(
+            self.token_ids_T[begin:end],
+            self.loss_mask_T[begin:end],
+            self.aux_TA[begin:end],
+            self.final_TH[begin:end],
+            self.first_position + begin,
+        )
+
+
+class Row:
+    """Samples packed into one row. A chain starts wherever the token after next is learned."""
+
+    def __init__(self, samples: Sequence[Captured]) -> None:
+        self.lengths = [len(sample) for sample in samples]
+        self.token_ids_T = torch.cat([s.token_ids_T for s in samples])
+        self.aux_TA = torch.cat([s.aux_TA for s in samples])
+        self.final_TH = torch.cat([s.final_TH for s in samples])
+        self.position_T = torch.cat(
+            [torch.arange(len(s), device=s.aux_TA.device) + s.first_position for s in samples]
+        )
+        self.mask_T = torch.cat([s.loss_mask_T for s in samples])
+        inside_T = torch.cat(
+            [torch.arange(len(s), device=s.aux_TA.device) < len(s) - 2 for s in samples]
+        )
+        learned_T = self.mask_T.roll(-2) & inside_T
+        self.chains = Chains(learned_T.nonzero()[:, 0], self.lengths)
+
+    def learned(self, step: int) -> torch.Tensor:
+        """Chains whose pass `step` predicts a token of the own sample that is learned [C]."""
+        place = self.chains.starts + 2 + step
+        inside = place < self.chains.ends
+        return inside & self.mask_T[place.clamp(max=len(self.mask_T) - 1)]
+
+
+@torch.no_grad()
+def capture(
+    policy: Any,
+    token_ids: Sequence[int],
+    num_prompt_tokens: int,
+    aux_layer_ids: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Captured:
+    """Run `policy` (a Hugging Face causal LM) over one sample and keep its states.
+
+    In a training run the learner's own forward pass hands them over instead.
+    """
+    ids = torch.tensor([list(token_ids)], device=policy.device)
+    states = policy.model(ids, output_hidden_states=True, use_cache=False)
+    hidden = states.hidden_states
+    return Captured(
+        token_ids_T=ids[0],
+        loss_mask_T=torch.arange(len(token_ids), device=policy.device) >= num_prompt_tokens,
+        aux_TA=torch.cat([hidden[i][0] for i in aux_layer_ids], -1).to(dtype),
+        final_TH=states.last_hidden_state[0].to(dtype),
+    )

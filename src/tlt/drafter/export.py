@@ -1,0 +1,77 @@
+"""A drafter for deployment: a folder that stock vLLM loads, with a record of where it comes from.
+
+vllm serve TARGET --speculative-config '{"method": "eagle3", "model": FOLDER,
+                                         "num_speculative_tokens": 4}'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tlt.drafter.checkpoint import STATE, WEIGHTS, load_drafter
+from tlt.errors import ConfigError
+
+PROVENANCE = "provenance.json"
+
+
+def export(source: Path, target: Path, out: Path) -> dict[str, Any]:
+    """Copy a trained drafter to `out`; its provenance.
+
+    `source` is a drafter folder, or a training run's folder, whose best version is taken. Checked
+    against `target`: a drafter of another model would load and only never be right.
+    """
+    version = _version_of(source)
+    config = load_drafter(version).config
+    target_config = json.loads(_existing(target / "config.json", "a model folder").read_text())
+    for key in ("hidden_size", "vocab_size"):
+        if target_config[key] != getattr(config, key):
+            raise ConfigError(
+                f"{version} drafts for a model with {key} {getattr(config, key)}, but {target} has "
+                f"{target_config[key]}; pass the model it was trained for"
+            )
+    state = version / STATE
+    provenance: dict[str, Any] = {
+        "target": {"path": str(target), "architectures": target_config.get("architectures")},
+        "drafter": {
+            "method": "eagle3",
+            "draft_vocab_size": config.draft_vocab_size,
+            "sha256": hashlib.sha256((version / WEIGHTS).read_bytes()).hexdigest(),
+        },
+    }
+    if state.exists():
+        saved = json.loads(state.read_text())
+        provenance["training"] = {"steps": saved["progress"]["step"], **saved["notes"]}
+    report = source / "report.json"
+    if report.exists():
+        measured = json.loads(report.read_text())
+        keep = ("data", "acceptance", "budget_minutes", "command", "versions")
+        provenance["measured"] = {key: measured[key] for key in keep if key in measured}
+    out.mkdir(parents=True, exist_ok=True)
+    (out / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
+    shutil.copyfile(version / "config.json", out / "config.json")
+    partial = out / f"{WEIGHTS}.partial"
+    shutil.copyfile(version / WEIGHTS, partial)
+    partial.rename(out / WEIGHTS)
+    return provenance
+
+
+def _version_of(source: Path) -> Path:
+    if (source / "config.json").exists():
+        return source
+    versions = sorted((source / "versions").glob("v*"))
+    if not versions:
+        raise ConfigError(
+            f"{source} holds neither a drafter (config.json) nor versions/ of a training run; make "
+            "one with `tlt drafter train`"
+        )
+    return versions[-1]
+
+
+def _existing(path: Path, what: str) -> Path:
+    if not path.exists():
+        raise ConfigError(f"{path.parent} is not {what}: {path.name} is missing")
+    return path

@@ -1,0 +1,291 @@
+"""Trains the drafter in sessions that may end at any moment.
+
+One micro-step is one packed row and one optimizer update: bounded work, after which the state is
+whole. A session asks between micro-steps whether to stop, so it ends within one of them, and going
+on later from the saved state gives the very same weights as never having stopped. New weights are
+published only when they beat the published ones on held-out samples.
+
+The policy's head and embedding are not trained here; `follow` takes the new ones after every
+policy update.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tlt.drafter import vocabulary
+from tlt.drafter.capture import Captured, Row
+from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, unrolled_loss
+from tlt.drafter.eagle3.model import Eagle3Drafter
+
+MISSES_PER_ROW = 8
+"""How many samples may fail to fit before a row counts as full."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    num_steps: int = 4
+    """Passes unrolled per chain: the draft length that is trained for."""
+    row_tokens: int = 2048
+    """Tokens of one micro-step."""
+    lr: float = 1e-3
+    warmup_steps: int = 20
+    temperature: float = 1.0
+    """The expected acceptance length at this temperature decides what is published."""
+    bfloat16: bool = True
+    """Compute matrix products in bfloat16; weights and optimizer stay in float32."""
+    seed: int = 0
+
+
+class SampleSource(Protocol):
+    """Samples to learn from, which may come and go between calls."""
+
+    def sizes(self) -> dict[str, int]:
+        """Tokens of every sample that is there now, by name."""
+        ...
+
+    def read(self, name: str) -> Captured | None:
+        """A sample, or nothing when it is gone."""
+        ...
+
+
+class DrafterTrainer:
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        head_VH: torch.Tensor,
+        embedding_VH: torch.Tensor,
+        settings: TrainerSettings,
+    ) -> None:
+        self.drafter = drafter
+        self.settings = settings
+        self.step = 0
+        self.optimizer = torch.optim.AdamW(
+            drafter.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._rng = random.Random(settings.seed)
+        self.follow(head_VH, embedding_VH)
+
+    def follow(self, head_VH: torch.Tensor, embedding_VH: torch.Tensor) -> None:
+        """Learn from this policy's head and embedding from now on."""
+        self._head_VH = head_VH.detach()
+        self._embedding_VH = embedding_VH.detach()
+        self._draft_head = self._head_VH[self.drafter.draft_token_ids()]
+
+    # --- learning -----------------------------------------------------------------------------
+
+    def session(
+        self,
+        source: SampleSource,
+        should_stop: Callable[[], bool],
+        on_step: Callable[[int, float], None] = lambda step, loss: None,
+        lr_scale: Callable[[], float] = lambda: 1.0,
+    ) -> int:
+        """Micro-steps until told to stop or nothing is left to learn from; how many."""
+        done = 0
+        while not should_stop():
+            row = self.draw(source)
+            if row is None:
+                break
+            loss = self.micro_step(row, lr_scale())
+            done += 1
+            on_step(self.step, loss)
+        return done
+
+    def draw(self, source: SampleSource) -> Row | None:
+        """A row of samples drawn at random, filled up to the token budget."""
+        sizes = source.sizes()
+        names = sorted(sizes)
+        budget = self.settings.row_tokens
+        chosen: dict[str, Captured] = {}
+        used = misses = 0
+        while misses < MISSES_PER_ROW and len(chosen) < len(names):
+            name = self._rng.choice(names)
+            fits = used + sizes[name] <= budget or not chosen
+            sample = source.read(name) if fits and name not in chosen else None
+            if sample is None:
+                misses += 1
+                continue
+            chosen[name] = sample
+            used += len(sample)
+        row = Row(list(chosen.values())) if chosen else None
+        return row if row is not None and len(row.chains.starts) else None
+
+    def micro_step(self, row: Row, lr_scale: float = 1.0) -> float:
+        """Learn one row; its loss."""
+        loss = self.loss(row)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        warm = min(1.0, (self.step + 1) / self.settings.warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.lr * warm * lr_scale
+        value = loss.item()
+        if math.isfinite(value):
+            self.optimizer.step()
+        self.step += 1
+        return value
+
+    def loss(self, row: Row) -> torch.Tensor:
+        starts = row.chains.starts
+        with self._autocast():
+            outputs = self._unroll(row)
+            with torch.no_grad():
+                # Pass j of the chain at s has the target of pass 0 of the chain at s+j.
+                probs_CV = self._project(row.final_TH[starts + 1], self._draft_head).softmax(-1)
+            drafted, targets = [], []
+            for step, hidden_CH in enumerate(outputs):
+                learned_C = row.learned(step)
+                drafted.append(self.drafter.lm_head(hidden_CH[learned_C]))
+                targets.append(probs_CV[torch.searchsorted(starts, starts[learned_C] + step)])
+        return unrolled_loss(drafted, targets)
+
+    # --- judging ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, samples: Sequence[Captured], temperatures: Sequence[float]) -> Acceptance:
+        """How the drafter would do on these samples, against the policy's whole vocabulary."""
+        meter = AcceptanceMeter(self.settings.num_steps, temperatures)
+        vocabulary_V = self.drafter.draft_token_ids()
+        for sample in samples:
+            row = Row([sample])
+            starts = row.chains.starts
+            if not len(starts):
+                continue
+            with self._autocast():
+                outputs = self._unroll(row)
+                logits_CV = self._project(row.final_TH[starts + 1], self._head_VH)
+                reached_C = torch.ones_like(starts, dtype=torch.bool)
+                for step, hidden_CH in enumerate(outputs):
+                    learned_C = row.learned(step)
+                    draft_C = vocabulary_V[self.drafter.lm_head(hidden_CH).argmax(-1)]
+                    target = torch.searchsorted(starts, starts[learned_C] + step)
+                    meter.add(step, draft_C[learned_C], logits_CV[target], reached_C[learned_C])
+                    text_C = row.token_ids_T[(starts + 2 + step).clamp(max=row.lengths[0] - 1)]
+                    reached_C = reached_C & (draft_C == text_C)
+        return meter.result()
+
+    def better_than(
+        self,
+        published: dict[str, torch.Tensor],
+        held_out: Sequence[Captured],
+        temperatures: Sequence[float] = (),
+    ) -> tuple[bool, Acceptance]:
+        """Whether the current weights draft longer than `published`; how they are judged.
+
+        Both on the same samples: what is held out changes as the policy moves.
+        """
+        gate = self.settings.temperature
+        new = self.evaluate(held_out, [gate, *temperatures])
+        current = self.weights()
+        self.drafter.load_state_dict(published)
+        old = self.evaluate(held_out, [gate])
+        self.drafter.load_state_dict(current)
+        return new.length(gate) > old.length(gate), new
+
+    # --- state --------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the drafter's weights."""
+        return {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that changes with training, as flat named tensors, not copied."""
+        state = {f"drafter.{name}": t for name, t in self.drafter.state_dict().items()}
+        for name, parameter in self.drafter.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                state[f"optimizer.{name}.{key}"] = value
+        return state
+
+    def progress(self) -> dict[str, Any]:
+        """The rest of the state, as plain data."""
+        return {"step": self.step, "rng": self._rng.getstate()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
+        """Go on from a saved `tensors()` and `progress()`."""
+        drafter = {
+            name.removeprefix("drafter."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("drafter.")
+        }
+        self.drafter.load_state_dict(drafter)
+        self._draft_head = self._head_VH[self.drafter.draft_token_ids()]
+        for name, parameter in self.drafter.named_parameters():
+            prefix = f"optimizer.{name}."
+            moments = {
+                key.removeprefix(prefix): tensor.clone()
+                for key, tensor in tensors.items()
+                if key.startswith(prefix)
+            }
+            if moments:
+                self.optimizer.state[parameter] = moments
+        self.step = progress["step"]
+        version, internal, gauss = progress["rng"]
+        self._rng.setstate((version, tuple(internal), gauss))
+
+    @torch.no_grad()
+    def use_vocabulary(self, token_ids: torch.Tensor) -> None:
+        """Draft from other tokens. What was learned of those that stay is kept, moments included;
+        new ones start from the policy's head."""
+        drafter = self.drafter
+        old = drafter.draft_token_ids()
+        place = torch.searchsorted(old, token_ids).clamp(max=len(old) - 1)
+        stays = old[place] == token_ids
+        weight = drafter.lm_head.weight
+        fresh = self._head_VH[token_ids].to(weight.dtype)
+        weight.copy_(torch.where(stays[:, None], weight[place], fresh))
+        for name, moment in self.optimizer.state[weight].items():
+            if name != "step":
+                moment.copy_(torch.where(stays[:, None], moment[place], 0.0))
+        drafter.set_draft_vocabulary(token_ids)
+        self._draft_head = self._head_VH[token_ids]
+
+    def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
+        """Change the draft vocabulary if these responses have drifted away from it."""
+        config = self.drafter.config
+        if config.draft_vocab_size == config.vocab_size:
+            return False
+        counts = vocabulary.count_tokens(responses, config.vocab_size)
+        better = vocabulary.drifted(counts, self.drafter.draft_token_ids())
+        if better is not None:
+            self.use_vocabulary(better)
+        return better is not None
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _unroll(self, row: Row) -> list[torch.Tensor]:
+        embeds_TH = self._embedding_VH[row.token_ids_T.roll(-1)].float()
+        return self.drafter.unroll(
+            row.aux_TA.float(), embeds_TH, row.position_T, row.chains, self.settings.num_steps
+        )
+
+    def _project(self, final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return (final.to(head.dtype) @ head.T).float()
+
+    def _autocast(self) -> torch.autocast:
+        device = self._head_VH.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=self.settings.bfloat16)
+
+
+def fresh_drafter(
+    target_config: Any, head_VH: torch.Tensor, token_ids: torch.Tensor | None, seed: int = 0
+) -> Eagle3Drafter:
+    """An untrained drafter that starts from the policy: its head, the mean of the fused states."""
+    torch.manual_seed(seed)
+    config = Eagle3Config.for_target(target_config, None if token_ids is None else len(token_ids))
+    drafter = Eagle3Drafter(config)
+    if token_ids is None:
+        token_ids = torch.arange(config.vocab_size)
+    drafter.set_draft_vocabulary(token_ids)
+    blocks = len(config.aux_layer_ids)
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(head_VH[token_ids])
+        drafter.fc.weight.copy_((torch.eye(config.hidden_size) / blocks).repeat(1, blocks))
+    return drafter

@@ -1,0 +1,1 @@
+"""Training of the policy. `sft` gives it a short supervised start."""

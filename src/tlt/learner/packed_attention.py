@@ -1,0 +1,55 @@
+"""Attention over packed rows for Hugging Face models, through their attention registry.
+
+A packed row holds several samples one after another. Attending sample by sample costs the sum of
+the squared lengths instead of the square of the sum, which on heavy-tailed lengths is most of a
+CPU training step, and needs no mask. The sample lengths travel as a keyword argument of the
+model's forward: `policy.model(ids, position_ids=..., segment_lengths=[...])`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+NAME = "tlt_packed"
+
+
+def use_packed_attention(policy: Any) -> None:
+    """Make `policy` attend within samples only. Its forward then wants `segment_lengths`."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    policy.set_attn_implementation(NAME)
+
+
+def _attention(
+    module: Any,
+    query_1NTD: torch.Tensor,
+    key_1KTD: torch.Tensor,
+    value_1KTD: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    *,
+    segment_lengths: Sequence[int],
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    groups = query_1NTD.shape[1] // key_1KTD.shape[1]
+    lengths = list(segment_lengths)
+    attended = [
+        F.scaled_dot_product_attention(
+            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1),
+            is_causal=True, scale=scaling,
+        )
+        for q, k, v in zip(
+            query_1NTD.split(lengths, 2),
+            key_1KTD.split(lengths, 2),
+            value_1KTD.split(lengths, 2),
+            strict=True,
+        )
+    ]  # fmt: skip
+    return torch.cat(attended, 2).transpose(1, 2).contiguous(), None

@@ -1,0 +1,119 @@
+"""A short supervised start of a policy on worked solutions.
+
+A raw small model is too random at temperature 1 to be a reasoning policy; a few minutes on worked
+solutions make it answer in steps, with lengths as heavy-tailed as the problems. One process,
+packed rows of a token budget, loss on the solution's tokens only.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tlt.learner.packed_attention import use_packed_attention
+from tlt.packing import epochs
+
+
+@dataclass(frozen=True, slots=True)
+class SftSettings:
+    num_steps: int = 300
+    row_tokens: int = 1024
+    """Tokens of one packed row, which is one step."""
+    lr: float = 1e-4
+    budget_s: float = math.inf
+    """Stop after this many seconds, with the learning rate brought down in time."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SftStep:
+    step: int
+    loss: float
+    """Mean cross-entropy of the row's solution tokens."""
+    accuracy: float
+    """Share of solution tokens that are the policy's most likely ones."""
+    num_tokens: int
+    elapsed_s: float
+    progress: float
+    """Share of the steps or of the time budget, whichever is further."""
+
+
+def supervised_start(
+    policy: Any,
+    samples: Sequence[tuple[Sequence[int], int]],
+    settings: SftSettings,
+    on_step: Callable[[SftStep], None] = lambda step: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Train `policy` (a Hugging Face causal LM in float32) in place on (token ids, prompt length).
+
+    Computes in bfloat16 where that is what the weights will be served in.
+    """
+    rows = epochs(
+        [len(ids) for ids, _ in samples], settings.row_tokens, random.Random(settings.seed)
+    )
+    use_packed_attention(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, betas=(0.9, 0.95))
+    policy.train()
+    started_at = clock()
+    for step in range(settings.num_steps):
+        progress = max(step / settings.num_steps, (clock() - started_at) / settings.budget_s)
+        if progress >= 1:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * warmup_then_cosine(step, progress)
+        chosen = [samples[i] for i in next(rows)]
+        loss, accuracy = _row_loss(policy, chosen)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        on_step(
+            SftStep(
+                step=step + 1,
+                loss=loss.item(),
+                accuracy=accuracy,
+                num_tokens=sum(len(ids) for ids, _ in chosen),
+                elapsed_s=clock() - started_at,
+                progress=progress,
+            )
+        )
+    policy.eval()
+
+
+def warmup_then_cosine(step: int, progress: float, warmup_steps: int = 20) -> float:
+    """Share of the highest learning rate: up over the first steps, then down to a tenth."""
+    down = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return min(1.0, (step + 1) / warmup_steps) * down
+
+
+def _row_loss(
+    policy: Any, samples: Sequence[tuple[Sequence[int], int]]
+) -> tuple[torch.Tensor, float]:
+    device = policy.device
+    lengths = [len(token_ids) for token_ids, _ in samples]
+    ids = torch.tensor([token for token_ids, _ in samples for token in token_ids], device=device)
+    position = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    # Position t predicts token t+1: from the prompt's last token to the one before the end.
+    first = torch.tensor([num_prompt - 1 for _, num_prompt in samples], device=device)
+    last = torch.tensor(lengths, device=device) - 2
+    times = torch.tensor(lengths, device=device)
+    learned = (position >= first.repeat_interleave(times)) & (
+        position <= last.repeat_interleave(times)
+    )
+    target = ids.roll(-1)[learned]
+    with torch.autocast(device.type, torch.bfloat16):
+        hidden = policy.model(
+            ids[None], position_ids=position[None], segment_lengths=lengths, use_cache=False
+        )
+        # The head only where something is learned: it is a fifth of a small model's work.
+        logits = policy.get_output_embeddings()(hidden.last_hidden_state[0, learned]).float()
+    accuracy = (logits.argmax(-1) == target).float().mean().item()
+    return F.cross_entropy(logits, target), accuracy

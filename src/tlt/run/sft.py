@@ -1,0 +1,44 @@
+"""`tlt sft`: give a policy its supervised start and write it as a model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tlt.learner.sft import SftSettings, SftStep, supervised_start
+from tlt.tasks.chat import Chat
+from tlt.tasks.gym import problems
+
+
+def train_policy(
+    model: Path,
+    out: Path,
+    *,
+    task: str,
+    num_problems: int,
+    dtype: str,
+    settings: SftSettings,
+    on_step: Callable[[SftStep], None],
+) -> dict[str, Any]:
+    """Train `model` on worked solutions and save it; what the data was like."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    chat = Chat(str(model))
+    samples = [
+        chat.answered(problem.question, problem.solution)
+        for problem in problems(task, num_problems, settings.seed)
+    ]
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    supervised_start(policy, samples, settings, on_step)
+    policy.set_attn_implementation("sdpa")
+    policy.to(getattr(torch, dtype)).save_pretrained(out)
+    chat.tokenizer.save_pretrained(out)
+    lengths = sorted(len(token_ids) - num_prompt for token_ids, num_prompt in samples)
+    return {
+        "num_problems": num_problems,
+        "median_tokens": lengths[len(lengths) // 2],
+        "p99_tokens": lengths[int(0.99 * len(lengths))],
+        "longest_tokens": lengths[-1],
+    }

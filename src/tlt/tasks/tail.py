@@ -1,0 +1,30 @@
+"""Heavy-tailed sizes: most are small, a few are very large, like answers of reasoning models."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from tlt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyTail:
+    """Log-normal with this median and 95th percentile, rounded and cut off at `longest`."""
+
+    median: int
+    p95: int
+    longest: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.median <= self.p95 <= self.longest:
+            raise ConfigError(
+                f"sizes need 1 <= median <= p95 <= longest, got {self.median}, {self.p95}, "
+                f"{self.longest}; e.g. 60, 500, 1500"
+            )
+
+    def draw(self, rng: random.Random) -> int:
+        sigma = math.log(self.p95 / self.median) / 1.645
+        size = round(self.median * math.exp(sigma * rng.gauss(0, 1)))
+        return max(1, min(self.longest, size))

@@ -1,0 +1,77 @@
+"""Samples of the tiny model with its states, and a drafter trained on them, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tlt.drafter.capture import Captured, capture
+from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
+
+PROMPT_TOKENS = 8
+
+
+class InMemory:
+    """A source of samples for a trainer."""
+
+    def __init__(self, samples: Sequence[Captured]) -> None:
+        self.samples = {str(index): sample for index, sample in enumerate(samples)}
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(sample) for name, sample in self.samples.items()}
+
+    def read(self, name: str) -> Captured | None:
+        return self.samples[name]
+
+
+def tiny_samples(tiny: Path, count: int, seed: int = 0) -> list[Captured]:
+    """Responses of 120 tokens, half at temperature 1, half at 0.7."""
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    aux_layers = Eagle3Config.for_target(policy.config).aux_layer_ids
+    torch.manual_seed(seed)
+    samples: list[Captured] = []
+    for temperature in (1.0, 0.7):
+        prompts = torch.randint(4, 260, (count // 2, PROMPT_TOKENS))
+        output = policy.generate(
+            prompts,
+            max_new_tokens=120,
+            do_sample=True,
+            temperature=temperature,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        samples += [
+            capture(policy, row, PROMPT_TOKENS, aux_layers, torch.float32)
+            for row in output.tolist()
+        ]
+    return samples
+
+
+def train_tiny(tiny: Path, samples: Sequence[Captured], num_steps: int) -> DrafterTrainer:
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    return train(policy, samples, num_steps, TrainerSettings(lr=6e-3, bfloat16=False))
+
+
+def train(
+    policy: Any,
+    samples: Sequence[Captured],
+    num_steps: int,
+    settings: TrainerSettings,
+    token_ids: torch.Tensor | None = None,
+) -> DrafterTrainer:
+    """So many micro-steps on these samples, from nothing, with a falling learning rate."""
+    head = policy.get_output_embeddings().weight.detach()
+    embedding = policy.get_input_embeddings().weight.detach()
+    drafter = fresh_drafter(policy.config, head, token_ids)
+    trainer = DrafterTrainer(drafter, head, embedding, settings)
+    source = InMemory(samples)
+    for step in range(num_steps):
+        row = trainer.draw(source)
+        assert row is not None
+        trainer.micro_step(row, lr_scale=1.0 - 0.9 * step / num_steps)
+    return trainer

@@ -1,0 +1,105 @@
+"""An exported drafter in stock vLLM: nothing of ours but the folder."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import random_prompts
+
+from tlt.errors import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+MAX_TOKENS = 32
+
+STOCK = """
+import json, sys
+from vllm import LLM, SamplingParams
+model, drafter, prompts, max_tokens, out = sys.argv[1:]
+llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, disable_log_stats=False,
+          kv_cache_memory_bytes=2**28, speculative_config={
+              "method": "eagle3", "model": drafter, "num_speculative_tokens": 4})
+outputs = llm.generate([{"prompt_token_ids": p} for p in json.loads(prompts)],
+                       SamplingParams(temperature=0, max_tokens=int(max_tokens), ignore_eos=True))
+values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+json.dump({"tokens": [o.outputs[0].token_ids for o in outputs],
+           "modules": [name for name in sys.modules if name.split(".")[0] == "tlt"],
+           "drafted": values["vllm:spec_decode_num_draft_tokens"],
+           "accepted": values["vllm:spec_decode_num_accepted_tokens"]}, open(out, "w"))
+"""
+
+
+def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
+    tiny: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "exported"
+    done = subprocess.run(
+        [sys.executable, "-m", "tlt", "drafter", "export", str(tiny_drafter), "--model", str(tiny),
+         "--out", str(folder)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert '"num_speculative_tokens": 4' in done.stdout
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
+
+    prompts = random_prompts(8, seed=3)
+    out = tmp_path / "out.json"
+    environment = os.environ | {
+        "VLLM_PLUGINS": "",  # not even our entry point
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            STOCK,
+            str(tiny),
+            str(folder),
+            json.dumps(prompts),
+            str(MAX_TOKENS),
+            str(out),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(out.read_text())
+    assert result["modules"] == []
+    assert result["accepted"] / result["drafted"] > 0.2
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    for prompt, tokens in zip(prompts, result["tokens"], strict=True):
+        expected = policy.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_a_drafter_of_another_model_is_refused(
+    tiny_drafter: Path, smollm2: Path, tmp_path: Path
+) -> None:
+    from tlt.drafter.export import export
+
+    with pytest.raises(ConfigError, match="drafts for a model with hidden_size 128, but"):
+        export(tiny_drafter, smollm2, tmp_path / "out")
+    with pytest.raises(ConfigError, match="neither a drafter"):
+        export(tmp_path, smollm2, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,52 @@
+"""Problems, their worked solutions, and heavy-tailed sizes."""
+
+import random
+
+import pytest
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+from tlt.errors import ConfigError  # noqa: E402
+from tlt.tasks.gym import problems  # noqa: E402
+from tlt.tasks.tail import HeavyTail  # noqa: E402
+from tlt.tasks.worked import WORKED, worked_solution  # noqa: E402
+
+
+@pytest.mark.parametrize("task", sorted(WORKED))
+def test_the_steps_lead_to_the_answer(task: str) -> None:
+    """The last step of each worked solution ends in the answer reasoning-gym expects."""
+    for problem in problems(task, 50):
+        *steps, answer = problem.solution.splitlines()
+        assert answer == f"<answer>{problem.answer}</answer>"
+        assert steps[-1].split()[-1] == problem.answer
+
+
+@pytest.mark.parametrize("task", sorted(WORKED))
+def test_the_number_of_steps_has_a_heavy_tail(task: str) -> None:
+    steps = sorted(problem.solution.count("\n") for problem in problems(task, 400))
+    assert steps[395] >= 4 * steps[200]
+
+
+def test_problems_follow_from_the_seed() -> None:
+    assert problems("chain_sum", 5, seed=1) == problems("chain_sum", 9, seed=1)[:5]
+    assert problems("chain_sum", 5, seed=1) != problems("chain_sum", 5, seed=2)
+
+
+def test_worked_example() -> None:
+    metadata = {"expression": "4 - 1 - 7 + 20"}
+    assert worked_solution("chain_sum", metadata, "16") == (
+        "4 - 1 = 3\n3 - 7 = -4\n-4 + 20 = 16\n<answer>16</answer>"
+    )
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'poetry' has no worked solutions; known: chain_sum"):
+        problems("poetry", 1)
+
+
+def test_sizes_have_their_median_and_their_tail() -> None:
+    tail, rng = HeavyTail(median=60, p95=500, longest=1500), random.Random(0)
+    sizes = sorted(tail.draw(rng) for _ in range(2000))
+    assert 54 < sizes[1000] < 66
+    assert 430 < sizes[1900] < 580
+    assert sizes[-1] == 1500
