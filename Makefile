@@ -48,6 +48,10 @@ check: lint type test
 
 # The committed figures; see benchmarks/README.md. Needs a quiet machine.
 bench:
+	bash benchmarks/drafter.sh
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py
 	bash benchmarks/rollout.sh
 

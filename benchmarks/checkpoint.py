@@ -38,7 +38,7 @@ def main() -> None:
 
     policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
     head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach().clone()
+    embedding = policy.get_input_embeddings().weight.detach()
     hidden = policy.config.hidden_size
     drafter = fresh_drafter(policy.config, head, torch.arange(options.draft_vocab))
     trainer = DrafterTrainer(drafter, head, embedding, TrainerSettings(lr=1e-5))
@@ -66,7 +66,10 @@ def main() -> None:
                 if way == "ours":
                     store.save(trainer)
                 else:
-                    full = dict(trainer.tensors()) | {"head": head, "embedding": embedding}
+                    full = dict(trainer.tensors()) | {
+                        "head": head,
+                        "embedding": embedding,
+                    }  # tied: once
                     with (folder / "full.pt.partial").open("wb") as file:
                         torch.save(full, file)
                         file.flush()

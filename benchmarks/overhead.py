@@ -1,6 +1,6 @@
 """What the plug-in costs: TLT's engine against bare vLLM, side by side on one core.
 
-    python benchmarks/overhead.py [--model models/smollm2] [--drafter models/smollm2-eagle3]
+    python benchmarks/overhead.py [--model models/smollm2-sft] [--drafter models/smollm2-eagle3]
 
 Five engines, each in its own process on the same core, one working at a time:
 
@@ -120,7 +120,7 @@ COMPARED = (("tlt+eagle3", "bare+eagle3"), ("tlt", "bare"), ("tlt+idle", "bare")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2")
+    parser.add_argument("--model", default="models/smollm2-sft")
     parser.add_argument("--drafter", default="models/smollm2-eagle3")
     parser.add_argument("--num-draft-tokens", type=int, default=2)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
@@ -134,7 +134,9 @@ def main() -> None:
 
     chat = Chat(options.model)
     count = (options.rounds + 1) * max(options.batch_sizes)
-    prompts = [chat.prompt(problem.question) for problem in problems("chain_sum", count)]
+    prompts = [
+        chat.prompt(problem.question) for problem in problems("chain_sum", count, purpose="bench")
+    ]
     context = multiprocessing.get_context("spawn")
     pipes = {}
     for kind in KINDS:

@@ -10,7 +10,8 @@ budget, forward and backward, and take turns:
     padded     samples in order of arrival, each padded to the longest of its batch
     sorted     as padded, but samples of similar length together: needs all of them at hand
 
-Tokens are those of samples; padding does not count. Writes benchmarks/results/packing.json.
+A padded batch computes all of its positions, as batched tensors do. Tokens are those of samples;
+padding does not count. Writes benchmarks/results/packing.json.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ def main() -> None:
     tail, rng = HeavyTail(60, 500, 1500), random.Random(0)
     lengths = [max(8, tail.draw(rng)) for _ in range(options.samples)]
 
-    def sample(length: int, padded_to: int) -> Captured:
+    def sample(length: int) -> Captured:
         return Captured(
-            token_ids_T=torch.randint(0, config.vocab_size, (padded_to,)),
-            loss_mask_T=torch.arange(padded_to) < length,
-            aux_TA=torch.randn(padded_to, 3 * config.hidden_size, dtype=torch.bfloat16),
-            final_TH=torch.randn(padded_to, config.hidden_size, dtype=torch.bfloat16),
+            token_ids_T=torch.randint(0, config.vocab_size, (length,)),
+            loss_mask_T=torch.ones(length, dtype=torch.bool),
+            aux_TA=torch.randn(length, 3 * config.hidden_size, dtype=torch.bfloat16),
+            final_TH=torch.randn(length, config.hidden_size, dtype=torch.bfloat16),
         )
 
     def padded(order: list[int]) -> list[Row]:
@@ -81,11 +82,11 @@ def main() -> None:
             if batches[-1] and longest * (len(batches[-1]) + 1) > options.row_tokens:
                 batches.append([])
             batches[-1].append(length)
-        return [Row([sample(max(batch), max(batch)) for _ in batch]) for batch in batches]
+        return [Row([sample(max(batch)) for _ in batch]) for batch in batches]
 
     rows = pack(lengths, options.row_tokens)
     ways: dict[str, list[Row]] = {
-        "packed": [Row([sample(lengths[i], lengths[i]) for i in row]) for row in rows],
+        "packed": [Row([sample(lengths[i]) for i in row]) for row in rows],
         "padded": padded(lengths),
         "sorted": padded(sorted(lengths)),
     }

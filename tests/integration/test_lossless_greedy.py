@@ -99,7 +99,7 @@ def test_smollm2(
         for prompt, response in zip(prompts, reference, strict=True)
     ]
     counts = vocabulary.count_tokens(map(torch.tensor, reference), policy.config.vocab_size)
-    settings = TrainerSettings(num_steps=2, bfloat16=False)
+    settings = TrainerSettings(num_draft_tokens=2, bfloat16=False)
     trainer = train(policy, seen, 40, settings, vocabulary.choose(counts, 1024))
     folder = save_drafter(trainer.drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
 

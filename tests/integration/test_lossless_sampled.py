@@ -131,7 +131,8 @@ def test_the_test_catches_a_wrong_sampler(
     engine.generate([plain.prompt], SamplingSpec(max_tokens=4, temperature=0))
     engine.call("__setattr__", "_safe_to_sample", True)
     p_values = same_distribution(
-        plain.drawn["temperature 1"], draw(engine, plain.prompt, SETTINGS["temperature 1"])
+        plain.drawn["temperature 0.7, top-p 0.9"],
+        draw(engine, plain.prompt, SETTINGS["temperature 0.7, top-p 0.9"]),
     )
     engine.close()
     assert min(p_values.values()) < 1e-12, p_values

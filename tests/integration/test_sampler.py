@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 VOCAB = 12
 
 
-def build(drafts, temperature, logprobs=0, **changes):  # type: ignore[no-untyped-def]
+def build(drafts, at, logprobs=0, **changes):  # type: ignore[no-untyped-def]
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -21,9 +21,9 @@ def build(drafts, temperature, logprobs=0, **changes):  # type: ignore[no-untype
     metadata.bonus_logits_indices = rows[is_bonus]
     metadata.target_logits_indices = rows[~is_bonus]
     metadata.cu_num_sampled_tokens = ends.to(torch.int32)
-    greedy = temperature == 0
+    greedy = at == 0
     settings = {
-        "temperature": None if greedy else torch.full((len(drafts),), temperature),
+        "temperature": None if greedy else torch.full((len(drafts),), at),
         "all_greedy": greedy,
         "all_random": not greedy,
         "top_p": None,
@@ -54,7 +54,7 @@ def sampler():  # type: ignore[no-untyped-def]
 def test_greedy_tokens_logprobs_and_ranks_by_hand() -> None:
     generator = torch.Generator().manual_seed(0)
     drafts = [torch.randint(0, 3, (n,), generator=generator).tolist() for n in [3, 0, 1, 4] * 20]
-    metadata, sampling = build(drafts, temperature=0)
+    metadata, sampling = build(drafts, at=0)
     logits = torch.randn(sum(len(d) + 1 for d in drafts), VOCAB, generator=generator)
     logits[:, :3] += 2.0
     out = sampler()(metadata, None, logits.clone(), sampling)
@@ -78,7 +78,7 @@ def test_greedy_tokens_logprobs_and_ranks_by_hand() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_sequences_follow_the_target(temperature: float) -> None:
-    """Pairs of tokens over 60,000 requests with two drafts each, by a chi-squared test."""
+    """60,000 requests with two drafts each: every position, by a chi-squared test."""
     from scipy.stats import chisquare
 
     lean = sampler()
@@ -109,11 +109,44 @@ def test_drafts_are_accepted_as_often_as_the_target_would_say_them() -> None:
     lean = sampler()
     num = 40_000
     probs = torch.tensor([0.6, 0.3, 0.1])
-    metadata, sampling = build([[1]] * num, temperature=1.0)
+    metadata, sampling = build([[1]] * num, at=1.0)
     torch.manual_seed(0)
     out = lean(metadata, None, probs.log().repeat(2 * num, 1), sampling).sampled_token_ids
     accepted = (out[:, 1] >= 0).float().mean().item()
     assert accepted == pytest.approx(0.3, abs=0.01)
+
+
+def test_each_request_has_its_own_temperature_whatever_the_others_draft() -> None:
+    """Uneven drafts: the shape in which vLLM's CPU build mixes the settings up."""
+    lean = sampler()
+    rounds, vocab = 20_000, 3
+    row = torch.tensor([1.5, 0.5, 0.0])
+    temperatures = torch.tensor([0.5, 1.0, 2.0]).repeat(rounds)
+    metadata, sampling = build([[0, 0], [1], []] * rounds, 1.0, temperature=temperatures)
+    torch.manual_seed(3)
+    out = lean(metadata, None, row.repeat(6 * rounds, 1), sampling)
+    first = out.sampled_token_ids[:, 0].view(rounds, 3).long()
+    for request, temperature in enumerate((0.5, 1.0, 2.0)):
+        share = torch.bincount(first[:, request], minlength=vocab) / rounds
+        assert (share - (row / temperature).softmax(-1)).abs().max() < 0.015
+    # Log-probabilities are the policy's own, before the temperature, at every position.
+    tokens = out.sampled_token_ids.flatten().long()
+    emitted = tokens >= 0
+    expected = row.log_softmax(-1)[tokens.clamp(min=0)]
+    got = out.logprobs_tensors.logprobs[:, 0]
+    assert (got - expected)[emitted].abs().max() < 1e-5
+
+
+def test_a_missing_draft_is_never_accepted_and_excludes_nothing() -> None:
+    lean = sampler()
+    num = 20_000
+    probs = torch.tensor([0.2, 0.3, 0.5])
+    metadata, sampling = build([[-1]] * num, at=1.0)
+    torch.manual_seed(4)
+    out = lean(metadata, None, probs.log().repeat(2 * num, 1), sampling).sampled_token_ids
+    assert (out[:, 1] == -1).all()
+    share = torch.bincount(out[:, 0].long(), minlength=3) / num
+    assert (share - probs).abs().max() < 0.015
 
 
 @pytest.mark.parametrize(
@@ -125,11 +158,13 @@ def test_drafts_are_accepted_as_often_as_the_target_would_say_them() -> None:
         {"no_penalties": False},
         {"max_num_logprobs": 5},
         {"bad_words_token_ids": {0: [[1]]}},
+        {"allowed_token_ids_mask": torch.zeros(1, VOCAB, dtype=torch.bool)},
+        {"all_random": False},
     ],
 )
 def test_anything_else_goes_to_vllm(changes) -> None:  # type: ignore[no-untyped-def]
     lean = sampler()
-    _, plain = build([[1]], temperature=1.0)
-    _, special = build([[1]], temperature=1.0, **changes)
+    _, plain = build([[1]], at=1.0)
+    _, special = build([[1]], at=1.0, **changes)
     assert lean._is_plain(plain)
     assert not lean._is_plain(special)

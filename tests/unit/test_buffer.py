@@ -128,6 +128,26 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
     assert len(store.sizes()) == 200 - len(judged)
 
 
+def test_judging_keeps_to_its_tokens_and_prefers_recent_samples(tmp_path: Path) -> None:
+    store = buffer(tmp_path, held_out_share=1.0)
+    for index in range(20):
+        store.put(str(index), index // 10, captured(100, 2, seed=index))
+    judged = store.held_out(max_tokens=250)
+    assert [len(sample) for sample in judged] == [100, 100, 50]
+    recent = [captured(100, 2, seed=index).token_ids_T for index in range(10, 20)]
+    assert all(any(torch.equal(s.token_ids_T, r[: len(s)]) for r in recent) for s in judged)
+
+
+def test_a_long_prompt_leaves_room_for_the_response(tmp_path: Path) -> None:
+    store = buffer(tmp_path, max_sample_tokens=64, held_out_share=0.0)
+    for index in range(30):
+        assert store.put(str(index), 0, captured(700, num_prompt=600))
+    for name in store.sizes():
+        read = store.read(name)
+        assert read is not None
+        assert read.num_chains >= 30
+
+
 def test_too_small_a_capacity_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="capacity_bytes = 10"):
         buffer(tmp_path, capacity_bytes=10)

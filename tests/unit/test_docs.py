@@ -31,17 +31,16 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-def test_commands_of_the_readme_exist() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_exist(page: Path) -> None:
     """Every `tlt ...` line of a code block parses down to its last option."""
     from typer.main import get_command
 
     from tlt.cli.main import app
 
-    text = (ROOT / "README.md").read_text()
-    blocks = "\n".join(re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.S))
+    blocks = "\n".join(re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.S))
     lines = re.sub(r"\\\n\s*", "", blocks).splitlines()
     commands = [line.split("#")[0].split()[1:] for line in lines if line.startswith("tlt ")]
-    assert commands
     for words in commands:
         command = get_command(app)
         while words and words[0] in getattr(command, "commands", {}):

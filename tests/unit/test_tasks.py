@@ -30,6 +30,7 @@ def test_the_number_of_steps_has_a_heavy_tail(task: str) -> None:
 def test_problems_follow_from_the_seed() -> None:
     assert problems("chain_sum", 5, seed=1) == problems("chain_sum", 9, seed=1)[:5]
     assert problems("chain_sum", 5, seed=1) != problems("chain_sum", 5, seed=2)
+    assert problems("chain_sum", 5) != problems("chain_sum", 5, purpose="bench")
 
 
 def test_worked_example() -> None:

@@ -17,7 +17,7 @@ from tlt.drafter.checkpoint import VersionStore, load_drafter  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.errors import ConfigError  # noqa: E402
 
-SETTINGS = TrainerSettings(num_steps=3, row_tokens=120, lr=3e-3, bfloat16=False)
+SETTINGS = TrainerSettings(num_draft_tokens=3, row_tokens=120, lr=3e-3, bfloat16=False)
 
 
 class Samples:
@@ -105,6 +105,28 @@ def test_rows_are_full_and_hold_each_sample_once() -> None:
     assert sum(fill) / len(fill) > 0.9 * 400
 
 
+def test_a_sample_longer_than_a_row_keeps_its_end() -> None:
+    one, source = trainer(), Samples(0)
+    source.samples["long"] = captured(300, 10)
+    row = one.draw(source)
+    assert row is not None
+    assert row.position_T.tolist() == list(range(180, 300))
+
+
+def test_samples_without_anything_to_learn_are_passed_over() -> None:
+    source = Samples(5)
+    source.samples["prompt only"] = captured(20, 20)
+    assert trainer().session(source, stop_after(20)) == 20
+
+
+def test_a_new_policys_head_is_followed() -> None:
+    one = trainer()
+    row = Row([captured(30, 3)])
+    before = one.loss(row).item()
+    one.follow(one._head_VH * 3.0, one._embedding_VH)
+    assert one.loss(row).item() != before
+
+
 def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:
     source = Samples(10)
     gone = set(list(source.samples)[:5])
@@ -112,11 +134,13 @@ def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:
     assert trainer().session(source, stop_after(5)) == 5
 
 
-def test_a_broken_row_changes_no_weights() -> None:
+@pytest.mark.parametrize("place", [5, 19])
+def test_a_broken_state_changes_no_weights(place: int) -> None:
+    """At the end of a sample no chain sees it: the loss is finite, the gradients are not."""
     one = trainer()
     before = one.weights()
     bad = captured(20, 3)
-    bad.aux_TA[5] = float("nan")
+    bad.aux_TA[place] = float("nan")
     one.micro_step(Row([bad]))
     assert all(torch.equal(t, before[n]) for n, t in one.weights().items())
 
@@ -218,6 +242,7 @@ def test_a_crash_while_writing_leaves_the_last_good_version(tmp_path: Path) -> N
             try:
                 torch.set_num_threads(1)  # the parent's threads are not here
                 theirs = VersionStore(tmp_path)
+                theirs.clean()
                 while True:
                     theirs.save(one)
             finally:
@@ -230,4 +255,5 @@ def test_a_crash_while_writing_leaves_the_last_good_version(tmp_path: Path) -> N
         for version in store.versions():
             store.restore(trainer(), version)
         load_drafter(store.path(store.versions()[-1]))
+        store.clean()
         assert not list(tmp_path.glob(".v*"))

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tlt.cli.options import require_plots
 from tlt.cli.progress import progress_bar
 
 HEAD_ROOM = 33
@@ -70,13 +71,16 @@ def rollout(
     from tlt.tasks.gym import problems
 
     console = Console()
+    require_plots()
     modes = tuple(bench.Mode.parse(text) for text in mode or _default_modes(drafter))
     spec = None
     if lengths is None:
         spec = workload.LengthSpec(requests, median, p95, longest, seed)
     sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
     chat = Chat(str(model))
-    prompts = [chat.prompt(problem.question) for problem in problems(task, len(sizes), seed)]
+    prompts = [
+        chat.prompt(problem.question) for problem in problems(task, len(sizes), seed, "bench")
+    ]
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": 32,

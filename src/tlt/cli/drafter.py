@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tlt.cli.options import Dtype, require_plots
 from tlt.cli.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Make EAGLE-3 drafters.")
@@ -24,10 +25,10 @@ def train(
     task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Your own prompts instead: JSONL with a 'prompt', or one per line."),
+        typer.Option(help="Your own prompts instead: .jsonl with a 'prompt', or one per line."),
     ] = None,
-    num_samples: Annotated[int, typer.Option(help="Responses to sample and train on.")] = 768,
-    num_held_out: Annotated[int, typer.Option(help="Other prompts, to measure on.")] = 32,
+    num_samples: Annotated[int, typer.Option(min=64, help="Responses to train on.")] = 768,
+    num_held_out: Annotated[int, typer.Option(min=1, help="Other prompts, to measure on.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="Longest response.")] = 900,
     temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
     budget_minutes: Annotated[float, typer.Option(help="Time for everything.")] = 20.0,
@@ -40,7 +41,7 @@ def train(
     init: Annotated[Path | None, typer.Option(help="Drafter folder to go on from.")] = None,
     engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
     gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of prompts and training.")] = 0,
 ) -> None:
     """Train a drafter for a policy, on the policy's own answers, and measure it."""
@@ -54,6 +55,7 @@ def train(
     from tlt.run.drafter import DrafterPlan, train_drafter
 
     console = Console()
+    require_plots()
     tokens = _prompts(str(model), task, prompts, num_samples + num_held_out, seed)
     head_room = draft_tokens + 1
     plan = DrafterPlan(
@@ -76,7 +78,7 @@ def train(
         budget_s=60 * budget_minutes,
         draft_vocab_size=draft_vocab,
         trainer=TrainerSettings(
-            num_steps=draft_tokens,
+            num_draft_tokens=draft_tokens,
             row_tokens=row_tokens,
             lr=lr,
             temperature=temperature,
@@ -128,7 +130,7 @@ def _prompts(
 
     chat = Chat(model)
     if file is None:
-        return [chat.prompt(problem.question) for problem in problems(task, count, seed)]
+        return [chat.prompt(problem.question) for problem in problems(task, count, seed, "drafter")]
     if not file.exists():
         raise ConfigError(f"--prompts {file} does not exist")
     lines = [line for line in file.read_text().splitlines() if line.strip()]
@@ -139,13 +141,16 @@ def _prompts(
         )
     texts = []
     for number, line in enumerate(lines[:count], 1):
-        text = line
-        if line.lstrip().startswith("{"):
-            text = json.loads(line).get("prompt")
-            if not isinstance(text, str):
-                raise ConfigError(
-                    f'{file}, line {number}: no \'prompt\'; e.g. {{"prompt": "What is 2 + 2?"}}'
-                )
+        text: str | None = line
+        if file.suffix == ".jsonl":
+            try:
+                text = json.loads(line)["prompt"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                text = None
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{file}, line {number}: no 'prompt'; e.g. " + json.dumps({"prompt": "Is 7 prime?"})
+            )
         texts.append(text)
     return [chat.prompt(text) for text in texts]
 

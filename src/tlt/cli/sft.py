@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from tlt.cli.options import Dtype
 from tlt.cli.progress import progress_bar
 
 
@@ -20,12 +21,14 @@ def sft(
     task: Annotated[
         str, typer.Option(help="Task: chain_sum, gcd or letter_counting.")
     ] = "chain_sum",
-    num_problems: Annotated[int, typer.Option(help="Worked solutions to learn from.")] = 3000,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 300,
+    num_problems: Annotated[
+        int, typer.Option(min=1, help="Worked solutions to learn from.")
+    ] = 3000,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
     row_tokens: Annotated[int, typer.Option(help="Tokens of one training step.")] = 1024,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
     budget_minutes: Annotated[float, typer.Option(help="Stop after this long.")] = math.inf,
-    dtype: Annotated[str, typer.Option(help="Of the saved weights.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     seed: Annotated[int, typer.Option(help="Seed of problems and training.")] = 0,
 ) -> None:
     """Teach a model to solve a task in written-out steps, as a start for RL."""

@@ -64,6 +64,11 @@ class Entry:
         return cls(name, int(step), int(learned), int(tokens), held_out == "h")
 
 
+def _newest_first(entry: Entry) -> tuple[int, str]:
+    """Within an RL step in the order of the hashes, so that all lengths are there."""
+    return -entry.rl_step, entry.name[-16 - len(SUFFIX) :]
+
+
 class SampleBuffer:
     """Any process of the node may open the same folder, to write or to read."""
 
@@ -124,11 +129,8 @@ class SampleBuffer:
             yield
 
     def _make_room(self, num_bytes: int, new: Entry) -> bool:
-        sizes = {
-            entry: size
-            for entry in self.entries()
-            if (size := self._size(entry.name)) and entry.name != new.name
-        }
+        (self._folder / new.name).unlink(missing_ok=True)  # the same sample, captured again
+        sizes = {entry: self._size(entry.name) for entry in self.entries()}
         excess = sum(sizes.values()) + num_bytes - self.settings.capacity_bytes
         latest = max([new.rl_step, *(entry.rl_step for entry in sizes)])
         evicted = []
@@ -149,11 +151,14 @@ class SampleBuffer:
 
     def _capped(self, sample: Captured, digest: str) -> Captured:
         """A window somewhere in a long response, so that all depths of it are learned."""
-        excess = len(sample) - self.settings.max_sample_tokens
-        if excess <= 0:
+        size = self.settings.max_sample_tokens
+        if len(sample) <= size:
             return sample
-        begin = int(digest[8:], 16) % (excess + 1)
-        return sample.window(begin, begin + self.settings.max_sample_tokens)
+        # Of the prompt, at most what leaves half of the window to the response.
+        first_learned = int(sample.loss_mask_T.to(torch.uint8).argmax())
+        lowest = min(max(0, first_learned - size // 2), len(sample) - size)
+        begin = lowest + int(digest[8:], 16) % (len(sample) - size - lowest + 1)
+        return sample.window(begin, begin + size)
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -165,14 +170,13 @@ class SampleBuffer:
         return {e.name: e.num_tokens for e in self.entries() if not e.held_out}
 
     def held_out(self, max_tokens: int) -> list[Captured]:
-        """Samples to judge by, the most recent and longest first, up to so many tokens."""
+        """Samples to judge by, the most recent first, in all so many tokens."""
         chosen = []
-        for entry in sorted(self.entries(), key=lambda e: e.name, reverse=True):
-            if entry.held_out and entry.num_tokens <= max_tokens:
-                sample = self.read(entry.name)
-                if sample is not None:
-                    chosen.append(sample)
-                    max_tokens -= entry.num_tokens
+        for entry in sorted(self.entries(), key=_newest_first):
+            sample = self.read(entry.name) if entry.held_out and max_tokens > 0 else None
+            if sample is not None:
+                chosen.append(sample.window(0, max_tokens))
+                max_tokens -= len(sample)
         return chosen
 
     def read(self, name: str) -> Captured | None:

@@ -31,6 +31,20 @@ class Captured:
     def __len__(self) -> int:
         return len(self.token_ids_T)
 
+    @property
+    def num_chains(self) -> int:
+        """Positions where a draft can be learned from: the token after next is learned."""
+        return int(self.loss_mask_T[2:].sum())
+
+    def to(self, device: torch.device) -> Captured:
+        return Captured(
+            self.token_ids_T.to(device),
+            self.loss_mask_T.to(device),
+            self.aux_TA.to(device),
+            self.final_TH.to(device),
+            self.first_position,
+        )
+
     def window(self, begin: int, end: int) -> Captured:
         """Part of the sample, at its true positions."""
         return Captured(

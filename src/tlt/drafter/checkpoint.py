@@ -33,7 +33,7 @@ STATE = "state.json"
 
 
 def save_drafter(drafter: Eagle3Drafter, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a drafter folder; the last rename makes it complete."""
+    """Write a drafter folder; a new one is complete when its weights appear."""
     weights = drafter_weights(drafter.state_dict(), drafter.config, dtype)
     return _write_folder(out, drafter.config, weights, dtype)
 
@@ -84,7 +84,11 @@ def _write_folder(
 
 
 class VersionStore:
-    """Numbered versions of a drafter in training, the last few of them kept."""
+    """Numbered versions of a drafter in training, the last few of them kept.
+
+    One process writes a folder; any may read it. Call `clean` before writing where an earlier
+    writer may have died.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16, keep: int = 3) -> None:
         self.folder = folder
@@ -94,7 +98,10 @@ class VersionStore:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".v*"):
+
+    def clean(self) -> None:
+        """Remove what a writer that died has left."""
+        for leftover in self.folder.glob(".v*"):
             shutil.rmtree(leftover)
 
     def versions(self) -> list[int]:
@@ -155,8 +162,8 @@ class VersionStore:
             )
             save_file(self._staged, hidden / TRAINER)
             (hidden / STATE).write_text(json.dumps(state))
-            for file in hidden.iterdir():
-                _sync(file)
+            for path in (*hidden.iterdir(), hidden):
+                _sync(path)
             hidden.rename(self.path(version))
             _sync(self.folder)
             for old in self.versions()[: -self._keep]:

@@ -17,10 +17,11 @@ def plot_training(report: dict[str, Any], out: Path) -> Path:
     history = report["training"]["history"]
     temperatures = list(report["acceptance"]["after"])
     colors = {t: f"C{i}" for i, t in enumerate(temperatures)}
-    for temperature in temperatures:
+    for index, temperature in enumerate(temperatures):
         left.plot(
             [h["elapsed_s"] / 60 for h in history],
             [h[f"length@{temperature}"] for h in history],
+            linestyle=("-", "--", ":")[index % 3],  # they may lie on top of each other
             marker="o",
             markersize=3,
             color=colors[temperature],

@@ -31,7 +31,7 @@ MISSES_PER_ROW = 8
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    num_steps: int = 4
+    num_draft_tokens: int = 4
     """Passes unrolled per chain: the draft length that is trained for."""
     row_tokens: int = 2048
     """Tokens of one micro-step."""
@@ -48,7 +48,7 @@ class SampleSource(Protocol):
     """Samples to learn from, which may come and go between calls."""
 
     def sizes(self) -> dict[str, int]:
-        """Tokens of every sample that is there now, by name."""
+        """Tokens of every sample to train on that is there now, by name."""
         ...
 
     def read(self, name: str) -> Captured | None:
@@ -100,38 +100,44 @@ class DrafterTrainer:
         return done
 
     def draw(self, source: SampleSource) -> Row | None:
-        """A row of samples drawn at random, filled up to the token budget."""
+        """A row of samples drawn at random, filled up to the token budget.
+
+        Longer samples lose their beginning. None when there is nothing to learn from.
+        """
         sizes = source.sizes()
         names = sorted(sizes)
         budget = self.settings.row_tokens
-        chosen: dict[str, Captured] = {}
+        chosen: list[Captured] = []
         used = misses = 0
-        while misses < MISSES_PER_ROW and len(chosen) < len(names):
-            name = self._rng.choice(names)
-            fits = used + sizes[name] <= budget or not chosen
-            sample = source.read(name) if fits and name not in chosen else None
-            if sample is None:
+        while names and misses < MISSES_PER_ROW:
+            place = self._rng.randrange(len(names))
+            name = names[place]
+            if chosen and used + sizes[name] > budget:
                 misses += 1
                 continue
-            chosen[name] = sample
-            used += len(sample)
-        row = Row(list(chosen.values())) if chosen else None
-        return row if row is not None and len(row.chains.starts) else None
+            names[place] = names[-1]
+            names.pop()
+            sample = source.read(name)
+            if sample is not None and sample.num_chains:
+                sample = sample.window(max(0, len(sample) - budget), len(sample))
+                chosen.append(sample.to(self._head_VH.device))
+                used += len(sample)
+        return Row(chosen) if chosen else None
 
     def micro_step(self, row: Row, lr_scale: float = 1.0) -> float:
         """Learn one row; its loss."""
         loss = self.loss(row)
         self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         warm = min(1.0, (self.step + 1) / self.settings.warmup_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * warm * lr_scale
-        value = loss.item()
-        if math.isfinite(value):
+        # A broken state need not show in the loss to spoil every gradient.
+        if math.isfinite(norm):
             self.optimizer.step()
         self.step += 1
-        return value
+        return loss.item()
 
     def loss(self, row: Row) -> torch.Tensor:
         starts = row.chains.starts
@@ -152,13 +158,13 @@ class DrafterTrainer:
     @torch.no_grad()
     def evaluate(self, samples: Sequence[Captured], temperatures: Sequence[float]) -> Acceptance:
         """How the drafter would do on these samples, against the policy's whole vocabulary."""
-        meter = AcceptanceMeter(self.settings.num_steps, temperatures)
+        meter = AcceptanceMeter(self.settings.num_draft_tokens, temperatures)
         vocabulary_V = self.drafter.draft_token_ids()
         for sample in samples:
-            row = Row([sample])
-            starts = row.chains.starts
-            if not len(starts):
+            if not sample.num_chains:
                 continue
+            row = Row([sample.to(self._head_VH.device)])
+            starts = row.chains.starts
             with self._autocast():
                 outputs = self._unroll(row)
                 logits_CV = self._project(row.final_TH[starts + 1], self._head_VH)
@@ -224,8 +230,7 @@ class DrafterTrainer:
                 for key, tensor in tensors.items()
                 if key.startswith(prefix)
             }
-            if moments:
-                self.optimizer.state[parameter] = moments
+            self.optimizer.state[parameter] = moments
         self.step = progress["step"]
         version, internal, gauss = progress["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
@@ -263,7 +268,11 @@ class DrafterTrainer:
     def _unroll(self, row: Row) -> list[torch.Tensor]:
         embeds_TH = self._embedding_VH[row.token_ids_T.roll(-1)].float()
         return self.drafter.unroll(
-            row.aux_TA.float(), embeds_TH, row.position_T, row.chains, self.settings.num_steps
+            row.aux_TA.float(),
+            embeds_TH,
+            row.position_T,
+            row.chains,
+            self.settings.num_draft_tokens,
         )
 
     def _project(self, final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from tlt.errors import ConfigError
+
 NAME = "tlt_packed"
 
 
@@ -36,8 +38,11 @@ def _attention(
     scaling: float | None = None,
     *,
     segment_lengths: Sequence[int],
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
+    for name in ("sliding_window", "softcap"):
+        if options.get(name) is not None:
+            raise ConfigError(f"this model's attention has a {name}, which packed rows do not know")
     groups = query_1NTD.shape[1] // key_1KTD.shape[1]
     lengths = list(segment_lengths)
     attended = [

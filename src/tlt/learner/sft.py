@@ -54,7 +54,7 @@ def supervised_start(
 ) -> None:
     """Train `policy` (a Hugging Face causal LM in float32) in place on (token ids, prompt length).
 
-    Computes in bfloat16 where that is what the weights will be served in.
+    Matrix products are computed in bfloat16; weights and optimizer stay in float32.
     """
     rows = epochs(
         [len(ids) for ids, _ in samples], settings.row_tokens, random.Random(settings.seed)

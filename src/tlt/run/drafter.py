@@ -28,11 +28,13 @@ from tlt.drafter import vocabulary
 from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.capture import capture
 from tlt.drafter.checkpoint import VersionStore, drafter_weights, load_drafter, save_drafter
+from tlt.drafter.eagle3.loss import Acceptance
 from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.errors import ConfigError
 from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
+from tlt.tasks.tail import length_summary
 
 HELD_OUT_TOKENS = 3072
 JUDGE_EVERY_S = 90.0
@@ -72,12 +74,18 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
     drafter = _first_drafter(plan, policy.config, head)
     initial = save_drafter(drafter, plan.out / "initial", dtype)
     trainer = DrafterTrainer(drafter, head, embedding, plan.trainer)
-    num_drafts = plan.trainer.num_steps
+    num_drafts = plan.trainer.num_draft_tokens
     engine = plan.engine.model_copy(
         update={"drafter": str(initial), "policy": {"kind": "off"}, "max_draft_tokens": num_drafts}
     )
     shared = tempfile.mkdtemp(prefix="tlt-buffer-", dir="/dev/shm")
-    buffer = SampleBuffer(BufferSettings(folder=shared, capacity_bytes=plan.buffer_bytes))
+    buffer = SampleBuffer(
+        BufferSettings(
+            folder=shared,
+            capacity_bytes=plan.buffer_bytes,
+            held_out_share=max(1 / 16, 8 / len(plan.prompts)),
+        )
+    )
     seconds: dict[str, float] = {}
 
     def took(stage: str) -> None:
@@ -90,21 +98,23 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             took("start")
             samples = await _sample(plan, pool, show)
             took("sample")
-            if plan.draft_vocab_size is not None:
-                trainer.check_vocabulary([torch.tensor(s.token_ids) for s in samples.values()])
-            before = await _measure(plan, pool, drafter, 1, "before", show)
+            responses = [torch.tensor(s.token_ids) for s in samples.values()]
+            trainer.check_vocabulary(responses)
+            # An untrained drafter accepts next to nothing, and that slowly: a few prompts will do.
+            few = plan.held_out_prompts[:: 1 if plan.init else 4]
+            before = await _measure(plan, pool, drafter, few, "before", show)
             took("measure before")
             await asyncio.to_thread(_capture, plan, policy, samples, drafter, buffer, show)
             took("capture")
-            # Leave as long for the last measurement as the first one took.
-            left = plan.budget_s - (time.monotonic() - started_at) - seconds["measure before"]
+            # The last measurement takes about as long as the first one would on all prompts.
+            reserved_s = seconds["measure before"] * (1 if plan.init else 2)
+            left = plan.budget_s - (time.monotonic() - started_at) - reserved_s
             history = await asyncio.to_thread(_train, plan, trainer, buffer, max(left, 1.0), show)
             took("train")
-            after = await _measure(plan, pool, drafter, 2, "after", show)
+            after = await _measure(plan, pool, drafter, plan.held_out_prompts, "after", show)
             took("measure after")
     finally:
         shutil.rmtree(shared, ignore_errors=True)
-    responses = [torch.tensor(s.token_ids) for s in samples.values()]
     counts = vocabulary.count_tokens(responses, drafter.config.vocab_size)
     return {
         "data": {
@@ -112,7 +122,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             "num_response_tokens": int(counts.sum()),
             "temperature": plan.temperature,
             "draft_vocabulary_coverage": vocabulary.coverage(counts, drafter.draft_token_ids()),
-            **_length_summary([len(s.token_ids) for s in samples.values()]),
+            **length_summary([len(s.token_ids) for s in samples.values()]),
         },
         "num_draft_tokens": num_drafts,
         "num_held_out_prompts": len(plan.held_out_prompts),
@@ -125,7 +135,16 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
 
 def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3Drafter:
     if plan.init is not None:
-        return load_drafter(plan.init)
+        drafter = load_drafter(plan.init)
+        fits = (drafter.config.hidden_size, drafter.config.vocab_size)
+        if fits != (config.hidden_size, config.vocab_size):
+            raise ConfigError(f"--init {plan.init} is a drafter of another model")
+        if plan.draft_vocab_size not in (None, drafter.config.draft_vocab_size):
+            raise ConfigError(
+                f"--init {plan.init} drafts from {drafter.config.draft_vocab_size} tokens; leave "
+                "--draft-vocab out"
+            )
+        return drafter
     tokens = None if plan.draft_vocab_size is None else torch.arange(plan.draft_vocab_size)
     return fresh_drafter(config, head, tokens, plan.trainer.seed)
 
@@ -162,19 +181,18 @@ def _train(
     buffer: SampleBuffer,
     budget_s: float,
     show: ShowProgress,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Short sessions; after each, a version is kept if it is better than the last one.
 
     Ends with the best version in the trainer's drafter; what each session came to.
     """
     store = VersionStore(plan.out / "versions", getattr(torch, plan.dtype))
     held_out = buffer.held_out(HELD_OUT_TOKENS)
-    if not held_out:
-        raise ConfigError(f"{len(plan.prompts)} prompts leave none to judge by; use at least 64")
     temperatures = plan.measured_temperatures
     gate = plan.trainer.temperature
     judged = trainer.evaluate(held_out, [gate, *temperatures])
-    best, history = trainer.weights(), [_judgement(trainer.step, 0.0, 0.0, judged)]
+    best, history = trainer.weights(), [_judgement(trainer.step, 0.0, None, judged)]
+    store.save(trainer, {"held_out": history[0]})
     started_at = time.monotonic()
 
     def progress() -> float:
@@ -211,7 +229,9 @@ def _reached(progress: Callable[[], float], end: float) -> bool:
     return progress() >= end
 
 
-def _judgement(step: int, elapsed_s: float, loss: float, judged: Any) -> dict[str, float]:
+def _judgement(
+    step: int, elapsed_s: float, loss: float | None, judged: Acceptance
+) -> dict[str, Any]:
     lengths = {f"length@{t:g}": judged.length(t) for t in judged.rates}
     agreement = {f"agreement@{i}": value for i, value in enumerate(judged.agreement, 1)}
     return {"step": step, "elapsed_s": elapsed_s, "loss": loss, **lengths, **agreement}
@@ -221,21 +241,20 @@ async def _measure(
     plan: DrafterPlan,
     pool: RolloutPool,
     drafter: Eagle3Drafter,
-    version: int,
+    prompts: Sequence[tuple[int, ...]],
     label: str,
     show: ShowProgress,
 ) -> dict[str, Any]:
     """Acceptance in the engines on held-out prompts, by temperature and draft position."""
     weights = drafter_weights(drafter.state_dict(), drafter.config, getattr(torch, plan.dtype))
-    await pool.update_drafter(weights.items(), version)
-    num_drafts = plan.trainer.num_steps
+    await pool.update_drafter(weights.items(), 1 if label == "before" else 2)
+    num_drafts = plan.trainer.num_draft_tokens
     await pool.set_policy({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": num_drafts})
     result = {}
     for temperature in plan.measured_temperatures:
         text = f"measuring {label} at temperature {temperature:g}"
-        requests = _requests(
-            f"{label}/{temperature:g}", plan.held_out_prompts, plan.max_tokens, temperature
-        )
+        run = f"{label}/{temperature:g}"
+        requests = _requests(run, prompts, plan.max_tokens, temperature)
         earlier = await pool.stats()
         show(text, 0, len(requests))
         done = itertools.count(1)
@@ -268,12 +287,3 @@ def _requests(
 ) -> list[SampleRequest]:
     spec = SamplingSpec(max_tokens=max_tokens, temperature=temperature, logprobs=False)
     return [SampleRequest(f"{run}/{i}", prompt, spec) for i, prompt in enumerate(prompts)]
-
-
-def _length_summary(lengths: Sequence[int]) -> dict[str, int]:
-    ordered = sorted(lengths)
-    return {
-        "median_tokens": ordered[len(ordered) // 2],
-        "p99_tokens": ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "longest_tokens": ordered[-1],
-    }

@@ -9,6 +9,7 @@ from typing import Any
 from tlt.learner.sft import SftSettings, SftStep, supervised_start
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import problems
+from tlt.tasks.tail import length_summary
 
 
 def train_policy(
@@ -25,6 +26,7 @@ def train_policy(
     import torch
     from transformers import AutoModelForCausalLM
 
+    save_dtype = getattr(torch, dtype)
     chat = Chat(str(model))
     samples = [
         chat.answered(problem.question, problem.solution)
@@ -33,12 +35,7 @@ def train_policy(
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     supervised_start(policy, samples, settings, on_step)
     policy.set_attn_implementation("sdpa")
-    policy.to(getattr(torch, dtype)).save_pretrained(out)
+    policy.to(save_dtype).save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
-    lengths = sorted(len(token_ids) - num_prompt for token_ids, num_prompt in samples)
-    return {
-        "num_problems": num_problems,
-        "median_tokens": lengths[len(lengths) // 2],
-        "p99_tokens": lengths[int(0.99 * len(lengths))],
-        "longest_tokens": lengths[-1],
-    }
+    lengths = [len(token_ids) - num_prompt for token_ids, num_prompt in samples]
+    return {"num_problems": num_problems, **length_summary(lengths)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+from tlt.errors import ConfigError
 
 
 class Chat:
@@ -12,6 +14,11 @@ class Chat:
     def __init__(self, model: str) -> None:
         from transformers import AutoTokenizer
 
+        if not (Path(model) / "config.json").exists():
+            raise ConfigError(
+                f"{model} is not a model folder: config.json is missing; make one with "
+                "`tlt models smollm2`"
+            )
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
 
     def prompt(self, question: str) -> tuple[int, ...]:
@@ -24,9 +31,6 @@ class Chat:
         """Prompt and solution with the token that ends it; how many of them are the prompt."""
         prompt = self.prompt(question)
         return prompt + self._encode(solution) + (self.tokenizer.eos_token_id,), len(prompt)
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -34,9 +34,12 @@ class Problem:
 
 
 def problems(
-    task: str, count: int, seed: int = 0, sizes: HeavyTail = DEFAULT_SIZES
+    task: str, count: int, seed: int = 0, purpose: str = "", sizes: HeavyTail = DEFAULT_SIZES
 ) -> list[Problem]:
-    """The first `count` problems of the endless sequence that `seed` stands for."""
+    """The first `count` problems of an endless sequence, another one for each seed and purpose.
+
+    Purposes keep what one part learns from apart from what another is measured on.
+    """
     if task not in WORKED:
         raise ConfigError(f"task {task!r} has no worked solutions; known: {', '.join(WORKED)}")
     try:
@@ -47,7 +50,7 @@ def problems(
             "pip install 'tlt-rl[train]'"
         ) from error
 
-    rng = random.Random(f"{task}/{seed}")
+    rng = random.Random("/".join(filter(None, (task, str(seed), purpose))))
     low, high = SIZE_PARAMETERS[task]
     made = []
     for _ in range(count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlt.errors import ConfigError
@@ -28,3 +29,13 @@ class HeavyTail:
         sigma = math.log(self.p95 / self.median) / 1.645
         size = round(self.median * math.exp(sigma * rng.gauss(0, 1)))
         return max(1, min(self.longest, size))
+
+
+def length_summary(lengths: Sequence[int]) -> dict[str, int]:
+    """The figures that show a tail."""
+    ordered = sorted(lengths)
+    return {
+        "median_tokens": ordered[len(ordered) // 2],
+        "p99_tokens": ordered[int(0.99 * len(ordered))],
+        "longest_tokens": ordered[-1],
+    }

@@ -190,7 +190,7 @@ class Eagle3Drafter(nn.Module):
 
     def set_draft_vocabulary(self, token_ids: torch.Tensor) -> None:
         """Restrict drafts to these target ids (sorted, `draft_vocab_size` of them)."""
-        self.d2t.copy_(token_ids - torch.arange(len(token_ids)))
+        self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
 
     def unroll(
         self,

@@ -77,7 +77,8 @@ class LeanRejectionSampler(RejectionSampler):
             return scaled_RV[rows_N].argmax(-1) == drafts_N
         chance_N = (scaled_RV[rows_N, drafts_N] - norm_R[rows_N]).double().exp()
         # float64: a float32 uniform is exactly 0 too often.
-        return torch.rand(len(rows_N), dtype=torch.float64, device=rows_N.device) < chance_N
+        uniform_N = torch.rand(len(rows_N), dtype=torch.float64, device=rows_N.device)
+        return (uniform_N < chance_N) & (drafts_N >= 0)  # vLLM marks "no draft" by -1
 
     def _emit(
         self,
@@ -105,7 +106,7 @@ class LeanRejectionSampler(RejectionSampler):
         else:
             draft_R = torch.zeros(len(scaled_RV), dtype=torch.long, device=device)
             draft_R[metadata.target_logits_indices.long()] = metadata.draft_token_ids.long()
-            where = rejected_B.nonzero()[:, 0]
+            where = (rejected_B & (draft_R[last_B] >= 0)).nonzero()[:, 0]
             final_BV[where, draft_R[last_B[where]]] = float("-inf")
             token_B = _sample(final_BV)
 

@@ -49,6 +49,7 @@ class _Adaptive:
             "vllm": compat.vllm_version(),
             "fixes": compat.applied(),
             "proposer": type(drafter).__name__ if drafter is not None else None,
+            "sampler": type(getattr(self.model_runner, "rejection_sampler", None)).__name__,  # type: ignore[attr-defined]
             "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
         }
 
