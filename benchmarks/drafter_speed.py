@@ -260,6 +260,7 @@ def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) 
                 label=part if index == 0 else None,
             )
             bottom = [a + b for a, b in zip(bottom, height, strict=True)]
+    axes[0].set_xticks([row["draft_tokens"] for row in results[0]["modes"]])
     axes[0].axhline(1, color="0.6", linewidth=1)
     axes[0].set_xlabel("draft tokens (0: no drafter)")
     axes[0].set_ylabel("tokens/s against no drafter")
