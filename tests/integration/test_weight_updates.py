@@ -111,7 +111,8 @@ def test_drafter_update_in_the_middle_of_generation(
     sampling = SamplingSpec(max_tokens=128, temperature=0, ignore_eos=True)
     reference, good_rate = engine.accepted_during(lambda: engine.generate(prompts, sampling))
 
-    good = drafter_weights(load_drafter(tiny_drafter), torch.float32)
+    drafter = load_drafter(tiny_drafter)
+    good = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
     bad = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in good.items()}
     with SharedWeights(good.items()) as good_file, SharedWeights(bad.items()) as bad_file:
 
@@ -147,7 +148,8 @@ def test_a_drafter_that_cannot_be_loaded_takes_nothing_down(
     reference, rate = engine.accepted_during(lambda: engine.generate(prompts, GREEDY))
     with pytest.raises(FileNotFoundError):
         engine.call("update_drafter", {"path": "/dev/shm/tlt-weights-nowhere"}, 50)
-    good = drafter_weights(load_drafter(tiny_drafter), torch.float32)
+    drafter = load_drafter(tiny_drafter)
+    good = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
     wrong = dict(good) | {"midlayer.mlp.up_proj.weight": torch.ones(3, 5)}
     with SharedWeights(wrong.items()) as weights, pytest.raises(ValueError, match="up_proj"):
         engine.call("update_drafter", weights.manifest(), 51)
