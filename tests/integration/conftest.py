@@ -30,6 +30,23 @@ def random_prompts(count: int, seed: int = 0, vocab: tuple[int, int] = (4, 260))
     return [[rng.randrange(*vocab) for _ in range(rng.randint(5, 40))] for _ in range(count)]
 
 
+def greedy(policy, prompts, max_tokens: int) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
+    """The reference: what transformers says, prompt by prompt."""
+    import torch
+
+    tokens = []
+    for prompt in prompts:
+        output = policy.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        tokens.append(tuple(output[0, len(prompt) :].tolist()))
+    return tokens
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tlt.models import tiny

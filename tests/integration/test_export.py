@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import random_prompts
+from conftest import greedy, random_prompts
 
 from tlt.errors import ConfigError
 
@@ -82,15 +82,7 @@ def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
     assert result["modules"] == []
     assert result["accepted"] / result["drafted"] > 0.2
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    for prompt, tokens in zip(prompts, result["tokens"], strict=True):
-        expected = policy.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert tokens == expected[0, len(prompt) :].tolist()
+    assert [tuple(tokens) for tokens in result["tokens"]] == greedy(policy, prompts, MAX_TOKENS)
 
 
 def test_a_drafter_of_another_model_is_refused(

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import EngineFactory, random_prompts
+from conftest import EngineFactory, greedy, random_prompts
 from engine_process import EngineProcess
 
 from tlt.contracts import SamplingSpec
@@ -20,22 +20,6 @@ EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
 @pytest.fixture(scope="module")
 def engine(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProcess:
     return engines(model=str(tiny), drafter=str(tiny_drafter), policy=EAGLE)
-
-
-def greedy(policy, prompts, max_tokens: int) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
-    import torch
-
-    tokens = []
-    for prompt in prompts:
-        output = policy.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        tokens.append(tuple(output[0, len(prompt) :].tolist()))
-    return tokens
 
 
 def test_policy_update_equals_transformers(engine: EngineProcess, tiny: Path) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tlt.cli.options import require_plots
+from tlt.cli.options import command_line, require_plots, result_table
 from tlt.cli.progress import progress_bar
 
 HEAD_ROOM = 33
@@ -110,7 +108,7 @@ def rollout(
         start_ray(engines * len(setups), gpus)  # setups take turns on the cores
         result = asyncio.run(bench.run(plan, show))
     out.mkdir(parents=True, exist_ok=True)
-    result |= {"command": "tlt " + " ".join(sys.argv[1:]), "versions": versions()}
+    result |= {"command": command_line(), "versions": versions()}
     (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
     plot_running(result, out / "rollout.png")
     console.print(_table(result))
@@ -138,15 +136,11 @@ def _engine_args(pairs: list[str]) -> dict[str, Any]:
 
 def _table(result: dict[str, Any]) -> Table:
     workload = result["workload"]
-    table = Table(
-        title=f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
+    table = result_table(
+        f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
         f"(median {workload['median']}, longest {workload['longest']}), "
         f"{result['num_engines']} engines, {result['repeats']} runs each: "
         "median (low-high), idle seconds per engine",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
     )
     table.add_column("mode")
     for heading, width in (("tokens/s", 8), ("speed", 11), ("wall s", 9)):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from tlt.cli.options import Dtype, require_plots
+from tlt.cli.options import Dtype, command_line, require_plots, result_table
 from tlt.cli.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Make EAGLE-3 drafters.")
@@ -92,7 +90,7 @@ def train(
         show("starting Ray", 0, 1)
         start_ray(engines, gpus)
         report = asyncio.run(train_drafter(plan, show))
-    report |= {"model": str(model), "command": _command(), "versions": versions()}
+    report |= {"model": str(model), "command": command_line(), "versions": versions()}
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_training(report, out / "report.png")
     export_drafter(out, model, out / "drafter")
@@ -155,19 +153,11 @@ def _prompts(
     return [chat.prompt(text) for text in texts]
 
 
-def _command() -> str:
-    return "tlt " + " ".join(sys.argv[1:])
-
-
 def _table(report: dict[str, Any]) -> Table:
     num_drafts = report["num_draft_tokens"]
-    table = Table(
-        title=f"acceptance in the engine, {report['num_held_out_prompts']} held-out prompts, "
+    table = result_table(
+        f"acceptance in the engine, {report['num_held_out_prompts']} held-out prompts, "
         f"{report['training']['steps']} steps in {report['seconds']['train'] / 60:.1f} minutes",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
     )
     table.add_column("temperature", justify="right")
     table.add_column("drafter")

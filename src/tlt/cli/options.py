@@ -1,11 +1,14 @@
-"""What several commands ask for in the same way."""
+"""What several commands ask for, and how they present what they found, in the same way."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Annotated, Literal
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")]
 
@@ -16,3 +19,14 @@ def require_plots() -> None:
 
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("pictures need matplotlib; run: pip install 'tlt-rl[plot]'")
+
+
+def command_line() -> str:
+    """What the user typed, for the record beside the figures."""
+    return "tlt " + " ".join(sys.argv[1:])
+
+
+def result_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )

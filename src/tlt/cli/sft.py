@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from tlt.cli.options import Dtype
+from tlt.cli.options import Dtype, result_table
 from tlt.cli.progress import progress_bar
 
 
@@ -53,13 +51,9 @@ def sft(
             settings=SftSettings(steps, row_tokens, lr, 60 * budget_minutes, seed),
             on_step=note,
         )
-    table = Table(
-        title=f"{data['num_problems']} solutions: median {data['median_tokens']} tokens, "
+    table = result_table(
+        f"{data['num_problems']} solutions: median {data['median_tokens']} tokens, "
         f"99th percentile {data['p99_tokens']}, longest {data['longest_tokens']}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
     )
     for heading in ("", "loss", "right tokens", "tokens/s"):
         table.add_column(heading, justify="right" if heading else "left")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.trainer import DrafterTrainer, drafter_part
 from tlt.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
@@ -152,11 +152,7 @@ class VersionStore:
     def _write(self, version: int, config: Eagle3Config, state: dict[str, Any]) -> None:
         hidden = self.folder / f".v{version:06d}"
         try:
-            drafter = {
-                name.removeprefix("drafter."): tensor
-                for name, tensor in self._staged.items()
-                if name.startswith("drafter.")
-            }
+            drafter = drafter_part(self._staged)
             _write_folder(
                 hidden, config, drafter_weights(drafter, config, self._dtype), self._dtype
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -216,13 +216,8 @@ class DrafterTrainer:
 
     def restore(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
         """Go on from a saved `tensors()` and `progress()`."""
-        drafter = {
-            name.removeprefix("drafter."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("drafter.")
-        }
-        self.drafter.load_state_dict(drafter)
-        self._draft_head = self._head_VH[self.drafter.draft_token_ids()]
+        self.drafter.load_state_dict(drafter_part(tensors))
+        self.follow(self._head_VH, self._embedding_VH)
         for name, parameter in self.drafter.named_parameters():
             prefix = f"optimizer.{name}."
             moments = {
@@ -250,7 +245,7 @@ class DrafterTrainer:
             if name != "step":
                 moment.copy_(torch.where(stays[:, None], moment[place], 0.0))
         drafter.set_draft_vocabulary(token_ids)
-        self._draft_head = self._head_VH[token_ids]
+        self.follow(self._head_VH, self._embedding_VH)
 
     def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
         """Change the draft vocabulary if these responses have drifted away from it."""
@@ -281,6 +276,15 @@ class DrafterTrainer:
     def _autocast(self) -> torch.autocast:
         device = self._head_VH.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.settings.bfloat16)
+
+
+def drafter_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The drafter's own weights among a trainer's `tensors()`."""
+    return {
+        name.removeprefix("drafter."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("drafter.")
+    }
 
 
 def fresh_drafter(
