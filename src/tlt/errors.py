@@ -13,5 +13,13 @@ class EngineError(RuntimeError):
     """An engine could not start, or is not what it should be."""
 
 
+class EngineGone(EngineError):
+    """An engine's process has ended: whatever it was doing is lost, others are not concerned."""
+
+
 class EngineUnsafe(EngineError):
     """The engine runs but fails its self-test: it would sample from the wrong distribution."""
+
+
+class LearnerLost(RuntimeError):
+    """A rank of the learner died, failed or hangs: all ranks must start again."""

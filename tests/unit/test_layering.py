@@ -20,6 +20,7 @@ ALLOWED = {
     "learner": {"contracts", "errors", "config", "packing"},
     "drafter": {"contracts", "errors", "config"},
     "rollout": {"contracts", "errors", "config", "speculation"},
+    "observe": {"contracts", "errors", "config"},
     "diagnosis": {"contracts", "errors", "config"},
     "bench": {"contracts", "errors", "config", "speculation", "rollout", "tasks"},
 }

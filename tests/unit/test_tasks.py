@@ -29,8 +29,22 @@ def test_the_number_of_steps_has_a_heavy_tail(task: str) -> None:
 
 def test_problems_follow_from_the_seed() -> None:
     assert problems("chain_sum", 5, seed=1) == problems("chain_sum", 9, seed=1)[:5]
-    assert problems("chain_sum", 5, seed=1) != problems("chain_sum", 5, seed=2)
-    assert problems("chain_sum", 5) != problems("chain_sum", 5, purpose="bench")
+
+    def questions(seed: int = 0, purpose: str = "") -> list[str]:
+        return [problem.question for problem in problems("chain_sum", 5, seed, purpose)]
+
+    assert questions(seed=1) != questions(seed=2)
+    assert questions() != questions(purpose="bench")
+
+
+def test_a_problem_of_a_seed_stays_the_same() -> None:
+    """Policies were started from these."""
+    (problem,) = problems("gcd", 1, seed=3)
+    assert problem.problem_id == "gcd/train/3/0"
+    assert problem.question == (
+        "Find the Greatest Common Divisor (GCD) of these numbers: 71, 26, 1, 165. "
+        "Give only the GCD as your final answer."
+    )
 
 
 def test_worked_example() -> None:

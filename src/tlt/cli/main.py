@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tlt
-from tlt.cli import bench, doctor, drafter, models, sft
+from tlt.cli import bench, doctor, drafter, models, sft, train
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.command("sft")(sft.sft)
+app.command("train")(train.train)
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(bench.app, name="bench")
 
@@ -41,13 +42,13 @@ def options(
 
 def main() -> None:
     """Run the command; a user's mistake is one clear line, not a traceback."""
-    from tlt.errors import ConfigError, EngineError
+    from tlt.errors import ConfigError, EngineError, LearnerLost
 
     # Commands show their own progress; models come from local folders only.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         app()
-    except (ConfigError, EngineError) as error:
+    except (ConfigError, EngineError, LearnerLost) as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)

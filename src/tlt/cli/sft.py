@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from tlt.cli.options import Dtype, result_table
 from tlt.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tlt.tasks.tail import HeavyTail
 
 
 def sft(
@@ -19,6 +22,12 @@ def sft(
     task: Annotated[
         str, typer.Option(help="Task: chain_sum, gcd or letter_counting.")
     ] = "chain_sum",
+    sizes: Annotated[
+        str, typer.Option(help="Problem sizes: median, 95th percentile, longest.")
+    ] = "6,30,60",
+    parameter: Annotated[
+        list[str] | None, typer.Option(help="Parameter of the task, as max_digits=1; repeatable.")
+    ] = None,
     num_problems: Annotated[
         int, typer.Option(min=1, help="Worked solutions to learn from.")
     ] = 3000,
@@ -30,6 +39,7 @@ def sft(
     seed: Annotated[int, typer.Option(help="Seed of problems and training.")] = 0,
 ) -> None:
     """Teach a model to solve a task in written-out steps, as a start for RL."""
+    from tlt.config.load import apply_overrides
     from tlt.learner.sft import SftSettings, SftStep
     from tlt.run.sft import train_policy
 
@@ -47,6 +57,8 @@ def sft(
             out,
             task=task,
             num_problems=num_problems,
+            sizes=_sizes(sizes),
+            parameters=apply_overrides({}, parameter or []),
             dtype=dtype,
             settings=SftSettings(steps, row_tokens, lr, 60 * budget_minutes, seed),
             on_step=note,
@@ -68,3 +80,14 @@ def sft(
         )
     console.print(table)
     console.print(f"[green]wrote[/] {out} after {len(history)} steps in {seconds / 60:.1f} minutes")
+
+
+def _sizes(text: str) -> HeavyTail:
+    from tlt.errors import ConfigError
+    from tlt.tasks.tail import HeavyTail
+
+    try:
+        median, p95, longest = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--sizes {text!r} is not three numbers; e.g. 6,30,60") from None
+    return HeavyTail(median, p95, longest)

@@ -5,19 +5,34 @@ from __future__ import annotations
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from tlt.config.rollout import EngineConfig, NgramConfig, PoolConfig
+from tlt.config import train
+from tlt.config.rollout import EngineSettings, NgramConfig, PoolConfig
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("engine", EngineConfig),
+    ("run", train.RunSection),
+    ("policy", train.PolicyConfig),
+    ("task", train.TaskConfig),
+    ("task.sizes", train.SizesConfig),
+    ("reward", train.RewardConfig),
+    ("sampling", train.SamplingConfig),
+    ("engine", EngineSettings),
     ("engine.ngram", NgramConfig),
     ("pool", PoolConfig),
+    ("algorithm", train.AlgorithmConfig),
+    ("learner", train.LearnerConfig),
+    ("capture", train.CaptureConfig),
+    ("eval", train.EvalConfig),
+    ("checkpoint", train.CheckpointConfig),
+    ("placement", train.PlacementConfig),
+    ("metrics", train.MetricsConfig),
 )
 
 HEADER = """# Configuration
 
 All settings, generated from the schemas in `src/tlt/config`
 (`python -m tlt.config.reference > docs/configuration.md`; a test keeps this page in step).
-Unknown keys are refused.
+Unknown keys are refused. `tlt train run.toml learner.lr=1e-6` changes a setting for one run;
+`tlt train run.toml --check` checks all of them, the model and the data, and starts nothing.
 """
 
 
@@ -31,7 +46,8 @@ def reference() -> str:
             kind = str(getattr(field.annotation, "__name__", field.annotation))
             if "[" in str(field.annotation) or "|" in str(field.annotation):
                 kind = str(field.annotation)
-            kind = kind.replace("typing.", "").replace("tlt.config.rollout.", "")
+            for module in ("typing.", "tlt.config.rollout.", "tlt.config.train."):
+                kind = kind.replace(module, "")
             text = " ".join((field.description or "").split())
             kind = kind.replace("|", "\\|")  # inside a Markdown table
             parts.append(f"| `{key}` | `{kind}` | {_default(field)} | {text} |\n")

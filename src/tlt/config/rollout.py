@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from tlt.config.schema import Schema
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class NgramConfig(_Schema):
+class NgramConfig(Schema):
     """Lookup of the last few tokens in the text so far."""
 
     min_match: int = Field(default=2, ge=1)
@@ -20,11 +18,9 @@ class NgramConfig(_Schema):
     """Longest run of tokens that is looked up."""
 
 
-class EngineConfig(_Schema):
-    """One vLLM engine."""
+class EngineSettings(Schema):
+    """One vLLM engine, whatever it serves."""
 
-    model: str
-    """Folder of the policy, in Hugging Face format."""
     drafter: str | None = None
     """Folder of an EAGLE-3 drafter; without one, only n-grams can draft."""
     policy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
@@ -47,7 +43,14 @@ class EngineConfig(_Schema):
     """Passed to vLLM verbatim; wins over whatever TLT would set, unless that would be lossy."""
 
 
-class PoolConfig(_Schema):
+class EngineConfig(EngineSettings):
+    """One vLLM engine and the model it serves."""
+
+    model: str
+    """Folder of the policy, in Hugging Face format."""
+
+
+class PoolConfig(Schema):
     """The pool of engines."""
 
     num_engines: int = Field(default=1, ge=1)

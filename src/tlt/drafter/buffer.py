@@ -17,8 +17,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,6 +118,27 @@ class SampleBuffer:
         with self._writing():
             for path in self._folder.glob(f"*{SUFFIX}"):
                 path.unlink(missing_ok=True)
+
+    # --- snapshots ----------------------------------------------------------------------------
+
+    def copy_to(self, folder: Path, earlier: Path | None = None) -> None:
+        """Copy all samples to disk; those that an earlier copy holds are linked to it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in self.entries():
+            try:
+                os.link((earlier or folder) / entry.name, folder / entry.name)
+            except OSError:  # not there, or the file system has no links
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    shutil.copy(self._folder / entry.name, folder / entry.name)
+
+    def restore_from(self, folder: Path) -> None:
+        """Hold exactly the samples of a copy; none when there is no copy."""
+        self.clear()
+        with self._writing():
+            for file in folder.glob(f"*{SUFFIX}"):
+                hidden = self._folder / f".{file.name}"
+                shutil.copy(file, hidden)
+                hidden.rename(self._folder / file.name)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

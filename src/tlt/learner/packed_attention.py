@@ -4,6 +4,10 @@ A packed row holds several samples one after another. Attending sample by sample
 the squared lengths instead of the square of the sum, which on heavy-tailed lengths is most of a
 CPU training step, and needs no mask. The sample lengths travel as a keyword argument of the
 model's forward: `policy.model(ids, position_ids=..., segment_lengths=[...])`.
+
+Samples of one prompt may share its tokens: everything but attention is then computed once for the
+prompt. Attention sees every sample whole, through two indices: `unshare` lays the row out sample by
+sample, `share` takes each token's result from the first sample that has it.
 """
 
 from __future__ import annotations
@@ -38,11 +42,17 @@ def _attention(
     scaling: float | None = None,
     *,
     segment_lengths: Sequence[int],
+    unshare: torch.Tensor | None = None,
+    share: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     for name in ("sliding_window", "softcap"):
         if options.get(name) is not None:
             raise ConfigError(f"this model's attention has a {name}, which packed rows do not know")
+    if unshare is not None:
+        query_1NTD, key_1KTD, value_1KTD = (
+            states.index_select(2, unshare) for states in (query_1NTD, key_1KTD, value_1KTD)
+        )
     groups = query_1NTD.shape[1] // key_1KTD.shape[1]
     lengths = list(segment_lengths)
     attended = [
@@ -57,4 +67,7 @@ def _attention(
             strict=True,
         )
     ]  # fmt: skip
-    return torch.cat(attended, 2).transpose(1, 2).contiguous(), None
+    attended_1NTD = torch.cat(attended, 2)
+    if share is not None:
+        attended_1NTD = attended_1NTD.index_select(2, share)
+    return attended_1NTD.transpose(1, 2).contiguous(), None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Sample, SampleRequest
-from tlt.errors import ConfigError, EngineError
+from tlt.errors import ConfigError, EngineError, EngineGone
 from tlt.rollout.engine import PROCESS_ENVIRONMENT, RolloutEngine
 from tlt.rollout.pool import Spawner
 
@@ -66,7 +66,7 @@ def ship(path: str) -> Any:
 class RayEngine:
     """The pool's handle on an engine actor."""
 
-    def __init__(self, config: EngineConfig, name: str) -> None:
+    def __init__(self, config: EngineConfig, name: str, place: Mapping[str, Any]) -> None:
         environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
         if config.num_gpus == 0:
             environment["OMP_NUM_THREADS"] = str(config.num_cores)
@@ -78,6 +78,7 @@ class RayEngine:
                 max_concurrency=8,
                 max_restarts=0,  # the pool starts successors itself, with the current weights
                 runtime_env={"env_vars": environment},
+                **place,
             )
             .remote(config, name)
         )
@@ -121,12 +122,17 @@ class RayEngine:
                 raise type(cause)(str(cause)) from cause
             raise EngineError(str(error)) from error
         except ray.exceptions.RayActorError as error:
-            raise EngineError("the engine's process is gone") from error
+            raise EngineGone("the engine's process is gone") from error
 
 
-def ray_spawner(config: EngineConfig) -> Spawner:
-    """Engines of this kind, each a Ray actor. Bad settings raise here, before any engine starts."""
+def ray_spawner(
+    config: EngineConfig, place: Callable[[str], Mapping[str, Any]] = lambda name: {}
+) -> Spawner:
+    """Engines of this kind, each a Ray actor. Bad settings raise here, before any engine starts.
+
+    `place` says where an engine of this name goes, as options of its actor.
+    """
     from tlt.rollout.vllm.args import engine_args
 
     engine_args(config)
-    return lambda name: RayEngine(config, name)
+    return lambda name: RayEngine(config, name, place(name))

@@ -122,6 +122,25 @@ class RolloutEngine:
             self._paused = False
             self._lock.notify_all()
 
+    def sleep(self) -> None:
+        """Give the device's memory to a learner that shares it; drafter and policy go to the host.
+
+        Nothing may be in flight. On CPU engines vLLM has nothing to give.
+        """
+
+        def go_to_sleep() -> None:
+            if self._in_flight or self._queue:
+                raise EngineError("samples are under way: an engine sleeps only between rollouts")
+            self._llm.sleep(level=1)
+
+        if self.config.num_gpus:
+            self._command(go_to_sleep)
+
+    def wake(self) -> None:
+        """Take the memory back, before weights are updated or samples generated."""
+        if self.config.num_gpus:
+            self._command(lambda: self._llm.wake_up())
+
     # --- settings and weights -----------------------------------------------------------------
 
     def set_policy(self, spec: PolicySpec) -> None:
@@ -183,6 +202,10 @@ class RolloutEngine:
             policy_version=self._versions["policy"],
             drafter_version=self._versions["drafter"],
         )
+
+    def devices(self) -> tuple[str, list[str]]:
+        """This engine's name, and the GPUs its process sees, for ranks that share them."""
+        return self.name, [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
 
     # --- the loop -----------------------------------------------------------------------------
 

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest
-from tlt.errors import ConfigError, EngineError
+from tlt.errors import ConfigError, EngineError, EngineGone
 from tlt.rollout.dispatch import Assign, Dispatcher
 
 if TYPE_CHECKING:
     import torch
 
     from tlt.rollout.weights import SharedWeights
+
+    NewWeights = SharedWeights | Iterable[tuple[str, torch.Tensor]]
+    """Already in this node's shared memory, and then the pool's to remove; or still to go there."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +130,13 @@ class RolloutPool:
     # --- engines ------------------------------------------------------------------------------
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine at once."""
-        return await asyncio.gather(*(h.call(method, *args) for h in self._handles.values()))
+        """Call a method of every engine at once. One that dies meanwhile has nothing to say."""
+        calls = [handle.call(method, *args) for handle in self._handles.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def stats(self) -> list[EngineStats]:
         return await self.call_all("stats")
@@ -143,30 +151,26 @@ class RolloutPool:
     async def resume(self) -> None:
         await self.call_all("resume")
 
-    async def update_policy(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> list[float]:
+    async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
         """New policy weights for all engines, also for those that start later; seconds each."""
         if self._dispatcher.num_unfinished:
             raise EngineError(
                 f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
                 "before the policy changes"
             )
-        return await self._update("update_policy", tensors, version)
+        return await self._update("update_policy", weights, version)
 
-    async def update_drafter(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> list[float]:
+    async def update_drafter(self, weights: NewWeights, version: int) -> list[float]:
         """New drafter weights for all engines, at any time; seconds each."""
-        return await self._update("update_drafter", tensors, version)
+        return await self._update("update_drafter", weights, version)
 
-    async def _update(
-        self, method: str, tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> list[float]:
+    async def _update(self, method: str, new: NewWeights, version: int) -> list[float]:
         from tlt.rollout.weights import SharedWeights
 
         old = self._weights.get(method)
-        weights = await asyncio.to_thread(SharedWeights, tensors)
+        weights = (
+            new if isinstance(new, SharedWeights) else await asyncio.to_thread(SharedWeights, new)
+        )
         # From here on a starting engine loads these; the running ones follow.
         self._weights[method] = (weights, version)
         try:
@@ -204,8 +208,7 @@ class RolloutPool:
 
     async def _run_engine(self, name: str, handle: EngineHandle) -> None:
         report = await self._start_engine(name, handle)
-        for method, (weights, version) in list(self._weights.items()):
-            await handle.call(method, weights.manifest(), version)
+        await self._bring_up_to_date(handle)
         self._dispatcher.engine_ready(name, report["slots"])
         async with self._membership:
             self._handles[name] = handle
@@ -217,6 +220,21 @@ class RolloutPool:
                 samples = await handle.take_finished()
             if samples:
                 self._deliver(name, samples)
+
+    async def _bring_up_to_date(self, handle: EngineHandle) -> None:
+        """Load the current weights, also those that come while it loads."""
+        loaded: dict[str, tuple[SharedWeights, int]] = {}
+        while True:
+            newer = [(m, w) for m, w in self._weights.items() if loaded.get(m) is not w]
+            if not newer:
+                return
+            for method, current in newer:
+                try:
+                    await handle.call(method, current[0].manifest(), current[1])
+                except EngineError:
+                    if self._weights.get(method) is current:
+                        raise  # not just replaced and removed meanwhile
+                loaded[method] = current
 
     async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
         limit_s = self._config.start_timeout_s

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 SHARED_DIR = Path("/dev/shm")
+PREFIX = "tlt-weights-"
 ALIGNMENT = 64
 _MAGIC = b"TLTW0001"
 
@@ -45,7 +46,7 @@ class SharedWeights:
             offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
         header = json.dumps(entries).encode()
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
-        self.path = SHARED_DIR / f"tlt-weights-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.path = SHARED_DIR / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.num_bytes = start + offset
         with self.path.open("wb+") as file:
             # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
@@ -60,6 +61,14 @@ class SharedWeights:
                         raw = array.reshape(-1).view(torch.uint8)
                         view[at : at + raw.numel()].copy_(raw)
                 del view
+
+    @classmethod
+    def adopt(cls, path: str) -> SharedWeights:
+        """Weights that another process of this node wrote; from here on ours to remove."""
+        adopted = cls.__new__(cls)
+        adopted.path = Path(path)
+        adopted.num_bytes = adopted.path.stat().st_size
+        return adopted
 
     def manifest(self) -> dict[str, Any]:
         """What an engine needs to load these weights."""
@@ -99,6 +108,17 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry["offset"])
         yield entry["name"], flat.view(shape)
+
+
+def remove_abandoned() -> int:
+    """Remove what processes that no longer exist have left in memory; how many files."""
+    count = 0
+    for path in SHARED_DIR.glob(f"{PREFIX}*"):
+        pid = path.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+            count += 1
+    return count
 
 
 def check_weights(path: str, folder: Path) -> None:

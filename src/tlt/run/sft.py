@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tlt.learner.sft import SftSettings, SftStep, supervised_start
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import problems
-from tlt.tasks.tail import length_summary
+from tlt.tasks.tail import HeavyTail, length_summary
 
 
 def train_policy(
@@ -18,6 +18,8 @@ def train_policy(
     *,
     task: str,
     num_problems: int,
+    sizes: HeavyTail,
+    parameters: Mapping[str, Any],
     dtype: str,
     settings: SftSettings,
     on_step: Callable[[SftStep], None],
@@ -30,7 +32,7 @@ def train_policy(
     chat = Chat(str(model))
     samples = [
         chat.answered(problem.question, problem.solution)
-        for problem in problems(task, num_problems, settings.seed)
+        for problem in problems(task, num_problems, settings.seed, "", sizes, parameters)
     ]
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     supervised_start(policy, samples, settings, on_step)

@@ -1,5 +1,6 @@
-"""What the policy is asked: problems, their worked solutions, how long they run.
+"""What the policy is asked, and how its answers are scored.
 
-`tail` draws heavy-tailed sizes; `gym` makes problems of `reasoning-gym` in such sizes; `worked`
-writes out the steps of a solution; `chat` turns text into the tokens a model is given.
+`source` gives each step its problems, from `gym` (tasks of `reasoning-gym`) or `file` (JSONL,
+parquet); `rewards` scores responses in processes of their own. `tail` draws heavy-tailed sizes;
+`worked` writes out the steps of a solution; `chat` turns text into the tokens a model is given.
 """

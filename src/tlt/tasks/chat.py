@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,26 @@ from tlt.errors import ConfigError
 class Chat:
     """The tokenizer of a model folder, speaking in questions and answers."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, key: str = "--model") -> None:
         from transformers import AutoTokenizer
 
         if not (Path(model) / "config.json").exists():
             raise ConfigError(
-                f"{model} is not a model folder: config.json is missing; make one with "
+                f"{key} {model} is not a model folder: config.json is missing; make one with "
                 "`tlt models smollm2`"
             )
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{key} {model} has no tokenizer that loads ({error}); save one there with "
+                "`save_pretrained`"
+            ) from error
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"{key} {model}: its tokenizer has no chat template; use a chat model, or set "
+                "`chat_template` in tokenizer_config.json"
+            )
 
     def prompt(self, question: str) -> tuple[int, ...]:
         text = self.tokenizer.apply_chat_template(
@@ -31,6 +43,10 @@ class Chat:
         """Prompt and solution with the token that ends it; how many of them are the prompt."""
         prompt = self.prompt(question)
         return prompt + self._encode(solution) + (self.tokenizer.eos_token_id,), len(prompt)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What a response says, without marks such as its end."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])

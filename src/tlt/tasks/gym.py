@@ -1,9 +1,17 @@
-"""Problems of `reasoning-gym`, by task name, in heavy-tailed sizes."""
+"""Problems of `reasoning-gym`, by task name, and their scores.
+
+Problems follow from task, seed, purpose and parameters alone. `generate` makes those of any task;
+`problems` those with worked solutions, in the sizes that the supervised start and drafters use.
+"""
 
 from __future__ import annotations
 
+import difflib
 import random
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from tlt.errors import ConfigError
@@ -21,20 +29,37 @@ FIXED_PARAMETERS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_digits": 1, "max_digits": 2},
     "gcd": {"max_value": 200},
 }
+"""What `problems` sets besides the size."""
 
 DEFAULT_SIZES = HeavyTail(median=6, p95=30, longest=60)
+
+# What scorers raise on an answer they cannot read, such as prime_factorization on "x".
+_UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)
+# What tasks raise on parameters they cannot use.
+_UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    problem_id: str
     question: str
     answer: str
-    solution: str
+    """The right one; empty for tasks that only recognize it."""
+    solution: str = ""
     """A worked solution, as the supervised start teaches it."""
+    entry: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    """Of reasoning-gym, with the metadata it scores by."""
 
 
 def problems(
-    task: str, count: int, seed: int = 0, purpose: str = "", sizes: HeavyTail = DEFAULT_SIZES
+    task: str,
+    count: int,
+    seed: int = 0,
+    purpose: str = "",
+    sizes: HeavyTail = DEFAULT_SIZES,
+    parameters: Mapping[str, Any] | None = None,
 ) -> list[Problem]:
     """The first `count` problems of an endless sequence, another one for each seed and purpose.
 
@@ -42,26 +67,114 @@ def problems(
     """
     if task not in WORKED:
         raise ConfigError(f"task {task!r} has no worked solutions; known: {', '.join(WORKED)}")
+    chosen = {**FIXED_PARAMETERS.get(task, {}), **(parameters or {})}
+    return [
+        replace(problem, solution=worked_solution(task, problem.entry["metadata"], problem.answer))
+        for problem in generate(task, count, seed, purpose, chosen, sizes)
+    ]
+
+
+def generate(
+    task: str,
+    count: int,
+    seed: int,
+    purpose: str,
+    parameters: Mapping[str, Any],
+    sizes: HeavyTail | None = None,
+) -> list[Problem]:
+    """`count` problems of any task, each of a size of its own if there are `sizes`."""
+    check(task, parameters, sized=sizes is not None)
+    rng = random.Random("/".join(filter(None, (task, str(seed), purpose))))
+    if sizes is None:
+        # One dataset for all: some tasks read a word list or solve puzzles whenever one is made.
+        entries = _entries(task, count, rng.randrange(2**31), parameters)
+    else:
+        low, high = SIZE_PARAMETERS[task]
+        entries = []
+        for _ in range(count):
+            size = max(2, sizes.draw(rng))
+            bounds = {low: size, high: size}
+            entries += _entries(task, 1, rng.randrange(2**31), {**parameters, **bounds})
+    return [
+        Problem(
+            problem_id=f"{task}/{purpose or 'train'}/{seed}/{index}",
+            question=entry["question"],
+            answer="" if entry["answer"] is None else str(entry["answer"]),
+            entry=entry,
+        )
+        for index, entry in enumerate(entries)
+    ]
+
+
+def check(task: str, parameters: Mapping[str, Any], sized: bool) -> None:
+    """Refuse what reasoning-gym does not know, and what we set ourselves."""
+    known = _datasets()
+    if task not in known:
+        close = difflib.get_close_matches(task, known, n=3) or ["chain_sum"]
+        raise ConfigError(f"task.name: reasoning-gym has no task {task!r}; e.g. {', '.join(close)}")
+    if sized and task not in SIZE_PARAMETERS:
+        raise ConfigError(
+            f"task.sizes: {task} has no size to draw, only {', '.join(SIZE_PARAMETERS)} have; "
+            "leave it out and set task.parameters"
+        )
+    ours = {"seed", "size", *(SIZE_PARAMETERS[task] if sized else ())}
+    names = sorted({each.name for each in fields(known[task][1])} - ours)
+    for name in parameters:
+        if name in names:
+            continue
+        why = "is set by the run" if name in ours else f"is none of {task}"
+        close = difflib.get_close_matches(name, names, n=1) or names
+        raise ConfigError(f"task.parameters: {name} {why}; e.g. {', '.join(close)}")
+
+
+def score(problem: Problem, text: str) -> float:
+    """The task's own score, from 0 to 1, of what stands in the last <answer> tags."""
+    answer = answer_in(text)
+    if answer is None:
+        return 0.0
+    scorer = _scorer(problem.entry["metadata"]["source_dataset"])
     try:
-        import reasoning_gym
+        value = float(scorer(answer, problem.entry))
+    except _UNREADABLE:
+        return 0.0
+    return min(1.0, max(0.0, value))
+
+
+def answer_in(text: str) -> str | None:
+    """What stands in the last <answer> tags, without the spaces around it."""
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
+def _entries(
+    task: str, count: int, seed: int, parameters: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    import reasoning_gym
+
+    try:
+        dataset = reasoning_gym.create_dataset(task, size=count, seed=seed, **parameters)
+        return [dataset[index] for index in range(count)]
+    except _UNUSABLE as error:
+        raise ConfigError(
+            f"task.parameters: {task} cannot use {dict(parameters)}: "
+            f"{str(error) or type(error).__name__}; without any, its defaults work"
+        ) from error
+
+
+def _datasets() -> dict[str, tuple[type, type]]:
+    try:
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigError(
             "tasks come from reasoning-gym, which is not installed; run: "
             "pip install 'tlt-rl[train]'"
         ) from error
+    return DATASETS
 
-    rng = random.Random("/".join(filter(None, (task, str(seed), purpose))))
-    low, high = SIZE_PARAMETERS[task]
-    made = []
-    for _ in range(count):
-        size = max(2, sizes.draw(rng))
-        entry = reasoning_gym.create_dataset(
-            task,
-            size=1,
-            seed=rng.randrange(2**31),
-            **{low: size, high: size},
-            **FIXED_PARAMETERS.get(task, {}),
-        )[0]
-        solution = worked_solution(task, entry["metadata"], entry["answer"])
-        made.append(Problem(entry["question"], entry["answer"], solution))
-    return made
+
+@cache
+def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """Kept: making one makes a dataset, which takes some tasks half a second."""
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)

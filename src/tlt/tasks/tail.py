@@ -14,8 +14,8 @@ from tlt.errors import ConfigError
 class HeavyTail:
     """Log-normal with this median and 95th percentile, rounded and cut off at `longest`."""
 
-    median: int
-    p95: int
+    median: float
+    p95: float
     longest: int
 
     def __post_init__(self) -> None:

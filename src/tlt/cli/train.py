@@ -1,0 +1,98 @@
+"""`tlt train`: an RL run from a TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tlt.cli.options import command_line, result_table
+from tlt.cli.progress import progress_bar
+
+COLUMNS = (
+    ("step", "step", "{:.0f}"),
+    ("reward/mean", "reward", "{:.3f}"),
+    ("response/median_tokens", "median", "{:.0f}"),
+    ("response/longest_tokens", "longest", "{:.0f}"),
+    ("rollout/tokens_per_s", "tokens/s", "{:.0f}"),
+    ("rollout/acceptance_length", "accepts", "{:.2f}"),
+    ("time/rollout_s", "rollout", "{:.1f}"),
+    ("time/update_s", "update", "{:.1f}"),
+    ("time/step_s", "step s", "{:.1f}"),
+)
+
+LINE: dict[str, Any] = {"highlight": False, "soft_wrap": True}
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file of the run; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in run.out.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check config and data; start nothing.")
+    ] = (False),
+) -> None:
+    """Train a policy with RL: rollouts, rewards, updates, until run.num_steps."""
+    from tlt.config.load import load_config
+    from tlt.config.train import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides or [])
+    console = Console()
+    if check:
+        from tlt.run.folder import RunFolder
+        from tlt.run.preflight import prepare
+
+        RunFolder(Path(settings.run.out)).check(settings, resume)
+        prepare(settings)
+        console.print(f"[green]ok[/] {config}: {settings.run.num_steps} steps")
+        return
+    from tlt.run.launch import launch
+
+    console.print(" ".join(f"{title:>8}" for _, title, _ in COLUMNS), **LINE)
+
+    def show_record(record: dict[str, float]) -> None:
+        if "reward/mean" in record:
+            cells = [form.format(record[name]) for name, _, form in COLUMNS]
+            console.print(" ".join(f"{cell:>8}" for cell in cells), **LINE)
+        if "eval/reward_mean" in record:
+            console.print(
+                f"         {record['eval/reward_mean']:.3f} held-out reward after step "
+                f"{record['step']:.0f}",
+                **LINE,
+            )
+
+    with progress_bar(console) as show:
+        records = launch(settings, resume, command_line(), show, show_record)
+    _report(console, settings.run.out, records)
+
+
+def _report(console: Console, out: str, records: list[dict[str, float]]) -> None:
+    import importlib.util
+
+    from tlt.observe.summary import stage_table, summary
+
+    folder = Path(out)
+    steps = [record for record in records if "reward/mean" in record]
+    found = summary(steps)["reward"]
+    table = result_table(f"{len(steps)} steps: where the seconds of a step go")
+    for heading in ("stage", "median s", "share"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for stage, median_s, share in stage_table(steps):
+        table.add_row(stage.replace("_", " "), f"{median_s:.2f}", f"{share:.0%}")
+    console.print(table)
+    console.print(
+        f"reward {found['first_fifth']:.3f} (first fifth of the steps) -> "
+        f"{found['last_fifth']:.3f} (last fifth)",
+        highlight=False,
+    )
+    if importlib.util.find_spec("matplotlib") is not None:
+        from tlt.observe.plot import plot_run
+
+        plot_run(records, folder / "run.png", folder.name)
+    console.print(f"[green]wrote[/] {folder}: metrics.jsonl, samples/, policy/, run.png")

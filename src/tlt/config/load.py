@@ -1,0 +1,121 @@
+"""From a TOML file and dotted overrides to a checked config; a clear line for each mistake."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tlt.errors import ConfigError
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
+    """Read `path`, apply `section.key=value` overrides (values as in TOML), and check it all."""
+    return check(schema, apply_overrides(read_toml(path), overrides), str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    if path.is_dir() or not path.exists():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {kind}; name a run's TOML file, such as one of configs/")
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    for override in overrides:
+        dotted, separator, text = override.partition("=")
+        keys = dotted.strip().split(".")
+        if not separator or not all(keys):
+            raise ConfigError(
+                f"override {override!r} is not section.key=value; e.g. learner.lr=1e-6"
+            )
+        place = tree
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+        place[keys[-1]] = _value(text.strip())
+    return tree
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a bare word is a string, because shells eat quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
+    try:
+        return schema.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(schema, problem) for problem in error.errors()]
+        raise ConfigError(f"{where}: " + "\n  ".join(lines)) from None
+
+
+def _explain(schema: type[BaseModel], problem: Any) -> str:
+    """Key, what is wrong, and a value that works."""
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(location)
+    fields, field = _find(schema, location)
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(location[-1], list(fields), 1)
+        hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
+        return f"{key} is not a setting; {hint}"
+    if problem["type"] == "missing":
+        return f"{key} is missing{_help(field)}"
+    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    given = problem.get("input")
+    shown = f" = {given!r}" if isinstance(given, str | int | float | bool) else ""
+    return f"{key}{shown} should be {message}{_help(field)}"
+
+
+def _help(field: FieldInfo | None) -> str:
+    if field is None:
+        return ""
+    example = ""
+    default = field.default
+    if default is not PydanticUndefined and default is not None:
+        example = f"; e.g. {str(default).lower() if isinstance(default, bool) else repr(default)}"
+    elif field.examples:
+        example = f"; e.g. {field.examples[0]!r}"
+    meaning = " ".join((field.description or "").split())
+    return f"{example} ({meaning})" if meaning else example
+
+
+def _find(
+    schema: type[BaseModel], location: Sequence[str]
+) -> tuple[Mapping[str, FieldInfo], FieldInfo | None]:
+    """The settings beside the one at `location`, and its own."""
+    fields: Mapping[str, FieldInfo] = schema.model_fields
+    field: FieldInfo | None = None
+    for depth, part in enumerate(location):
+        field = fields.get(part)
+        if depth == len(location) - 1 or field is None:
+            break
+        inner = _schema_of(field.annotation)
+        if inner is None:
+            break
+        fields = inner.model_fields
+    return fields, field
+
+
+def _schema_of(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None

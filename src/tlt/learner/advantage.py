@@ -1,0 +1,45 @@
+"""How good each sample of a group was, relative to the others of its group. Pure.
+
+Each function takes the rewards of one group (the samples of one prompt) and gives one advantage per
+sample, which every token of that sample shares. Equal rewards teach nothing: exactly zero, so that
+the learner can leave such a group out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+STD_FLOOR = 1e-6
+
+
+def grpo(rewards: Sequence[float]) -> list[float]:
+    """Distance from the group's mean, in standard deviations of the group."""
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = sum(rewards) / len(rewards)
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+    return [(r - mean) / (std + STD_FLOOR) for r in rewards]
+
+
+def dr_grpo(rewards: Sequence[float]) -> list[float]:
+    """Distance from the group's mean as it is: easy and hard prompts weigh the same."""
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    mean = sum(rewards) / len(rewards)
+    return [r - mean for r in rewards]
+
+
+def rloo(rewards: Sequence[float]) -> list[float]:
+    """Distance from the mean of the others: a baseline the sample itself has no part in."""
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)
+    total = sum(rewards)
+    return [r - (total - r) / (len(rewards) - 1) for r in rewards]
+
+
+ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+}

@@ -1,0 +1,179 @@
+"""The policy as the learner runs it: packed rows in, log-probabilities and states out.
+
+Samples of one group share their prompt's tokens: on short answers to long questions that is most
+of the work.
+
+One module around a Hugging Face causal LM, so that FSDP has one root whose forward pass covers
+body and head. The head is applied only where a token is learned: for small models it is a large
+part of the work. Shapes: T tokens of a row, E tokens of its samples (a shared prompt counted for
+each), P learned tokens, A auxiliary states (3H), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tlt.learner.batch import TrainSample
+from tlt.learner.packed_attention import use_packed_attention
+
+HEAD_CHUNK_TOKENS = 2048
+"""Logits of more tokens than this are never in memory at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Prompts with their samples' responses, one after another, and what is learned of them.
+
+    Samples of one prompt share its tokens: its states are computed once, and the state of its last
+    token predicts the first token of every response.
+    """
+
+    samples: tuple[TrainSample, ...]
+    ids_T: torch.Tensor
+    position_T: torch.Tensor
+    lengths: tuple[int, ...]
+    """Of the samples as attention sees them: prompt and response."""
+    unshare_E: torch.Tensor | None
+    """Place in the row of every token of every sample, one sample after another; None when the row
+    is laid out like that."""
+    share_T: torch.Tensor | None
+    source_P: torch.Tensor
+    """Place whose state predicts each learned token."""
+    target_P: torch.Tensor
+    engine_logprob_P: torch.Tensor
+    advantage_P: torch.Tensor
+    weight_P: torch.Tensor
+
+    @classmethod
+    def pack(
+        cls,
+        samples: Sequence[TrainSample],
+        token_weights: Sequence[float],
+        device: torch.device,
+    ) -> PackedRow:
+        """Samples that follow one another with the same prompt share it.
+
+        An empty row becomes one token of which nothing is learned.
+        """
+        ids: list[int] = []
+        positions: list[int] = []
+        unshare: list[int] = []
+        source: list[int] = []
+        target: list[int] = []
+        engine: list[float] = []
+        advantages: list[float] = []
+        weights: list[float] = []
+        prompt: tuple[int, ...] | None = None
+        prompt_at = 0
+        for sample, weight in zip(samples, token_weights, strict=True):
+            num_learned = len(sample.response_ids)
+            if sample.prompt_ids != prompt:
+                prompt, prompt_at = sample.prompt_ids, len(ids)
+                ids += prompt
+                positions += range(len(prompt))
+            last_of_prompt, response_at = prompt_at + len(prompt) - 1, len(ids)
+            ids += sample.response_ids
+            positions += range(len(prompt), len(sample))
+            unshare += range(prompt_at, last_of_prompt + 1)
+            unshare += range(response_at, len(ids))
+            source += [last_of_prompt, *range(response_at, len(ids) - 1)][:num_learned]
+            target += sample.response_ids
+            engine += sample.engine_logprobs
+            advantages += [sample.advantage] * num_learned
+            weights += [weight] * num_learned
+        if not ids:
+            ids, positions, unshare = [0], [0], [0]
+        unshare_E = share_T = None
+        if len(unshare) > len(ids):
+            unshare_E = torch.tensor(unshare, device=device)
+            first_seen: dict[int, int] = {}
+            for place, token in enumerate(unshare):
+                first_seen.setdefault(token, place)
+            share_T = torch.tensor([first_seen[t] for t in range(len(ids))], device=device)
+        return cls(
+            samples=tuple(samples),
+            ids_T=torch.tensor(ids, device=device),
+            position_T=torch.tensor(positions, device=device),
+            lengths=tuple(len(s) for s in samples) or (1,),
+            unshare_E=unshare_E,
+            share_T=share_T,
+            source_P=torch.tensor(source, dtype=torch.long, device=device),
+            target_P=torch.tensor(target, dtype=torch.long, device=device),
+            engine_logprob_P=torch.tensor(engine, dtype=torch.float32, device=device),
+            advantage_P=torch.tensor(advantages, dtype=torch.float32, device=device),
+            weight_P=torch.tensor(weights, dtype=torch.float32, device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    logprob_P: torch.Tensor
+    aux_TA: torch.Tensor | None
+    """What the drafter's target layers read, detached; None when no states are asked for."""
+    final_TH: torch.Tensor | None
+
+
+class PackedPolicy(nn.Module):
+    """A causal LM over packed rows, at a sampling temperature."""
+
+    def __init__(self, policy: Any, temperature: float, aux_layer_ids: Sequence[int] = ()) -> None:
+        super().__init__()
+        use_packed_attention(policy)
+        self.policy = policy
+        self._temperature = temperature
+        self._aux_layer_ids = tuple(aux_layer_ids)
+        self._seen: dict[int, torch.Tensor] = {}
+        for layer_id in self._aux_layer_ids:
+            policy.model.layers[layer_id].register_forward_pre_hook(
+                lambda module, args, kwargs, layer_id=layer_id: self._see(layer_id, args, kwargs),
+                with_kwargs=True,
+            )
+
+    def forward(self, row: PackedRow, with_states: bool = False) -> RowOutput:
+        self._seen.clear()
+        hidden_TH = self.policy.model(
+            row.ids_T[None],
+            position_ids=row.position_T[None],
+            segment_lengths=list(row.lengths),
+            unshare=row.unshare_E,
+            share=row.share_T,
+            use_cache=False,
+        ).last_hidden_state[0]
+        states = (None, None)
+        if with_states:
+            aux = [self._seen[layer_id] for layer_id in self._aux_layer_ids]
+            states = (torch.cat(aux, -1).to(torch.bfloat16), hidden_TH.detach().to(torch.bfloat16))
+        self._seen.clear()
+        logprob_P = self._logprobs(hidden_TH[row.source_P], row.target_P)
+        if not len(row.source_P):
+            # Nothing is learned, but the gradient's collectives must still meet.
+            logprob_P = self._head_logprobs(hidden_TH[:1], row.ids_T[:1])[:0] + 0 * hidden_TH.sum()
+        return RowOutput(logprob_P, *states)
+
+    def _see(self, layer_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._seen[layer_id] = hidden[0].detach()
+
+    def _logprobs(self, hidden_PH: torch.Tensor, target_P: torch.Tensor) -> torch.Tensor:
+        if len(target_P) <= HEAD_CHUNK_TOKENS:
+            return self._head_logprobs(hidden_PH, target_P)
+        parts = [
+            checkpoint(self._head_logprobs, hidden, target, use_reentrant=False)
+            for hidden, target in zip(
+                hidden_PH.split(HEAD_CHUNK_TOKENS), target_P.split(HEAD_CHUNK_TOKENS), strict=True
+            )
+        ]
+        return torch.cat(parts)
+
+    def _head_logprobs(self, hidden_PH: torch.Tensor, target_P: torch.Tensor) -> torch.Tensor:
+        logits_PV = self.policy.get_output_embeddings()(hidden_PH).float()
+        if self._temperature != 1.0:
+            logits_PV = logits_PV / self._temperature
+        return -F.cross_entropy(logits_PV, target_P, reduction="none")

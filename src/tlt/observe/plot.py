@@ -1,0 +1,148 @@
+"""The picture of a training run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tlt.observe.metrics import STAGES
+from tlt.observe.summary import Record, series
+
+FEW_STEPS = 40  # a point for each step can be told apart
+
+
+def plot_run(records: list[Record], out: Path, title: str) -> Path:
+    """Rewards, response lengths, where the time goes, and speed, step by step."""
+    if not records:
+        raise ValueError("no step is recorded yet: there is nothing to plot")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), constrained_layout=True)
+    (reward, length), (time, speed) = axes
+    _plot_reward(reward, records)
+    _plot_lengths(length, records)
+    _plot_stages(time, records)
+    _plot_speed(speed, records)
+    steps = [record["step"] for record in records]
+    for panel in axes.flat:
+        panel.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
+        panel.set_xlabel("step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+    return out
+
+
+def _plot_reward(panel: Any, records: list[Record]) -> None:
+    steps, values = series(records, "reward/mean")
+    window = 2 * (len(values) // 40 + 1) + 1
+    panel.plot(
+        steps,
+        values,
+        color="C0",
+        alpha=0.35,
+        linewidth=1,
+        marker=_marker(values),
+        markersize=4,
+        label="each step",
+    )
+    panel.plot(
+        steps, smoothed(values, window), color="C0", linewidth=2, label=f"mean of {window} steps"
+    )
+    steps, values = series(records, "eval/reward_mean")
+    if values:
+        panel.plot(
+            steps, values, color="C1", linestyle="--", marker="D", markersize=5, label="held out"
+        )
+    panel.set_ylabel("reward")
+    panel.set_title("Reward")
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=9)
+
+
+def _plot_lengths(panel: Any, records: list[Record]) -> None:
+    lines = (
+        ("longest", "response/longest_tokens", "C3"),
+        ("99th percentile", "response/p99_tokens", "C1"),
+        ("median", "response/median_tokens", "C0"),
+    )
+    _plot_on_log_axis(panel, records, lines)
+    panel.set_ylabel("tokens")
+    panel.set_title("Response lengths")
+
+
+def _plot_stages(panel: Any, records: list[Record]) -> None:
+    steps = [record["step"] for record in records]
+    # A record's bar reaches to the next one's.
+    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    below = [0.0] * len(records)
+    for index, stage in enumerate(STAGES):
+        seconds = [max(0.0, record.get(f"time/{stage}_s", 0.0)) for record in records]
+        if not any(seconds):
+            continue
+        tops = [low + more for low, more in zip(below, seconds, strict=True)]
+        color = "0.75" if stage == "other" else f"C{index}"
+        label = stage.replace("_", " ")
+        panel.stairs(tops, edges, baseline=below, fill=True, color=color, label=label)
+        below = tops
+    panel.set_ylim(0, max(below) * 1.3 or 1)  # room for the legend
+    panel.set_ylabel("seconds")
+    panel.set_title("Where the time goes")
+    if any(below):
+        panel.legend(fontsize=9, loc="upper center", ncols=4)
+
+
+def _plot_speed(panel: Any, records: list[Record]) -> None:
+    lines = (
+        ("rollout", "rollout/tokens_per_s", "C0"),
+        ("learner", "learner/tokens_per_s", "C2"),
+    )
+    if any(series(records, name)[1] for _, name, _ in lines):
+        _plot_on_log_axis(panel, records, lines)
+        panel.set_ylabel("tokens per second")
+        panel.set_title("Speed")
+    else:
+        steps, values = series(records, "learner/gap_mean")
+        panel.plot(steps, values, color="C4", marker=_marker(values), markersize=3)
+        panel.set_ylim(0, max(values, default=0) * 1.1 or 1)
+        panel.set_ylabel("mean distance of log probabilities")
+        panel.set_title("Engines and learner apart")
+        panel.grid(alpha=0.25)
+
+
+def _plot_on_log_axis(
+    panel: Any, records: list[Record], lines: tuple[tuple[str, str, str], ...]
+) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    shown: list[float] = []
+    for label, name, color in lines:
+        steps, values = series(records, name)
+        values = [value if value > 0 else math.nan for value in values]
+        panel.plot(steps, values, color=color, marker=_marker(values), markersize=3, label=label)
+        shown += [value for value in values if value > 0]
+    panel.set_yscale("log")
+    if shown:  # wide enough for one of 1, 2, 5 to be in it
+        panel.set_ylim(min(shown) / 1.6, max(shown) * 1.6)
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.grid(alpha=0.25)
+    panel.legend(fontsize=9)
+
+
+def _marker(values: list[float]) -> str:
+    return "o" if len(values) <= FEW_STEPS else ""
+
+
+def smoothed(values: list[float], window: int) -> list[float]:
+    """Means over `window` values, an odd number, around each; over fewer at both ends."""
+    half = window // 2
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]

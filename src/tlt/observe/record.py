@@ -1,0 +1,110 @@
+"""A run's metrics on disk: `metrics.jsonl`, one line a step, each step once.
+
+A line is on disk when `append` returns. A killed writer leaves at most one torn last line, which
+readers skip and the next writer drops. A resumed run calls `rewind` with the step it goes on from,
+so that steps that are done again are not there twice. A value that is not finite is written as
+Python's json does (`NaN`): a diverged run should show.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from io import FileIO
+from pathlib import Path
+
+from tlt.observe.metrics import check_names
+
+Lines = list[tuple[bytes, dict[str, float]]]
+"""As they stand in the file, and what they say."""
+
+
+class MetricsLog:
+    """The one writer of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = path.read_bytes() if path.exists() else b""
+        lines = _complete(content, path)
+        if sum(len(line) for line, _ in lines) != len(content):
+            _replace(path, [line for line, _ in lines])
+        self._last_step = _last_step(lines)
+        self._file = _open(path)
+
+    @property
+    def last_step(self) -> int | None:
+        """Of the last record; None before the first."""
+        return self._last_step
+
+    def append(self, record: dict[str, float]) -> None:
+        check_names(record)
+        step = int(record["step"])
+        assert self._last_step is None or step > self._last_step, (
+            f"step {step} after step {self._last_step}"
+        )
+        line = json.dumps(record).encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(f"{self._path}: the disk is full")
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(size)  # or the next line would go on in the middle of this one
+            raise
+        self._last_step = step
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`; -1 drops all. A crash meanwhile leaves all there."""
+        lines = _complete(self._path.read_bytes(), self._path)
+        kept = [(line, record) for line, record in lines if record["step"] <= step]
+        if len(kept) != len(lines):
+            self._file.close()
+            _replace(self._path, [line for line, _ in kept])
+            self._last_step = _last_step(kept)
+            self._file = _open(self._path)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    """All records but a torn last one. Safe while a run writes."""
+    return [record for _, record in _complete(path.read_bytes(), path)]
+
+
+def _open(path: Path) -> FileIO:
+    # Unbuffered: a record is one write, and there is nothing to flush.
+    return path.open("ab", buffering=0)
+
+
+def _last_step(lines: Lines) -> int | None:
+    return int(lines[-1][1]["step"]) if lines else None
+
+
+def _complete(content: bytes, path: Path) -> Lines:
+    lines = content.splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append((line, json.loads(line)))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}: line {number} is not a record") from error
+    return records
+
+
+def _replace(path: Path, lines: list[bytes]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(b"".join(lines))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself
+    finally:
+        os.close(folder)

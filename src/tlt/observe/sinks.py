@@ -1,0 +1,220 @@
+"""Where metrics go besides the run's own file: TensorBoard, Weights & Biases, Prometheus.
+
+A sink that cannot be opened is a mistake in the settings and stops a run before it starts. A sink
+that fails later is logged and dropped: `metrics.jsonl` has everything, a run does not end for it.
+The libraries are optional and imported when a sink is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt.config.train import MetricsConfig
+from tlt.errors import ConfigError
+from tlt.observe.metrics import METRICS
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    def log(self, record: dict[str, float]) -> None:
+        """Pass on the record of a step."""
+
+    def close(self) -> None:
+        """Nothing is logged any more."""
+
+
+class TensorBoardSink:
+    """An event file in `folder`. With `purge_step`, what earlier files say of that step and later
+    ones no longer counts."""
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        # Not TensorBoard's EventFileWriter: it writes in a thread, and when that dies of a full
+        # disk, flush() waits for ever.
+        self._writer = RecordWriter((folder / name).open("xb"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def log(self, record: dict[str, float]) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in record.items()
+            if name != "step"
+        ]
+        self._write(
+            self._event(
+                wall_time=time.time(),
+                step=int(record["step"]),
+                summary=self._summary(value=values),
+            )
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+
+class WandbSink:
+    """A W&B run whose id stays in `run_dir`, so that a resumed run continues it.
+
+    Steps that are done again are there twice, at the same place of the `step` axis: W&B forgets
+    nothing. Output, code and git state are not uploaded. W&B sends in the background, and `close`
+    waits for the rest: give back engines first.
+    """
+
+    def __init__(self, project: str, run_dir: Path, name: str) -> None:
+        import wandb
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        try:
+            self._run = wandb.init(
+                project=project,
+                dir=run_dir,
+                id=id_file.read_text().strip(),
+                name=name,
+                resume="allow",
+                settings=wandb.Settings(
+                    console="off", disable_code=True, disable_git=True, quiet=True
+                ),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"metrics.wandb_project: {error} "
+                "To go on without a connection, set WANDB_MODE=offline and `wandb sync` later."
+            ) from error
+        # W&B's own step may not go back, as ours does on resume.
+        self._run.define_metric("*", step_metric="step")
+
+    @property
+    def id(self) -> str:
+        return str(self._run.id)
+
+    def log(self, record: dict[str, float]) -> None:
+        self._run.log(dict(record))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PrometheusSink:
+    """Serves the latest value of every metric over HTTP at `host` only; port 0 takes a free one."""
+
+    def __init__(self, host: str, port: int) -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._gauge = Gauge
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = start_http_server(port, host, self._registry)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"metrics.prometheus_host: {host} is no address of this machine ({error}); "
+                    "127.0.0.1 is"
+                ) from error
+            raise ConfigError(
+                f"metrics.prometheus_port: cannot serve at {host}:{port} ({error}); "
+                "0 takes a free port"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def log(self, record: dict[str, float]) -> None:
+        for name, value in record.items():
+            if name not in self._gauges:  # not before: a gauge without a value would say 0
+                self._gauges[name] = self._gauge(
+                    f"tlt_{name.replace('/', '_')}",
+                    METRICS[name].meaning,
+                    registry=self._registry,
+                )
+            self._gauges[name].set(value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Sinks:
+    """Several sinks as one that never fails."""
+
+    def __init__(self, sinks: Iterable[Sink]) -> None:
+        self._sinks = list(sinks)
+
+    def log(self, record: dict[str, float]) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.log(record)
+            except Exception:  # foreign code; what can go wrong there is not ours to know
+                logger.exception(
+                    "%s failed at step %s and is dropped", type(sink).__name__, record["step"]
+                )
+                self._sinks.remove(sink)
+                _close(sink)
+
+    def close(self) -> None:
+        while self._sinks:
+            _close(self._sinks.pop())
+
+
+def _close(sink: Sink) -> None:
+    try:
+        sink.close()
+    except Exception:
+        logger.exception("%s could not be closed", type(sink).__name__)
+
+
+def open_sinks(config: MetricsConfig, run_dir: Path, resume_step: int) -> list[Sink]:
+    """The sinks that the settings ask for. `resume_step` is the last step that counts; 0 is a new
+    run."""
+    wanted: list[tuple[str, Callable[[], Sink]]] = []
+    if config.tensorboard:
+        purge_step = resume_step + 1 if resume_step else 0  # a try that left no checkpoint
+        wanted.append(("tensorboard", lambda: TensorBoardSink(run_dir / "tensorboard", purge_step)))
+    if config.prometheus_port is not None:
+        port = config.prometheus_port
+        wanted.append(("prometheus_port", lambda: PrometheusSink(config.prometheus_host, port)))
+    if config.wandb_project is not None:
+        project = config.wandb_project
+        wanted.append(("wandb_project", lambda: WandbSink(project, run_dir, run_dir.name)))
+
+    sinks: list[Sink] = []
+    try:
+        for key, make in wanted:
+            try:
+                sinks.append(make())
+            except ImportError as error:
+                raise ConfigError(
+                    f"metrics.{key}: {error}; run `pip install 'tlt-rl[metrics]'`"
+                ) from error
+    except BaseException:
+        Sinks(sinks).close()
+        raise
+    return sinks

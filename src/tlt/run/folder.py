@@ -1,0 +1,158 @@
+"""A run's folder: what it was told, what it did, and what it resumes from.
+
+    config.toml      resolved settings            versions.json   libraries and command lines
+    metrics.jsonl    one line a step              samples/        responses to read, by step
+    checkpoints/     what to resume from          policy/         the trained model, at the end
+    run.png          pictures of the metrics      summary.json
+
+A checkpoint is written to a hidden folder and becomes visible by a rename, after its step's line of
+metrics. So whatever moment a process dies at, the last visible checkpoint and the metrics up to its
+step belong together; everything later is done again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import tomli_w
+
+from tlt.config.train import TrainConfig
+from tlt.errors import ConfigError
+
+STATE = "state.json"
+MAY_CHANGE = ("run.num_steps", "checkpoint", "eval", "metrics", "pool", "engine", "placement")
+"""Settings that a resumed run may change; any other would make it a different run."""
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    # --- begin and resume ---------------------------------------------------------------------
+
+    def check(self, config: TrainConfig, resume: bool) -> None:
+        """Refuse to overwrite a run, or to go on with one under other settings."""
+        exists = (self.path / "config.toml").exists()
+        if exists and not resume:
+            raise ConfigError(
+                f"run.out = {str(self.path)!r} already holds a run; add --resume to go on with it, "
+                "or choose another folder"
+            )
+        if not resume:
+            return
+        if not exists:
+            raise ConfigError(
+                f"run.out = {str(self.path)!r} holds no run to resume; start without --resume"
+            )
+        import tomllib
+
+        before = _flat(tomllib.loads((self.path / "config.toml").read_text()))
+        now = _flat(_plain(config))
+        for key in sorted({*before, *now}):
+            free = any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
+            if not free and before.get(key) != now.get(key):
+                raise ConfigError(
+                    f"{key} = {now.get(key)!r}, but the run in {self.path} was started with "
+                    f"{before.get(key)!r}; use that value, or start a new run.out"
+                )
+
+    def open(self, config: TrainConfig, versions: Mapping[str, str], command: str) -> None:
+        """Make the folder this process's own, and write down what is run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"run.out = {str(self.path)!r} is in use by another process; wait for it, or "
+                "choose another folder"
+            ) from None
+        _write(self.path / "config.toml", tomli_w.dumps(_plain(config)))
+        record = self.path / "versions.json"
+        starts = json.loads(record.read_text())["starts"] if record.exists() else []
+        starts.append({"command": command, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        _write(record, json.dumps({"versions": dict(versions), "starts": starts}, indent=2))
+        for leftover in (self.path / "checkpoints").glob(".step-*"):
+            shutil.rmtree(leftover)
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[Path]:
+        """Complete ones, oldest first."""
+        return sorted((self.path / "checkpoints").glob("step-*"))
+
+    def last_checkpoint(self) -> tuple[Path | None, int]:
+        """The newest one and the number of steps it holds."""
+        found = self.checkpoints()
+        if not found:
+            return None, 0
+        return found[-1], int(json.loads((found[-1] / STATE).read_text())["step"])
+
+    def begin_checkpoint(self, step: int) -> Path:
+        hidden = self.path / "checkpoints" / f".step-{step:06d}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        hidden.mkdir(parents=True)
+        return hidden
+
+    def publish_checkpoint(self, hidden: Path, state: Mapping[str, Any], keep: int) -> Path:
+        """Make a complete checkpoint visible, then remove the oldest beyond `keep`."""
+        _write(hidden / STATE, json.dumps(dict(state)))
+        visible = hidden.with_name(hidden.name.removeprefix("."))
+        if visible.exists():
+            _remove(visible)
+        hidden.rename(visible)
+        for old in self.checkpoints()[:-keep]:
+            _remove(old)
+        return visible
+
+    # --- things to read -----------------------------------------------------------------------
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        lines = [json.dumps(dict(sample), ensure_ascii=False) for sample in samples]
+        if lines:
+            (self.path / "samples").mkdir(exist_ok=True)
+            _write(self.path / "samples" / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
+
+
+def _remove(folder: Path) -> None:
+    """Out of sight at once, so that a crash leaves no half-removed checkpoint."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _write(path: Path, text: str) -> None:
+    hidden = path.with_name(f".{path.name}")
+    with hidden.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.rename(path)
+
+
+def _plain(config: TrainConfig) -> dict[str, Any]:
+    """As TOML holds it: without what is null."""
+    return config.model_dump(exclude_none=True)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,165 @@
+"""Puts a training run together: Ray, places, engines, learner, reward workers, and the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from tlt.config.train import TrainConfig
+from tlt.contracts import ShowProgress
+from tlt.drafter.buffer import BufferSettings
+from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.learner.batch import Weighting
+from tlt.learner.policy_loss import PolicyLossSettings
+from tlt.learner.rank import RankSettings
+from tlt.observe.record import read
+from tlt.observe.sinks import Sinks, open_sinks
+from tlt.observe.summary import summary
+from tlt.rollout.actor import ray_spawner
+from tlt.rollout.pool import RolloutPool
+from tlt.rollout.weights import remove_abandoned
+from tlt.run.cluster import start_ray, versions
+from tlt.run.folder import RunFolder
+from tlt.run.learner import LearnerGroup, LearnerPlan
+from tlt.run.placement import Reservation, reserve
+from tlt.run.preflight import Prepared, prepare
+from tlt.run.train import Record, Training
+from tlt.tasks.rewards import RewardPool
+
+
+def launch(
+    config: TrainConfig,
+    resume: bool,
+    command: str,
+    show: ShowProgress,
+    on_record: Callable[[Record], None],
+) -> list[Record]:
+    """Run it all; the records of all steps. A wrong config raises before any engine starts."""
+    folder = RunFolder(Path(config.run.out))
+    folder.check(config, resume)
+    show("checking config, model and data", 0, 1)
+    prepared = prepare(config)
+    folder.open(config, versions(), command)
+    _, done = folder.last_checkpoint() if resume else (None, 0)
+    sinks = Sinks(open_sinks(config.metrics, folder.path, done))
+    try:
+        if done < config.run.num_steps:
+            remove_abandoned()
+            start_ray(config.pool.num_engines, config.engine.num_gpus)
+            asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record))
+        records = read(folder.metrics)
+        (folder.path / "summary.json").write_text(json.dumps(summary(records), indent=2))
+        return records
+    finally:
+        sinks.close()
+
+
+async def _run(
+    config: TrainConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    resume: bool,
+    sinks: Sinks,
+    show: ShowProgress,
+    on_record: Callable[[Record], None],
+) -> None:
+    async with AsyncExitStack() as stack:
+        show("waiting for places in the cluster", 0, 1)
+        reservation = await reserve(prepared.placement, config.pool.start_timeout_s)
+        stack.callback(reservation.release)
+        rewards = RewardPool(prepared.reward, config.reward.num_workers, config.reward.timeout_s)
+        stack.callback(rewards.close)
+        pool = RolloutPool(config.pool, ray_spawner(prepared.engine, reservation.engine))
+        learner = LearnerGroup(
+            learner_plan(config),
+            lambda rank: reservation.rank(
+                rank, bool(config.learner.num_gpus), config.learner.num_cores
+            ),
+        )
+        stack.push_async_callback(learner.stop)
+        stack.push_async_callback(pool.shutdown)
+        checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
+        show("starting engines and learner", 0, 1)
+        await _start(config, pool, learner, reservation, checkpoint)
+        training = Training(
+            config, prepared, folder, pool, learner, rewards, sinks, show, on_record
+        )
+        await training.run(resume)
+        show("writing the policy", 0, 1)
+        await learner.save_policy(folder.path / "policy", config.policy.dtype)
+
+
+async def _start(
+    config: TrainConfig,
+    pool: RolloutPool,
+    learner: LearnerGroup,
+    reservation: Reservation,
+    checkpoint: Path | None,
+) -> None:
+    if config.engine.num_gpus and config.placement.kind == "colocated":
+        await pool.start()  # ranks use the GPUs that Ray gave the engines
+        reservation.gpus_of_engines(await pool.call_all("devices"))
+        await pool.call_all("sleep")
+        await learner.start(checkpoint)
+        await pool.call_all("wake")
+        return
+    await asyncio.gather(pool.start(), learner.start(checkpoint))
+
+
+def learner_plan(config: TrainConfig) -> LearnerPlan:
+    algorithm, learner = config.algorithm, config.learner
+    buffer = None
+    aux_layers: tuple[int, ...] = ()
+    if config.capture.enabled:
+        buffer = BufferSettings(
+            folder=str(buffer_folder(config)),
+            capacity_bytes=int(config.capture.capacity_gib * 2**30),
+            max_sample_tokens=config.capture.max_sample_tokens,
+        )
+        aux_layers = tuple(Eagle3Config.for_target(_model_config(config)).aux_layer_ids)
+    return LearnerPlan(
+        num_ranks=learner.num_ranks,
+        row_tokens=learner.row_tokens,
+        rank=RankSettings(
+            model=config.policy.model,
+            dtype=config.policy.dtype,
+            temperature=config.sampling.temperature,
+            weighting=Weighting(algorithm.mean_over, config.sampling.max_tokens),
+            loss=PolicyLossSettings(
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                kl_weight=algorithm.kl_weight,
+                max_importance=algorithm.max_importance,
+            ),
+            lr=learner.lr,
+            warmup_steps=learner.warmup_steps,
+            weight_decay=learner.weight_decay,
+            max_grad_norm=learner.max_grad_norm,
+            gradient_checkpointing=learner.gradient_checkpointing,
+            aux_layer_ids=aux_layers,
+        ),
+        on_gpu=bool(learner.num_gpus),
+        num_cores=learner.num_cores,
+        core_group=(
+            "learner" if config.placement.kind == "colocated" else config.engine.core_group
+        ),
+        timeout_s=learner.timeout_s,
+        buffer=buffer,
+    )
+
+
+def buffer_folder(config: TrainConfig) -> Path:
+    """The run's own folder in shared memory, the same one when it resumes."""
+    name = hashlib.blake2b(str(Path(config.run.out).resolve()).encode(), digest_size=6).hexdigest()
+    return Path(config.capture.folder) / f"tlt-states-{name}"
+
+
+def _model_config(config: TrainConfig) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(config.policy.model)

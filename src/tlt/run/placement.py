@@ -1,0 +1,157 @@
+"""Who runs where. The plan is pure; `reserve` carries it out with a Ray placement group.
+
+Colocated: every engine has a bundle, and learner ranks live in the engines' bundles, using the same
+devices in turn. Ray books the devices to the engine; a rank asks Ray for nothing and is shown its
+GPU by the environment. Separate: ranks have bundles of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tlt.config.train import TrainConfig
+from tlt.errors import ConfigError
+
+Bundle = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    bundles: tuple[Bundle, ...]
+    engine_bundles: tuple[int, ...]
+    """Bundle of each engine."""
+    rank_bundles: tuple[int, ...]
+    """Bundle of each learner rank."""
+    colocated: bool
+
+    def engine_of_rank(self, rank: int) -> int:
+        """The engine whose devices a colocated rank uses."""
+        return self.engine_bundles.index(self.rank_bundles[rank])
+
+
+def plan_placement(config: TrainConfig) -> PlacementPlan:
+    engine, learner = config.engine, config.learner
+    num_engines = config.pool.num_engines
+    on_gpu = engine.num_gpus > 0
+    engine_bundle: dict[str, float] = {"CPU": 1.0 if on_gpu else float(engine.num_cores)}
+    if on_gpu:
+        engine_bundle["GPU"] = float(engine.num_gpus)
+    if config.placement.kind == "colocated":
+        if on_gpu and learner.num_ranks != num_engines * engine.num_gpus:
+            raise ConfigError(
+                f"learner.num_ranks = {learner.num_ranks}, but colocated with {num_engines} "
+                f"engines of {engine.num_gpus} GPUs there are as many ranks as GPUs; set it to "
+                f"{num_engines * engine.num_gpus}, or placement.kind = 'separate'"
+            )
+        if bool(learner.num_gpus) != on_gpu:
+            raise ConfigError(
+                f"learner.num_gpus = {learner.num_gpus} with engine.num_gpus = {engine.num_gpus}: "
+                "colocated, both use the same devices; set learner.num_gpus = "
+                f"{int(on_gpu)}, or placement.kind = 'separate'"
+            )
+        per_engine = -(-learner.num_ranks // num_engines)
+        return PlacementPlan(
+            bundles=(engine_bundle,) * num_engines,
+            engine_bundles=tuple(range(num_engines)),
+            rank_bundles=tuple(rank // per_engine for rank in range(learner.num_ranks)),
+            colocated=True,
+        )
+    rank_bundle: dict[str, float] = {"CPU": float(learner.num_cores or 1)}
+    if learner.num_gpus:
+        rank_bundle = {"CPU": 1.0, "GPU": float(learner.num_gpus)}
+    return PlacementPlan(
+        bundles=(engine_bundle,) * num_engines + (rank_bundle,) * learner.num_ranks,
+        engine_bundles=tuple(range(num_engines)),
+        rank_bundles=tuple(range(num_engines, num_engines + learner.num_ranks)),
+        colocated=False,
+    )
+
+
+def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Refuse a plan that the cluster's nodes cannot hold, before anything waits for them."""
+    free = [dict(node) for node in nodes]
+    for bundle in sorted(plan.bundles, key=lambda b: (-b.get("GPU", 0), -b["CPU"])):
+        for node in free:
+            if all(node.get(kind, 0) >= amount for kind, amount in bundle.items()):
+                for kind, amount in bundle.items():
+                    node[kind] -= amount
+                break
+        else:
+            wanted = {kind: sum(b.get(kind, 0) for b in plan.bundles) for kind in ("CPU", "GPU")}
+            there = {kind: sum(n.get(kind, 0) for n in nodes) for kind in ("CPU", "GPU")}
+            raise ConfigError(
+                f"the cluster has {there['CPU']:g} cores and {there['GPU']:g} GPUs on "
+                f"{len(nodes)} nodes, but the run wants {wanted['CPU']:g} and {wanted['GPU']:g}, "
+                "each engine on one node; lower pool.num_engines, engine.num_cores or "
+                "learner.num_ranks, or add nodes"
+            )
+
+
+class Reservation:
+    """Bundles held in the cluster, and the options that put an actor into one of them."""
+
+    def __init__(self, plan: PlacementPlan, group: Any) -> None:
+        self._plan = plan
+        self._group = group
+        self._gpus: dict[int, list[str]] = {}
+
+    def engine(self, name: str) -> dict[str, Any]:
+        """Options of an engine's actor; a successor (`engine-0.1`) takes its place."""
+        return self._in_bundle(self._plan.engine_bundles[_slot(name)])
+
+    def gpus_of_engines(self, reports: Sequence[tuple[str, Sequence[str]]]) -> None:
+        """Which GPUs Ray gave to each engine, for the ranks that share them."""
+        self._gpus = {_slot(name): list(gpus) for name, gpus in reports}
+
+    def rank(self, rank: int, on_gpu: bool, num_cores: int | None) -> dict[str, Any]:
+        options = self._in_bundle(self._plan.rank_bundles[rank])
+        if not self._plan.colocated:
+            return options | {
+                "num_cpus": 1 if on_gpu else (num_cores or 1),
+                "num_gpus": int(on_gpu),
+            }
+        options["num_cpus"] = 0
+        if on_gpu:
+            engine = self._plan.engine_of_rank(rank)
+            place = rank - self._plan.rank_bundles.index(self._plan.rank_bundles[rank])
+            options["gpu"] = self._gpus[engine][place]
+        return options
+
+    def release(self) -> None:
+        import ray
+
+        ray.util.remove_placement_group(self._group)
+
+    def _in_bundle(self, index: int) -> dict[str, Any]:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=index
+            )
+        }
+
+
+def _slot(engine: str) -> int:
+    return int(engine.removeprefix("engine-").split(".")[0])
+
+
+async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
+    """Hold the plan's bundles, packed on as few nodes as they fit."""
+    import ray
+
+    check_fits(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    group = ray.util.placement_group([dict(b) for b in plan.bundles], strategy="PACK")
+    try:
+        async with asyncio.timeout(timeout_s):
+            await group.ready()
+    except TimeoutError:
+        ray.util.remove_placement_group(group)
+        raise ConfigError(
+            f"the cluster did not free {len(plan.bundles)} places for engines and learner within "
+            f"{timeout_s:.0f} s (pool.start_timeout_s); is another run holding them?"
+        ) from None
+    return Reservation(plan, group)

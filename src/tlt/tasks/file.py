@@ -1,0 +1,155 @@
+"""Problems from a file of the user's: one a row, in .jsonl or .parquet.
+
+All rows are checked before a run starts: a message names the file and the row at fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt.config.train import TaskConfig
+from tlt.errors import ConfigError
+from tlt.tasks.gym import Problem
+
+Row = tuple[str, Mapping[str, Any]]
+"""Where it stands ("line 3", "row 3"), and its columns."""
+
+
+def read_problems(config: TaskConfig) -> list[Problem]:
+    """The problems of `task.path`, in the order of the file."""
+    assert config.path is not None
+    path = Path(config.path)
+    if not path.exists():
+        raise ConfigError(f"task.path: {path} does not exist; give a .jsonl or .parquet file")
+    if path.is_dir():
+        raise ConfigError(f"task.path: {path} is a folder; give a .jsonl or .parquet file in it")
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(
+            f"task.path: {path} ends in {path.suffix or 'no suffix'!r}; "
+            "give a .jsonl or .parquet file"
+        )
+    try:
+        made = _problems(path, readers[path.suffix.lower()](path, config), config)
+    except OSError as error:
+        raise ConfigError(f"task.path: cannot read {path}: {error}") from error
+    if not made:
+        raise ConfigError(f"task.path: {path} has no problems; give a file with one problem a row")
+    return made
+
+
+def _problems(path: Path, rows: Iterable[Row], config: TaskConfig) -> list[Problem]:
+    made = []
+    seen: dict[str, str] = {}
+    for number, (where, row) in enumerate(rows, start=1):
+        place = f"{path}, {where}"
+        problem_id = f"{path.stem}/{number}"
+        if config.id_key is not None:
+            problem_id = _text(_column(row, "id_key", config.id_key, place), config.id_key, place)
+        if problem_id in seen:
+            raise ConfigError(
+                f"{place}: {config.id_key} {problem_id!r} is also that of {seen[problem_id]}; "
+                "give each row its own, or leave out task.id_key"
+            )
+        seen[problem_id] = where
+        question = _column(row, "question_key", config.question_key, place)
+        if not isinstance(question, str):
+            raise ConfigError(
+                f"{place}: {config.question_key} is {_short(question)}, not a text; "
+                'e.g. "What is 2 + 2?"'
+            )
+        made.append(
+            Problem(
+                problem_id=problem_id,
+                question=_text(question, config.question_key, place),
+                answer=_text(
+                    _column(row, "answer_key", config.answer_key, place), config.answer_key, place
+                ),
+            )
+        )
+    return made
+
+
+def _column(row: Mapping[str, Any], key: str, name: str, place: str) -> Any:
+    if name not in row:
+        raise ConfigError(
+            f"{place}: no column {name!r}; set task.{key} to one of: {', '.join(row) or '(none)'}"
+        )
+    return row[name]
+
+
+def _text(value: Any, name: str, place: str) -> str:
+    """The value as text; numbers are taken as they print."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(
+            f'{place}: {name} is {_short(value)}, not a text that says something; e.g. "4"'
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # half a surrogate pair, which no tokenizer takes
+        raise ConfigError(f"{place}: {name} is not valid Unicode: {error}") from error
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _jsonl_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{place} is not UTF-8: {error.reason}; save the file as UTF-8"
+                ) from error
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f'{place} is not JSON: {error}; e.g. {{"{config.question_key}": "2 + 2?", '
+                    f'"{config.answer_key}": "4"}}'
+                ) from error
+            if not isinstance(row, dict):
+                raise ConfigError(
+                    f"{place} is {_short(row)}, not an object; "
+                    f'e.g. {{"{config.question_key}": "2 + 2?", "{config.answer_key}": "4"}}'
+                )
+            yield f"line {number}", row
+
+
+def _parquet_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"task.path: reading {path} needs pyarrow, which is not installed; run: "
+            "pip install 'tlt-rl[train]'"
+        ) from error
+
+    wanted = [config.question_key, config.answer_key, config.id_key]
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            # Only these: other columns may be large. If one is missing, all, to be listed.
+            columns = [name for name in names if name in wanted]
+            missing = {*wanted} - {None, *names}
+            rows = file.read(columns=None if missing else columns).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(
+            f"task.path: cannot read {path} as parquet: {error}; write it again, or as .jsonl"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield f"row {number}", row

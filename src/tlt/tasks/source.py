@@ -1,0 +1,149 @@
+"""Where the problems of a run come from.
+
+A source has random access: which problems a step gets follows from the step's number and the
+seed, so that a run that resumes has no position to restore.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+from tlt.config.train import TaskConfig
+from tlt.errors import ConfigError
+from tlt.tasks import gym
+from tlt.tasks.file import read_problems
+from tlt.tasks.gym import Problem
+from tlt.tasks.tail import HeavyTail
+
+
+class Source(Protocol):
+    def batch(self, step: int, count: int) -> list[Problem]:
+        """The problems of a step, no two with the same id; `count` is the same in all steps."""
+        ...
+
+    def held_out(self, count: int) -> list[Problem]:
+        """Problems that no step gets."""
+        ...
+
+
+class GymSource:
+    """New problems of a reasoning-gym task in every step."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        assert config.name is not None
+        self._config, self._name, self._seed = config, config.name, seed
+        self._sizes = _sizes(config)
+        self._made(1, "check")  # refuses what is wrong before a run starts
+
+    def batch(self, step: int, count: int) -> list[Problem]:
+        return self._made(count, f"step-{step}")
+
+    def held_out(self, count: int) -> list[Problem]:
+        return self._made(count, "eval")
+
+    def _made(self, count: int, purpose: str) -> list[Problem]:
+        made = gym.generate(
+            self._name, count, self._seed, purpose, self._config.parameters, self._sizes
+        )
+        return _instructed(made, self._config.instruction)
+
+
+class FileSource:
+    """The rows of a file, in another order each epoch; its last rows are held out.
+
+    Batches go on from one epoch into the next. In the batch across that border no row comes
+    twice: the new epoch starts with rows that the end of the old one does not have in it. An
+    order thus depends on the one before, and is computed from the first epoch on.
+    """
+
+    def __init__(self, config: TaskConfig, seed: int, num_held_out: int) -> None:
+        rows = _instructed(read_problems(config), config.instruction)
+        num_train = len(rows) - num_held_out
+        if num_train < 1:
+            raise ConfigError(
+                f"eval.num_problems: {config.path} has {len(rows)} problems, holding out "
+                f"{num_held_out} leaves none to train on; e.g. {len(rows) // 10}"
+            )
+        self._path, self._seed = config.path, seed
+        self._train, self._held_out = rows[:num_train], rows[num_train:]
+        self._count, self._epoch, self._order = 0, -1, list[int]()
+
+    def batch(self, step: int, count: int) -> list[Problem]:
+        num_train = len(self._train)
+        if count > num_train:
+            raise ConfigError(
+                f"sampling.prompts_per_step: {count} is more than the {num_train} problems of "
+                f"{self._path} that are trained on; at most {num_train}"
+            )
+        start = step * count
+        epoch, offset = divmod(start, num_train)
+        rows = self._order_of(epoch, count)[offset : offset + count]
+        if len(rows) < count:
+            rows = rows + self._order_of(epoch + 1, count)[: count - len(rows)]
+        return [self._train[row] for row in rows]
+
+    def held_out(self, count: int) -> list[Problem]:
+        if count > len(self._held_out):
+            raise ConfigError(
+                f"eval.num_problems: {count} problems are asked for, but {len(self._held_out)} "
+                f"of {self._path} are held out; at most {len(self._held_out)}"
+            )
+        return self._held_out[:count]
+
+    def _order_of(self, epoch: int, count: int) -> list[int]:
+        """The last order is kept: steps mostly ask for the same epoch, or the next."""
+        if count != self._count or epoch < self._epoch:
+            self._count, self._epoch, self._order = count, -1, []
+        while self._epoch < epoch:
+            self._epoch += 1
+            self._order = self._following(self._order, self._epoch)
+        return self._order
+
+    def _following(self, before: list[int], epoch: int) -> list[int]:
+        order = list(range(len(self._train)))
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        num_before = epoch * len(order) % self._count
+        if num_before == 0:
+            return order
+        taken = set(before[-num_before:])
+        head = [row for row in order if row not in taken][: self._count - num_before]
+        started = set(head)
+        return head + [row for row in order if row not in started]
+
+
+def open_source(config: TaskConfig, seed: int, num_held_out: int) -> Source:
+    """The source that a run's settings name."""
+    if (config.name is None) == (config.path is None):
+        what = "neither is" if config.name is None else "both are"
+        raise ConfigError(
+            f"task.name or task.path must be set, {what}; e.g. task.name = 'chain_sum'"
+        )
+    if config.name is not None:
+        return GymSource(config, seed)
+    for key in ("sizes", "parameters"):
+        if getattr(config, key):
+            raise ConfigError(
+                f"task.{key} is for tasks of reasoning-gym, not for files; leave it out, or set "
+                "task.name instead of task.path"
+            )
+    return FileSource(config, seed, num_held_out)
+
+
+def _sizes(config: TaskConfig) -> HeavyTail | None:
+    if config.sizes is None:
+        return None
+    sizes = config.sizes
+    try:
+        # A tail draws from any median and percentile, whole or not.
+        return HeavyTail(sizes.median, sizes.p95, sizes.longest)
+    except ConfigError as error:
+        raise ConfigError(f"task.sizes: {error}") from error
+
+
+def _instructed(problems: Iterable[Problem], instruction: str) -> list[Problem]:
+    if not instruction:
+        return list(problems)
+    return [replace(each, question=f"{each.question}\n{instruction}") for each in problems]

@@ -1,0 +1,87 @@
+"""Groups, weights and rows: pure."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tlt.learner.advantage import grpo
+from tlt.learner.batch import (
+    Groups,
+    ScoredSample,
+    TrainSample,
+    Weighting,
+    block_tokens,
+    blocks,
+    rows_by_rank,
+)
+
+
+def scored(group: int, place: int, reward: float) -> ScoredSample:
+    return ScoredSample(f"{group}/{place}", str(group), (1, 2), (3,), (-0.5,), reward)
+
+
+def test_a_group_comes_out_once_and_complete_whatever_the_order() -> None:
+    samples = [scored(g, k, float(k % 2)) for g in range(5) for k in range(4)]
+    random.Random(0).shuffle(samples)
+    groups = Groups(4, grpo)
+    out = [group for sample in samples if (group := groups.add(sample))]
+    assert len(out) == groups.num_groups == groups.num_with_signal == 5
+    for group in out:
+        assert [s.advantage for s in group] == pytest.approx([-1, 1, -1, 1], abs=1e-5)
+
+
+def test_equal_rewards_have_no_signal() -> None:
+    groups = Groups(2, grpo)
+    groups.add(scored(0, 0, 0.3))
+    assert [s.advantage for s in groups.add(scored(0, 1, 0.3))] == [0.0, 0.0]
+    assert groups.num_with_signal == 0
+
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+@given(LENGTHS, st.sampled_from(["tokens", "samples", "limit"]), st.integers(0, 40))
+def test_weights_add_up_over_any_split(lengths: list[int], mean_over: str, cut: int) -> None:
+    weighting = Weighting(mean_over, 64)
+    whole = weighting.denominator(lengths)
+    parts = [part for part in (lengths[:cut], lengths[cut:]) if part]
+    assert sum(weighting.denominator(part) for part in parts) == pytest.approx(whole)
+    if mean_over != "limit":  # a mean: all weights over the denominator are 1
+        total = sum(weighting.token_weight(n) * n for n in lengths)
+        assert total / whole == pytest.approx(1.0)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[TrainSample]:
+    samples = []
+    for group in range(draw(st.integers(1, 8))):
+        prompt = (group,) * draw(st.integers(1, 20))
+        for place in range(draw(st.integers(1, 6))):
+            response = (1,) * draw(st.integers(1, 40))
+            samples.append(TrainSample(f"{group}/{place}", prompt, response, (), 1.0))
+    return samples
+
+
+@given(batches(), st.integers(1, 100))
+def test_blocks_hold_every_sample_once_under_the_budget(
+    samples: list[TrainSample], budget: int
+) -> None:
+    found = blocks(samples, budget)
+    assert sorted(s.sample_id for b in found for s in b) == sorted(s.sample_id for s in samples)
+    for block in found:
+        assert len({s.prompt_ids for s in block}) == 1
+        assert block_tokens(block) <= budget or len(block) == 1
+
+
+@given(batches(), st.integers(1, 100), st.integers(1, 5))
+def test_ranks_get_the_same_number_of_rows(
+    samples: list[TrainSample], budget: int, num_ranks: int
+) -> None:
+    dealt = rows_by_rank(samples, budget, num_ranks)
+    assert len({len(rows) for rows in dealt}) == 1
+    everything = [s.sample_id for rows in dealt for row in rows for s in row]
+    assert sorted(everything) == sorted(s.sample_id for s in samples)
+    empty = sum(not row for rows in dealt for row in rows)
+    assert empty < num_ranks

@@ -1,0 +1,284 @@
+"""Where problems come from: tasks and files, their order, and what is refused."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("reasoning_gym")
+pyarrow = pytest.importorskip("pyarrow")
+import pyarrow.parquet as parquet  # noqa: E402
+
+from tlt.config.train import SizesConfig, TaskConfig  # noqa: E402
+from tlt.errors import ConfigError  # noqa: E402
+from tlt.tasks.file import read_problems  # noqa: E402
+from tlt.tasks.gym import score  # noqa: E402
+from tlt.tasks.source import FileSource, GymSource, open_source  # noqa: E402
+
+ROW = {"question": "2 + 2?", "answer": "4"}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+def rows_file(folder: Path, num_rows: int) -> str:
+    path = folder / f"{num_rows}.jsonl"
+    return write(path, [{"question": f"{n}?", "answer": n} for n in range(num_rows)])
+
+
+def test_tasks_have_random_access() -> None:
+    config = TaskConfig(name="chain_sum", sizes=SizesConfig(median=2.5, p95=5, longest=9))
+    source, again = GymSource(config, seed=1), GymSource(config, seed=1)
+    third = source.batch(3, 4)
+    assert [again.batch(step, 4) for step in (3, 2)] == [third, source.batch(2, 4)]
+    seen = [*third, *source.batch(2, 4), *source.held_out(4), *GymSource(config, 2).batch(3, 4)]
+    assert len({problem.question for problem in seen}) == len(seen)
+    assert len({problem.problem_id for problem in seen}) == len(seen)
+
+
+@pytest.mark.parametrize("name", ["basic_arithmetic", "graph_color", "sokoban", "word_ladder"])
+def test_any_task_can_be_had_and_its_problems_travel(name: str) -> None:
+    """To the processes that score them."""
+    for problem in GymSource(TaskConfig(name=name), seed=0).batch(0, 2):
+        assert isinstance(problem.answer, str)
+        there = pickle.loads(pickle.dumps(problem))
+        assert there == problem
+        assert there.entry == problem.entry
+        assert score(there, "no tags") == 0.0
+        if problem.answer:
+            assert score(there, f"<answer>{problem.answer}</answer>") == 1.0
+
+
+def test_parameters_reach_the_task() -> None:
+    config = TaskConfig(name="chain_sum", parameters={"min_terms": 7, "max_terms": 7})
+    for problem in GymSource(config, seed=0).batch(0, 5):
+        assert len(problem.entry["metadata"]["expression"].split()) == 13
+
+
+@pytest.mark.parametrize("key", ["name", "path"])
+def test_the_instruction_ends_every_question(key: str, folder: Path) -> None:
+    value = "chain_sum" if key == "name" else rows_file(folder, 9)
+    plain = open_source(TaskConfig(**{key: value}), 0, 3)
+    told = open_source(TaskConfig(**{key: value}, instruction="Use tags."), 0, 3)
+    for before, after in [
+        *zip(plain.batch(0, 3), told.batch(0, 3), strict=True),
+        *zip(plain.held_out(3), told.held_out(3), strict=True),
+    ]:
+        assert after.question == f"{before.question}\nUse tags."
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({}, r"task\.name or task\.path must be set, neither is"),
+        ({"name": "gcd", "path": "x.jsonl"}, r"task\.name or task\.path must be set, both are"),
+        ({"path": "x.jsonl", "sizes": {}}, r"task\.sizes is for tasks"),
+        ({"path": "x.jsonl", "parameters": {"a": 1}}, r"task\.parameters is for tasks"),
+        ({"name": "chian_sum"}, r"task\.name: .*'chian_sum'; e\.g\. chain_sum"),
+        ({"name": "zzz"}, r"task\.name: .*'zzz'; e\.g\. chain_sum"),
+        ({"name": "basic_arithmetic", "sizes": {}}, r"task\.sizes: .* only chain_sum, gcd"),
+        ({"name": "gcd", "sizes": {"median": 9, "p95": 3}}, r"task\.sizes: .* median <= p95"),
+        ({"name": "gcd", "parameters": {"max_valu": 3}}, r"task\.parameters: .*e\.g\. max_value"),
+        ({"name": "gcd", "parameters": {"seed": 3}}, r"task\.parameters: seed is set by the run"),
+        (
+            {"name": "gcd", "sizes": {}, "parameters": {"max_numbers": 3}},
+            r"task\.parameters: max_numbers is set by the run",
+        ),
+        ({"name": "gcd", "parameters": {"min_value": -1}}, r"task\.parameters: gcd cannot use"),
+        ({"name": "gcd", "parameters": {"max_value": "x"}}, r"task\.parameters: gcd cannot use"),
+        ({"name": "composite"}, r"task\.parameters: composite cannot use"),
+    ],
+)
+def test_tasks_that_cannot_be_had_are_refused(task: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_source(TaskConfig.model_validate(task), seed=0, num_held_out=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_epochs_cover_each_row_once_and_no_batch_repeats_one(data: Any, folder: Path) -> None:
+    num_train = data.draw(st.integers(1, 12))
+    num_held_out = data.draw(st.integers(0, 4))
+    count = data.draw(st.integers(1, num_train))
+    config = TaskConfig(path=rows_file(folder, num_train + num_held_out))
+    source = FileSource(config, data.draw(st.integers(0, 9)), num_held_out)
+    num_epochs = 5
+    batches = [source.batch(step, count) for step in range(num_epochs * num_train // count + 1)]
+    for batch in batches:
+        assert len({problem.problem_id for problem in batch}) == count
+    ids = [problem.problem_id for batch in batches for problem in batch]
+    epochs = [set(ids[n * num_train : (n + 1) * num_train]) for n in range(num_epochs)]
+    held_out = {problem.problem_id for problem in source.held_out(num_held_out)}
+    everything = {problem.problem_id for problem in read_problems(config)}
+    assert all(epoch == everything - held_out for epoch in epochs)
+    step = data.draw(st.integers(0, len(batches) - 1))
+    assert source.batch(step, count) == batches[step]
+
+
+def test_file_batches_follow_from_step_and_seed(folder: Path) -> None:
+    config = TaskConfig(path=rows_file(folder, 50))
+    first, second = FileSource(config, 0, 5), FileSource(config, 0, 5)
+    late, early = first.batch(40, 7), first.batch(2, 7)
+    assert (second.batch(2, 7), second.batch(40, 7)) == (early, late)
+    assert FileSource(config, 1, 5).batch(2, 7) != early
+    assert [problem.question for problem in first.held_out(5)] == [f"{n}?" for n in range(45, 50)]
+    epochs = [[p.problem_id for p in first.batch(step, 45)] for step in (0, 1)]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(
+    ("num_held_out", "count", "asked", "message"),
+    [
+        (0, 5, 0, r"sampling\.prompts_per_step: 5 is more than the 4 .* at most 4"),
+        (2, 3, 0, r"sampling\.prompts_per_step: 3 is more than the 2 .* at most 2"),
+        (4, 1, 4, r"eval\.num_problems: .* leaves none"),
+        (9, 1, 9, r"eval\.num_problems: .* leaves none"),
+        (1, 1, 2, r"eval\.num_problems: 2 problems are asked for, but 1"),
+    ],
+)
+def test_files_that_are_too_small_are_refused(
+    folder: Path, num_held_out: int, count: int, asked: int, message: str
+) -> None:
+    config = TaskConfig(path=rows_file(folder, 4))
+
+    def use() -> None:
+        source = open_source(config, 0, num_held_out)
+        source.batch(0, count)
+        source.held_out(asked)
+
+    with pytest.raises(ConfigError, match=message):
+        use()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_files_are_read_in_order(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"mine{suffix}"
+    rows = [
+        {"ask": "ä?", "right": 4, "name": 7, "more": [1]},
+        {"ask": "ä?", "right": 5, "name": 8, "more": []},
+    ]
+    keys = {"question_key": "ask", "answer_key": "right"}
+    got = read_problems(TaskConfig(path=write(path, rows), **keys))
+    assert [(p.problem_id, p.question, p.answer) for p in got] == [
+        ("mine/1", "ä?", "4"),
+        ("mine/2", "ä?", "5"),
+    ]
+    named = read_problems(TaskConfig(path=str(path), id_key="name", **keys))
+    assert [problem.problem_id for problem in named] == ["7", "8"]
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"question": "?", "answer": 0.5}).encode())
+    assert read_problems(TaskConfig(path=str(path)))[0].answer == "0.5"
+    path.write_text("\n" + json.dumps(ROW) + "\r\n\n \n")
+    (problem,) = read_problems(TaskConfig(path=str(path)))
+    assert problem.problem_id == "mine/1"
+
+
+def line(**columns: Any) -> bytes:
+    return json.dumps({**ROW, **columns}).encode() + b"\n"
+
+
+def table(*rows: dict[str, Any]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), sink)
+    return sink.getvalue().to_pybytes()
+
+
+GOOD = line()
+GOOD_TABLE = table(ROW, ROW)
+
+REFUSED: list[tuple[str, bytes | None, dict[str, str], str]] = [
+    ("none.jsonl", None, {}, r"task\.path: .*none\.jsonl does not exist"),
+    ("folder", None, {}, r"task\.path: .*folder is a folder"),
+    ("a.csv", GOOD, {}, r"a\.csv ends in '\.csv'; give a \.jsonl or \.parquet"),
+    ("a", GOOD, {}, r"a ends in 'no suffix'"),
+    ("a.jsonl", b"", {}, r"a\.jsonl has no problems"),
+    ("a.jsonl", b"\n\n", {}, r"a\.jsonl has no problems"),
+    ("a.jsonl", GOOD + b'{"question": "\xe4"}\n', {}, r"a\.jsonl, line 2 is not UTF-8"),
+    ("a.jsonl", GOOD + b"\n{'question'}\n", {}, r"a\.jsonl, line 3 is not JSON"),
+    ("a.jsonl", b"[" * 100_000, {}, r"a\.jsonl, line 1 is not JSON"),
+    ("a.jsonl", GOOD + b"[1, 2]\n", {}, r"a\.jsonl, line 2 is \[1, 2\], not an object"),
+    ("a.jsonl", b"null\n", {}, r"a\.jsonl, line 1 is None, not an object"),
+    (
+        "a.jsonl",
+        GOOD + b'{"problem": "?", "answer": "4"}\n',
+        {},
+        r"line 2: no column 'question'; set task\.question_key to one of: problem, answer",
+    ),
+    ("a.jsonl", GOOD, {"answer_key": "right"}, r"no column 'right'; set task\.answer_key to one"),
+    ("a.jsonl", GOOD, {"id_key": "id"}, r"no column 'id'; set task\.id_key to one of"),
+    ("a.jsonl", b"{}\n", {}, r"one of: \(none\)"),
+    ("a.jsonl", line(question=5), {}, r"line 1: question is 5, not a text"),
+    ("a.jsonl", line(question=["?"]), {}, r"line 1: question is \['\?'\], not a text"),
+    ("a.jsonl", GOOD + line(question=" "), {}, r"line 2: question is ' ', not a text"),
+    ("a.jsonl", line(question="\ud800"), {}, r"line 1: question is not valid Unicode"),
+    ("a.jsonl", line(answer=""), {}, r"line 1: answer is '', not a text"),
+    ("a.jsonl", line(answer=None), {}, r"line 1: answer is None, not a text"),
+    ("a.jsonl", line(answer=True), {}, r"line 1: answer is True, not a text"),
+    ("a.jsonl", line(answer=float("nan")), {}, r"line 1: answer is nan, not a text"),
+    ("a.jsonl", line(answer={"a": "b" * 99}), {}, r"line 1: answer is .{57}\.\.\., not a text"),
+    (
+        "a.jsonl",
+        line(id="x") + line(id="y") + line(id="x"),
+        {"id_key": "id"},
+        r"line 3: id 'x' is also that of line 1",
+    ),
+    ("a.jsonl", line(id=1) + line(id="1"), {"id_key": "id"}, r"line 2: id '1' is also .* line 1"),
+    ("a.jsonl", line(id=None), {"id_key": "id"}, r"line 1: id is None"),
+    ("a.parquet", b"", {}, r"cannot read .*a\.parquet as parquet"),
+    ("a.parquet", GOOD, {}, r"cannot read .*a\.parquet as parquet"),
+    ("a.parquet", GOOD_TABLE[:-20], {}, r"cannot read .*a\.parquet as parquet"),
+    ("a.parquet", b"PAR1" + bytes(40) + GOOD_TABLE[44:], {}, r"cannot read .*as parquet"),
+    ("a.parquet", table(ROW, {"question": "?"}), {}, r"row 2: answer is None, not a text"),
+    (
+        "a.parquet",
+        GOOD_TABLE,
+        {"question_key": "problem"},
+        r"row 1: no column 'problem'; set task\.question_key to one of: question, answer",
+    ),
+    (
+        "a.parquet",
+        table({**ROW, "id": 1}, {**ROW, "id": 1}),
+        {"id_key": "id"},
+        r"row 2: id '1' is also that of row 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "keys", "message"), REFUSED, ids=[case[3] for case in REFUSED]
+)
+def test_files_that_cannot_be_used_are_refused(
+    tmp_path: Path, name: str, content: bytes | None, keys: dict[str, str], message: str
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name == "folder":
+        path.mkdir()
+    with pytest.raises(ConfigError, match=message):
+        read_problems(TaskConfig(path=str(path), **keys))
+
+
+def test_an_empty_table_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.parquet"
+    names = pyarrow.schema([("question", pyarrow.string()), ("answer", pyarrow.string())])
+    parquet.write_table(names.empty_table(), path)
+    with pytest.raises(ConfigError, match=r"empty\.parquet has no problems"):
+        read_problems(TaskConfig(path=str(path)))
