@@ -105,7 +105,7 @@ def rollout(
         bench.engine_for(plan, setup)  # refuse before Ray starts
     with progress_bar(console) as show:
         show("starting Ray", 0, 1)
-        start_ray(engines * len(setups), gpus)  # setups take turns on the cores
+        start_ray(engines * len(setups))  # setups take turns on the cores
         result = asyncio.run(bench.run(plan, show))
     out.mkdir(parents=True, exist_ok=True)
     result |= {"command": command_line(), "versions": versions()}

@@ -88,7 +88,7 @@ def train(
     )
     with progress_bar(console) as show:
         show("starting Ray", 0, 1)
-        start_ray(engines, gpus)
+        start_ray(engines)
         report = asyncio.run(train_drafter(plan, show))
     report |= {"model": str(model), "command": command_line(), "versions": versions()}
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -30,8 +30,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_bytes().decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); allow reading it") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}; settings look like num_steps = 100 or "
+            'model = "models/tiny", under a heading like [run]'
+        ) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -46,7 +51,10 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+                raise ConfigError(
+                    f"override {override!r}: {key} is a value, not a section; set {key} itself, "
+                    f"e.g. {key}=..."
+                )
         place[keys[-1]] = _value(text.strip())
     return tree
 
@@ -76,6 +84,10 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         close = difflib.get_close_matches(location[-1], list(fields), 1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
         return f"{key} is not a setting; {hint}"
+    section = _schema_of(field.annotation) if field is not None else None
+    if section is not None and problem["type"] in ("missing", "model_type"):
+        wrong = "is missing" if problem["type"] == "missing" else "is a section, not a value"
+        return f"{key} {wrong}; e.g. [{key}]{_required(section)}"
     if problem["type"] == "missing":
         return f"{key} is missing{_help(field)}"
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
@@ -88,13 +100,30 @@ def _help(field: FieldInfo | None) -> str:
     if field is None:
         return ""
     example = ""
-    default = field.default
+    default = field.get_default(call_default_factory=True)
     if default is not PydanticUndefined and default is not None:
-        example = f"; e.g. {str(default).lower() if isinstance(default, bool) else repr(default)}"
+        example = f"; e.g. {_toml(default)}"
     elif field.examples:
-        example = f"; e.g. {field.examples[0]!r}"
+        example = f"; e.g. {_toml(field.examples[0])}"
     meaning = " ".join((field.description or "").split())
     return f"{example} ({meaning})" if meaning else example
+
+
+def _required(section: type[BaseModel]) -> str:
+    """What must stand under a section's heading."""
+    lines = [
+        f"{name} = {_toml(field.examples[0])}"
+        for name, field in section.model_fields.items()
+        if field.is_required() and field.examples
+    ]
+    return f" with {', '.join(lines)}" if lines else ""
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{key} = {_toml(each)}" for key, each in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _find(

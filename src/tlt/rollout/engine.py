@@ -203,6 +203,10 @@ class RolloutEngine:
             drafter_version=self._versions["drafter"],
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the prompts seen so far, so that what follows is measured from nothing."""
+        self._command(lambda: self._llm.reset_prefix_cache())
+
     def devices(self) -> tuple[str, list[str]]:
         """This engine's name, and the GPUs its process sees, for ranks that share them."""
         return self.name, [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]

@@ -1,23 +1,30 @@
-"""A local Ray cluster for commands that bring their own."""
+"""Ray for commands: the cluster that `RAY_ADDRESS` names, or one of this machine alone."""
 
 from __future__ import annotations
 
 import os
 
 
-def start_ray(num_engines: int, gpus_per_engine: int = 0) -> None:
-    """Room for so many engines. Commands whose engines take turns may ask for more than cores."""
+def start_ray(num_engines: int) -> None:
+    """Join or start a cluster.
+
+    One of our own has room for so many engines: commands whose engines take turns may ask for more
+    than there are cores. Ray finds GPUs by itself.
+    """
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # By default Ray runs its workers at the lowest priority, behind whatever else goes on.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+        return
     ray.init(
+        "local",
         num_cpus=max(num_engines, os.cpu_count() or 1),
-        num_gpus=gpus_per_engine * num_engines or None,
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
+        **quiet,
     )
 
 

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,6 +45,7 @@ class RunFolder:
 
     def check(self, config: TrainConfig, resume: bool) -> None:
         """Refuse to overwrite a run, or to go on with one under other settings."""
+        self._check_writable()
         exists = (self.path / "config.toml").exists()
         if exists and not resume:
             raise ConfigError(
@@ -58,7 +60,13 @@ class RunFolder:
             )
         import tomllib
 
-        before = _flat(tomllib.loads((self.path / "config.toml").read_text()))
+        try:
+            before = _flat(tomllib.loads((self.path / "config.toml").read_text()))
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path / 'config.toml'}, which the run was started with, is damaged "
+                f"({error}); put it right, or start a new run.out"
+            ) from error
         now = _flat(_plain(config))
         for key in sorted({*before, *now}):
             free = any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
@@ -67,6 +75,19 @@ class RunFolder:
                     f"{key} = {now.get(key)!r}, but the run in {self.path} was started with "
                     f"{before.get(key)!r}; use that value, or start a new run.out"
                 )
+
+    def _check_writable(self) -> None:
+        """By trying, in the part of the path that is there: permissions do not tell it all."""
+        there = self.path
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        try:
+            tempfile.TemporaryDirectory(prefix=".tlt-", dir=there).cleanup()
+        except OSError as error:
+            raise ConfigError(
+                f"run.out = {str(self.path)!r}: nothing can be written to {there} "
+                f"({error.strerror}); choose another folder, e.g. 'runs/first'"
+            ) from error
 
     def open(self, config: TrainConfig, versions: Mapping[str, str], command: str) -> None:
         """Make the folder this process's own, and write down what is run."""

@@ -50,7 +50,7 @@ def launch(
     try:
         if done < config.run.num_steps:
             remove_abandoned()
-            start_ray(config.pool.num_engines, config.engine.num_gpus)
+            start_ray(config.pool.num_engines)
             asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record))
         records = read(folder.metrics)
         (folder.path / "summary.json").write_text(json.dumps(summary(records), indent=2))

@@ -85,8 +85,9 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
             raise ConfigError(
                 f"the cluster has {there['CPU']:g} cores and {there['GPU']:g} GPUs on "
                 f"{len(nodes)} nodes, but the run wants {wanted['CPU']:g} and {wanted['GPU']:g}, "
-                "each engine on one node; lower pool.num_engines, engine.num_cores or "
-                "learner.num_ranks, or add nodes"
+                "each engine on one node; lower pool.num_engines, "
+                f"engine.{'num_gpus' if wanted['GPU'] else 'num_cores'} or learner.num_ranks, or "
+                "add nodes"
             )
 
 

@@ -27,6 +27,9 @@ from tlt.tasks.source import Source, open_source
 CHECKED_STEPS = 4
 """Of so many steps the problems are made and measured before the run."""
 
+MIN_CAPTURED_LAYERS = 3
+"""EAGLE-3 fuses the states of so many layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -46,7 +49,7 @@ def prepare(config: TrainConfig) -> Prepared:
     plan = plan_placement(config)
     _check_cores(config)
     _check_learner(config)
-    _check_capture(config)
+    _check_capture(config, model)
     chat = Chat(config.policy.model, "policy.model")
     num_held_out = config.eval.num_problems if config.eval.every_steps else 0
     source = open_source(config.task, config.run.seed, num_held_out)
@@ -62,19 +65,18 @@ def prepare(config: TrainConfig) -> Prepared:
 
 def _read_model(config: TrainConfig) -> dict[str, Any]:
     folder = Path(config.policy.model)
-    try:
-        model: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
+    way_out = "make one with `tlt models smollm2`, or name a Hugging Face folder"
+    model = _read_json(folder / "config.json", "policy.model", way_out)
+    index = folder / "model.safetensors.index.json"
+    files = {file.name for file in folder.glob("*.safetensors")}
+    wanted = {"*.safetensors"} if not files else set[str]()
+    if index.exists():
+        shards = _read_json(index, "policy.model", way_out).get("weight_map", {})
+        wanted = {*shards.values()} - files
+    if wanted:
         raise ConfigError(
-            f"policy.model = {config.policy.model!r} is not a model folder: config.json is "
-            "missing; make one with `tlt models smollm2`, or name a Hugging Face folder"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"policy.model: {folder / 'config.json'} is not JSON: {error}") from error
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"policy.model = {config.policy.model!r} holds no *.safetensors; save the model with "
-            "`save_pretrained`"
+            f"policy.model = {config.policy.model!r} holds no {min(wanted)}; save the model with "
+            "`save_pretrained`, or download it again"
         )
     if model.get("sliding_window") and model.get("use_sliding_window", True):
         raise ConfigError(
@@ -82,6 +84,20 @@ def _read_model(config: TrainConfig) -> dict[str, Any]:
             "training rows do not know; use a model with full attention, such as Llama or Qwen2"
         )
     return model
+
+
+def _read_json(path: Path, key: str, way_out: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(
+            f"{key} = {str(path.parent)!r} holds no {path.name} that can be read; {way_out}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{key}: {path} is not JSON: {error}; {way_out}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{key}: {path} holds no settings; {way_out}")
+    return found
 
 
 def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
@@ -107,17 +123,23 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
     if engine.drafter is not None:
         _check_drafter(Path(engine.drafter), model)
     engine = engine.model_copy(update={"engine_args": args})
-    engine_args(engine)
+    try:
+        engine_args(engine)
+    except ConfigError as error:
+        raise type(error)(f"engine: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"engine.policy = {engine.policy} cannot be read ({error}); "
+            'e.g. { kind = "fixed", drafter = "ngram", num_draft_tokens = 4 }'
+        ) from error
     return engine
 
 
 def _check_drafter(folder: Path, model: dict[str, Any]) -> None:
-    if not (folder / "config.json").exists():
-        raise ConfigError(
-            f"engine.drafter = {str(folder)!r} is not a drafter folder: config.json is missing; "
-            "make one with `tlt drafter train`, or leave it out"
-        )
-    drafter = json.loads((folder / "config.json").read_text())
+    way_out = "make one with `tlt drafter train`, or leave it out"
+    drafter = _read_json(folder / "config.json", "engine.drafter", way_out)
+    if not list(folder.glob("*.safetensors")):
+        raise ConfigError(f"engine.drafter = {str(folder)!r} holds no *.safetensors; {way_out}")
     for key in ("hidden_size", "vocab_size"):
         if drafter.get(key) != model.get(key):
             raise ConfigError(
@@ -157,7 +179,7 @@ def _check_learner(config: TrainConfig) -> None:
         )
 
 
-def _check_capture(config: TrainConfig) -> None:
+def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
     if not config.capture.enabled:
         return
     folder = Path(config.capture.folder)
@@ -171,6 +193,11 @@ def _check_capture(config: TrainConfig) -> None:
             f"capture.capacity_gib = {config.capture.capacity_gib:g} is more than the {free:.1f} "
             f"GiB free in {folder}; e.g. {max(free / 2, 0.01):.2f}"
         )
+    if (num_layers := model.get("num_hidden_layers", MIN_CAPTURED_LAYERS)) < MIN_CAPTURED_LAYERS:
+        raise ConfigError(
+            "capture.enabled: drafters read three hidden states, but policy.model has "
+            f"{num_layers} layers; set it to false, or use a deeper model"
+        )
 
 
 def _check_lengths(
@@ -180,18 +207,32 @@ def _check_lengths(
     chat: Chat,
     problems: list[Problem],
 ) -> None:
-    limit = engine.engine_args.get("max_model_len") or model.get("max_position_embeddings")
-    if limit is None:
-        return
     drafts = max_draft_tokens(engine)
     margin = drafts + 1 if drafts else 0
-    longest, problem_id = max((len(chat.prompt(p.question)), p.problem_id) for p in problems)
-    needed = longest + config.sampling.max_tokens + margin
-    if needed > limit:
+    prompts = [(chat.prompt(p.question), p.problem_id) for p in problems]
+    longest, problem_id = max((len(tokens), problem_id) for tokens, problem_id in prompts)
+    highest, vocabulary = max(max(tokens) for tokens, _ in prompts), model.get("vocab_size")
+    if vocabulary is not None and highest >= vocabulary:
         raise ConfigError(
-            f"engine.engine_args.max_model_len = {limit} is too short: prompt of {problem_id} "
-            f"({longest} tokens) + sampling.max_tokens ({config.sampling.max_tokens}) + {margin} "
-            f"for drafts is {needed}; set it to {needed} or more, or lower sampling.max_tokens"
+            f"policy.model = {config.policy.model!r}: its tokenizer makes token {highest}, but "
+            f"the model knows {vocabulary}; save the model's own tokenizer there"
+        )
+    needed = longest + config.sampling.max_tokens + margin
+    what = (
+        f"prompt of {problem_id} ({longest} tokens) + sampling.max_tokens "
+        f"({config.sampling.max_tokens}) + {margin} for drafts is {needed}"
+    )
+    given = engine.engine_args.get("max_model_len")
+    if given is not None and not (isinstance(given, int) and given >= needed):
+        raise ConfigError(
+            f"engine.engine_args.max_model_len = {given!r} does not hold a sample: {what}; set it "
+            f"to {needed} or more, or lower sampling.max_tokens"
+        )
+    limit = model.get("max_position_embeddings")
+    if given is None and limit is not None and needed > limit:
+        raise ConfigError(
+            f"policy.model takes {limit} tokens: {what}; lower sampling.max_tokens to "
+            f"{max(1, limit - longest - margin)}, or use a model with a longer context"
         )
 
 

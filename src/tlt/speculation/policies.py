@@ -56,6 +56,10 @@ class ByBatchSize:
                 f"policy.schedule needs rising batch sizes from 1 on, got {limits}; "
                 "e.g. [[4, 4], [16, 2]]"
             )
+        if drafter not in ("ngram", "eagle3"):
+            raise ConfigError(
+                f"policy.drafter = {drafter!r} is no drafter; e.g. 'eagle3' or 'ngram'"
+            )
         self._limits = limits
         self._arms = [Arm(drafter, k) if k else OFF for _, k in schedule] + [OFF]
 

@@ -1,0 +1,214 @@
+"""`tlt train` as a user runs it: it learns, and nothing that dies loses or repeats a step."""
+
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
+SEEDS = (0, 1, 2)
+ROUNDS = 5
+STEPS = 24
+SHORT = (
+    f"run.num_steps={STEPS} sampling.prompts_per_step=8 sampling.group_size=4 "
+    "sampling.seeded=true checkpoint.every_steps=1 eval.every_steps=0 "
+    "pool.max_restarts=20 learner.max_restarts=20 engine.core_group=test-train"
+)
+"""Seeded and small: two runs of it are equal to the last bit."""
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
+
+
+def command(arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tlt", *shlex.split(arguments)]
+
+
+def tlt(arguments: str, cwd: Path) -> str:
+    done = subprocess.run(command(arguments), cwd=cwd, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The commands at the head of the recipe."""
+    folder = tmp_path_factory.mktemp("train")
+    tlt("models tiny --out models/tiny", folder)
+    tlt(
+        "sft --model models/tiny --out models/tiny-sft --task gcd --sizes 2,2,2 "
+        "--parameter max_value=9 --steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
+        folder,
+    )
+    return folder
+
+
+def records(run: Path) -> list[dict[str, float]]:
+    if not (run / "metrics.jsonl").exists():
+        return []
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def samples_made(record: dict[str, float]) -> dict[str, float]:
+    """Everything of a step that is not about time, or about who died."""
+    skipped = ("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts")
+    skipped += ("learner/tokens_per_s", "learner/restarts")
+    return {name: value for name, value in record.items() if not name.startswith(skipped)}
+
+
+# --- it learns ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_reward_rises(policy: Path, seed: int) -> None:
+    started_at = time.monotonic()
+    output = tlt(f"train {RECIPE} run.out=runs/seed-{seed} run.seed={seed}", policy)
+    assert time.monotonic() - started_at < 600
+    run = policy / "runs" / f"seed-{seed}"
+    rewards = [r["reward/mean"] for r in records(run) if "reward/mean" in r]
+    fifth = len(rewards) // 5
+    first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+    assert last - first >= 0.2, rewards
+    assert "where the seconds of a step go" in " ".join(output.split())
+    for name in ("config.toml", "versions.json", "summary.json", "run.png", "samples"):
+        assert (run / name).exists(), name
+    assert (run / "policy" / "model.safetensors").exists()
+
+
+# --- nothing is lost ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(policy: Path) -> list[dict[str, float]]:
+    tlt(f"train {RECIPE} run.out=runs/undisturbed {SHORT}", policy)
+    return records(policy / "runs" / "undisturbed")
+
+
+@contextmanager
+def running(policy: Path, name: str, flags: str = "") -> Iterator[subprocess.Popen[bytes]]:
+    log = (policy / f"{name}.log").open("ab")
+    arguments = f"train {RECIPE} run.out=runs/{name} {SHORT} {flags}"
+    process = subprocess.Popen(command(arguments), cwd=policy, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        log.close()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, f"the run ended while waiting for {what}"
+        assert time.monotonic() < deadline, f"no {what} in time"
+        time.sleep(0.05)
+
+
+def children(process: subprocess.Popen[bytes], title: str) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if title in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def reward_workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Direct children that multiprocessing spawned."""
+    direct = psutil.Process(process.pid).children()
+    return [c for c in children(process, "spawn_main") if c in direct]
+
+
+def kill_in_rounds(
+    policy: Path,
+    name: str,
+    victims: Callable[[subprocess.Popen[bytes]], list[psutil.Process]],
+    num_whole: int = 1,
+) -> list[dict[str, float]]:
+    """One run, in which a victim is killed at a random moment, `ROUNDS` times."""
+    rng = random.Random(name)
+    run = policy / "runs" / name
+    with running(policy, name) as process:
+        for round_ in range(ROUNDS):
+            done = 1 + round_ * STEPS // (ROUNDS + 1)
+            wait_for(lambda done=done: len(records(run)) >= done, process, f"step {done}")
+            wait_for(lambda: len(victims(process)) >= num_whole, process, "a victim")
+            time.sleep(rng.uniform(0, 1))
+            rng.choice(victims(process)).kill()
+        assert process.wait(timeout=400) == 0, (policy / f"{name}.log").read_text()[-3000:]
+    return records(run)
+
+
+def steps_of(found: list[dict[str, float]]) -> list[int]:
+    return [int(record["step"]) for record in found]
+
+
+def test_killed_drivers_resume_and_end_exactly_as_undisturbed(
+    policy: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    rng = random.Random(0)
+    run = policy / "runs" / "driver"
+    for round_ in range(ROUNDS):
+        with running(policy, "driver", "--resume" if round_ else "") as process:
+            done = 2 + round_ * STEPS // (ROUNDS + 1)
+            wait_for(lambda done=done: len(records(run)) >= done, process, f"step {done}")
+            time.sleep(rng.uniform(0, 1.5))  # anywhere in a step
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    with running(policy, "driver", "--resume") as process:
+        assert process.wait(timeout=300) == 0, (policy / "driver.log").read_text()[-3000:]
+    found = records(run)
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    for mine, reference in zip(found, undisturbed, strict=True):
+        assert samples_made(mine) == samples_made(reference)
+
+
+def test_killed_learner_ranks_end_exactly_as_undisturbed(
+    policy: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    found = kill_in_rounds(policy, "learner", lambda p: children(p, "ray::LearnerActor"))
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    assert "starting the ranks again" in (policy / "learner.log").read_text()
+    for mine, reference in zip(found, undisturbed, strict=True):
+        assert samples_made(mine) == samples_made(reference)
+
+
+def test_killed_engines_change_nothing_but_the_time(
+    policy: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    found = kill_in_rounds(policy, "engine", lambda p: children(p, "ray::EngineActor"), 2)
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    assert sum(r["rollout/engine_restarts"] for r in found) >= ROUNDS - 1
+    assert_close(found, undisturbed)
+
+
+def test_killed_reward_workers_change_nothing(
+    policy: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    found = kill_in_rounds(policy, "reward", reward_workers)
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    assert_close(found, undisturbed)
+
+
+def assert_close(found: list[dict[str, float]], reference: list[dict[str, float]]) -> None:
+    """Within the noise of sampling: seeds are the same, batches in the engines are not."""
+
+    def late_reward(run: list[dict[str, float]]) -> float:
+        return sum(r["reward/mean"] for r in run[STEPS // 2 :]) / (STEPS - STEPS // 2)
+
+    assert late_reward(found) == pytest.approx(late_reward(reference), abs=0.12)

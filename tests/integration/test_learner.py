@@ -1,0 +1,254 @@
+"""The learner as Ray actors: ranks agree, states are captured, checkpoints give back what was."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlt.drafter.buffer import BufferSettings, SampleBuffer
+from tlt.errors import LearnerLost
+from tlt.learner.batch import TrainSample, Weighting
+from tlt.learner.policy_loss import PolicyLossSettings
+from tlt.learner.rank import RankSettings
+from tlt.rollout.weights import read_weights
+from tlt.run.learner import LearnerGroup, LearnerPlan
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def plan(tiny: Path, num_ranks: int = 1, **changes: object) -> LearnerPlan:
+    rank = RankSettings(
+        model=str(tiny),
+        dtype="float32",
+        temperature=1.0,
+        weighting=Weighting("tokens", 64),
+        loss=PolicyLossSettings(),
+        lr=1e-3,
+    )
+    settings = LearnerPlan(
+        num_ranks=num_ranks,
+        row_tokens=256,
+        rank=rank,
+        on_gpu=False,
+        num_cores=1,
+        core_group=f"test-learner-{os.getpid()}",
+        timeout_s=120,
+    )
+    return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def batch(seed: int, num_groups: int = 5) -> list[TrainSample]:
+    rng = random.Random(seed)
+    samples = []
+    for group in range(num_groups):
+        prompt = tuple(rng.randrange(5, 250) for _ in range(rng.randint(4, 30)))
+        for place in range(4):
+            response = tuple(rng.randrange(5, 250) for _ in range(rng.randint(1, 60)))
+            logprobs = tuple(rng.uniform(-2, 0) for _ in response)
+            samples.append(
+                TrainSample(f"{group}/{place}", prompt, response, logprobs, rng.uniform(-1, 1))
+            )
+    return samples
+
+
+def denominator(samples: list[TrainSample]) -> float:
+    return Weighting("tokens", 64).denominator([len(s.response_ids) for s in samples])
+
+
+async def weights(learner: LearnerGroup) -> dict[str, torch.Tensor]:
+    shared = await learner.publish("float32")
+    assert not isinstance(shared, list)
+    found = {name: tensor.clone() for name, tensor in read_weights(str(shared.path))}
+    shared.close()
+    return found
+
+
+async def train(learner: LearnerGroup, seeds: range, cut: int | None = None) -> list[float]:
+    """Updates, each batch handed over whole or in two parts; the gradients' norms."""
+    norms = []
+    for seed in seeds:
+        samples = batch(seed)
+        for part in [samples] if cut is None else [samples[:cut], samples[cut:]]:
+            await learner.accumulate(part, seed)
+        report, _, _ = await learner.step(denominator(samples))
+        norms.append(report.grad_norm)
+    return norms
+
+
+def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -> None:
+    async def run(num_ranks: int, cut: int | None, row_tokens: int) -> dict[str, torch.Tensor]:
+        learner = LearnerGroup(plan(tiny, num_ranks, row_tokens=row_tokens))
+        try:
+            await learner.start()
+            norms.append(await train(learner, range(3), cut))
+            return await weights(learner)
+        finally:
+            await learner.stop()
+
+    norms: list[list[float]] = []
+    reference = asyncio.run(run(1, None, 4096))
+    for num_ranks, cut, row_tokens in ((2, None, 256), (1, 7, 100), (2, 11, 128)):
+        other = asyncio.run(run(num_ranks, cut, row_tokens))
+        assert norms[-1] == pytest.approx(norms[0], rel=1e-4)
+        for name, tensor in reference.items():
+            # Adam divides by the gradient's size: where that is rounding noise, lr is the bound.
+            difference = (tensor - other[name]).abs()
+            assert difference.max() < 3e-3, name
+            assert difference.mean() < 1e-5, name
+
+
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        learner = LearnerGroup(plan(tiny))
+        await learner.start()
+        await train(learner, range(2))
+        await learner.save(tmp_path)
+        expected = await train(learner, range(2, 4))  # beside the writing
+        await learner.wait_saved(tmp_path, None)
+        reference = await weights(learner)
+        await learner.stop()
+        await learner.start(tmp_path)
+        assert await train(learner, range(2, 4)) == expected
+        again = await weights(learner)
+        await learner.stop()
+        for name, tensor in reference.items():
+            assert torch.equal(tensor, again[name]), name
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_of_two_ranks_is_restored_by_one(tiny: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        two = LearnerGroup(plan(tiny, 2))
+        await two.start()
+        await train(two, range(2))
+        await two.save(tmp_path)
+        await two.wait_saved(tmp_path, None)
+        reference = await weights(two)
+        await two.stop()
+        one = LearnerGroup(plan(tiny, 1))
+        await one.start(tmp_path)
+        again = await weights(one)
+        await one.stop()
+        for name, tensor in reference.items():
+            assert torch.equal(tensor, again[name]), name
+
+    asyncio.run(run())
+
+
+def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
+    tiny: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.capture import capture
+
+    layers = (1, 2, 3)
+    settings = BufferSettings(folder=str(tmp_path / "states"), capacity_bytes=2**26)
+    base = plan(tiny, buffer=settings)
+    base = replace(base, rank=replace(base.rank, aux_layer_ids=layers))
+    samples = batch(0)
+
+    async def run() -> None:
+        learner = LearnerGroup(base)
+        await learner.start()
+        await learner.accumulate(samples, 7)
+        _, kept, num_bytes = await learner.step(denominator(samples))
+        await learner.save(tmp_path / "saved")
+        await learner.wait_saved(tmp_path / "saved", None)
+        await learner.stop()
+        SampleBuffer(settings).clear()
+        await learner.start(tmp_path / "saved")
+        await learner.stop()
+        assert num_bytes > 0
+        assert kept <= len(samples)
+
+    asyncio.run(run())
+    buffer = SampleBuffer(settings)
+    entries = buffer.entries()
+    assert len(entries) == len(samples)
+    assert {entry.rl_step for entry in entries} == {7}
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    for entry in entries:
+        found = buffer.read(entry.name)
+        assert found is not None
+        sample = next(
+            s for s in samples if s.prompt_ids + s.response_ids == tuple(found.token_ids_T.tolist())
+        )
+        expected = capture(
+            policy, sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), layers
+        )
+        torch.testing.assert_close(found.aux_TA, expected.aux_TA, atol=5e-2, rtol=2e-2)
+        torch.testing.assert_close(found.final_TH, expected.final_TH, atol=5e-2, rtol=2e-2)
+        assert torch.equal(found.loss_mask_T, expected.loss_mask_T)
+
+
+def test_several_updates_of_one_batch_clip_against_the_first_policy(tiny: Path) -> None:
+    async def run() -> list[float]:
+        base = plan(tiny)
+        learner = LearnerGroup(replace(base, rank=replace(base.rank, lr=3e-2)))
+        await learner.start()
+        samples = batch(0)
+        await learner.remember_logprobs(samples)
+        clipped = []
+        for _ in range(2):
+            await learner.accumulate(samples, 1)
+            report, _, _ = await learner.step(denominator(samples))
+            clipped.append(report.sums.clipped_tokens)
+        await learner.forget_logprobs()
+        await learner.accumulate(samples, 1)
+        clipped.append((await learner.step(denominator(samples)))[0].sums.clipped_tokens)
+        await learner.stop()
+        return clipped
+
+    first, second, on_policy = asyncio.run(run())
+    assert first == 0  # nothing has moved yet
+    assert second > 0
+    assert on_policy == 0
+
+
+def test_a_killed_rank_is_a_lost_learner_that_starts_again(tiny: Path) -> None:
+    async def run() -> None:
+        learner = LearnerGroup(plan(tiny, 2))
+        pids = await learner.start()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(LearnerLost):
+            await train(learner, range(1))
+        await learner.stop()
+        await learner.start()
+        await train(learner, range(1))
+        await learner.stop()
+
+    asyncio.run(run())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path) -> None:
+    async def run() -> None:
+        learner = LearnerGroup(plan(tiny))
+        await learner.start()
+        before = await weights(learner)
+        broken = [replace(sample, advantage=float("inf")) for sample in batch(0)]
+        await learner.accumulate(broken, 1)
+        report, _, _ = await learner.step(denominator(broken))
+        assert report.skipped
+        after = await weights(learner)
+        await learner.stop()
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]), name
+
+    asyncio.run(run())
