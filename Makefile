@@ -38,9 +38,11 @@ type:
 test-unit:
 	$(BIN)/pytest tests/unit
 
-# Real engines and a real local Ray cluster.
+# Real engines and a real local Ray cluster. What needs one core runs twice at once, each half
+# bound to a core of its own.
 test-integration:
-	$(BIN)/pytest tests/integration tests/e2e
+	$(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
+	$(BIN)/pytest tests/integration tests/e2e -m two_cores
 
 test: test-unit test-integration
 
@@ -50,6 +52,9 @@ check: lint type test
 bench:
 	bash benchmarks/drafter.sh
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/learner.py
+	$(BIN)/python benchmarks/train_rollout.py
+	bash benchmarks/train.sh
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py

@@ -96,7 +96,7 @@ def main() -> None:
 
     together = rows_by_rank(samples, options.row_tokens, 1)[0]
     # Prompts told apart by nothing but their samples' order: no two neighbours share.
-    apart = [[s for s in row] for row in _apart(samples, options.row_tokens)]
+    apart = _apart(samples, options.row_tokens)
 
     plain = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-6, betas=(0.9, 0.95), fused=True)
@@ -143,7 +143,7 @@ def main() -> None:
                 elapsed = time.perf_counter() - started
                 if round_:  # the first one warms up
                     seconds[name].append(elapsed)
-                print(f"round {round_}: {name} {num_tokens / elapsed:.0f} tokens/s", flush=True)  # noqa: T201
+                print(f"round {round_}: {name} {num_tokens / elapsed:.0f} tokens/s", flush=True)
     finally:
         shutil.rmtree(shared)
 
@@ -171,7 +171,7 @@ def main() -> None:
     for name in ("tlt_against_plain", "unshared_against_plain", "capture_against_tlt"):
         values = report[name]
         assert isinstance(values, dict)
-        print(f"{name}: {values['median']:.2f}x ({values['low']:.2f} to {values['high']:.2f})")  # noqa: T201
+        print(f"{name}: {values['median']:.2f}x ({values['low']:.2f} to {values['high']:.2f})")
     dist.destroy_process_group()
 
 

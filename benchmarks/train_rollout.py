@@ -84,7 +84,7 @@ def main() -> None:
         "rounds": rounds,
     }  # fmt: skip
     RESULT.write_text(json.dumps(report, indent=2) + "\n")
-    print(  # noqa: T201
+    print(
         f"loop against bare engines: {statistics.median(ratios):.3f}x "
         f"({min(ratios):.3f} to {max(ratios):.3f})"
     )
@@ -140,7 +140,7 @@ async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, fl
             found[f"{way}_tokens_per_s"] = tokens / seconds
         if round_:  # the first one warms up
             rounds.append(found)
-        print({k: round(v, 1) for k, v in found.items()}, flush=True)  # noqa: T201
+        print({k: round(v, 1) for k, v in found.items()}, flush=True)
     rewards.close()
     for handle in handles:
         await handle.stop(graceful=True)

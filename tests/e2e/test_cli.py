@@ -42,6 +42,7 @@ def test_doctor(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.ray
+@pytest.mark.two_cores
 def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     tlt("models tiny", tmp_path)
     assert (tmp_path / "models/tiny/config.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Before torch starts its threads: tests that run side by side have a core each.
+    _cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {_cores[int(worker.removeprefix("gw")) % len(_cores)]})
 
 from engine_process import EngineProcess
 

@@ -19,7 +19,7 @@ from tlt.learner.rank import RankSettings
 from tlt.rollout.weights import read_weights
 from tlt.run.learner import LearnerGroup, LearnerPlan
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.two_cores]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
 from tlt.rollout.pool import RolloutPool
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
 
 @pytest.fixture(scope="module", autouse=True)

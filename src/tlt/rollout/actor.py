@@ -66,7 +66,9 @@ def ship(path: str) -> Any:
 class RayEngine:
     """The pool's handle on an engine actor."""
 
-    def __init__(self, config: EngineConfig, name: str, place: Mapping[str, Any]) -> None:
+    def __init__(
+        self, config: EngineConfig, name: str, place: Mapping[str, Any] | None = None
+    ) -> None:
         environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
         if config.num_gpus == 0:
             environment["OMP_NUM_THREADS"] = str(config.num_cores)
@@ -78,7 +80,7 @@ class RayEngine:
                 max_concurrency=8,
                 max_restarts=0,  # the pool starts successors itself, with the current weights
                 runtime_env={"env_vars": environment},
-                **place,
+                **(place or {}),
             )
             .remote(config, name)
         )
