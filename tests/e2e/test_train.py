@@ -86,6 +86,50 @@ def test_reward_rises(policy: Path, seed: int) -> None:
     assert (run / "policy" / "model.safetensors").exists()
 
 
+# --- other ways to run it -------------------------------------------------------------------------
+
+
+def test_separate_devices_stream_to_the_same_update(
+    policy: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    """Gradients of complete groups, computed while others are generated, are the same sum."""
+    tlt(
+        f"train {RECIPE} run.out=runs/separate {SHORT} run.num_steps=3 pool.num_engines=1 "
+        "placement.kind=separate learner.row_tokens=256",
+        policy,
+    )
+    found = records(policy / "runs" / "separate")
+    assert steps_of(found) == [1, 2, 3]
+    assert found[0]["reward/mean"] == undisturbed[0]["reward/mean"]
+    assert found[0]["learner/grad_norm"] == pytest.approx(
+        undisturbed[0]["learner/grad_norm"], rel=1e-3
+    )
+    assert found[0]["learner/rows"] > undisturbed[0]["learner/rows"]
+
+
+def test_everything_switched_on(policy: Path) -> None:
+    tlt(
+        f"train {RECIPE} run.out=runs/all {SHORT} run.num_steps=3 learner.num_ranks=2 "
+        "learner.updates_per_step=2 algorithm.kl_weight=0.01 algorithm.advantage=rloo "
+        "sampling.temperature=0.8 capture.enabled=true capture.capacity_gib=0.1 "
+        "eval.every_steps=2 eval.num_problems=8 metrics.tensorboard=true "
+        "metrics.prometheus_port=0 engine.policy.kind=fixed engine.policy.drafter=ngram "
+        "engine.policy.num_draft_tokens=2",
+        policy,
+    )
+    run = policy / "runs" / "all"
+    found = [r for r in records(run) if "reward/mean" in r]
+    assert steps_of(found) == [1, 2, 3]
+    assert [r["policy_version"] for r in found] == [2, 4, 6]
+    assert found[-1]["learner/kl"] > 0
+    assert max(r["learner/gap_mean"] for r in found) < 1e-3
+    assert found[-1]["capture/bytes"] > 0
+    assert found[-1]["rollout/acceptance_length"] > 1
+    assert [r["step"] for r in records(run) if "eval/reward_mean" in r] == [0, 2, 3]
+    assert list((run / "checkpoints" / "step-000003" / "buffer-0").iterdir())
+    assert list(run.rglob("events.out.tfevents*"))
+
+
 # --- nothing is lost ------------------------------------------------------------------------------
 
 

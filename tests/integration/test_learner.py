@@ -119,7 +119,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_p
         await train(learner, range(2))
         await learner.save(tmp_path)
         expected = await train(learner, range(2, 4))  # beside the writing
-        await learner.wait_saved(tmp_path, None)
+        await learner.wait_saved(tmp_path, None, 2)
         reference = await weights(learner)
         await learner.stop()
         await learner.start(tmp_path)
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_two_ranks_is_restored_by_one(tiny: Path, tmp_path: Path
         await two.start()
         await train(two, range(2))
         await two.save(tmp_path)
-        await two.wait_saved(tmp_path, None)
+        await two.wait_saved(tmp_path, None, 2)
         reference = await weights(two)
         await two.stop()
         one = LearnerGroup(plan(tiny, 1))
@@ -170,7 +170,8 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
         await learner.accumulate(samples, 7)
         _, kept, num_bytes = await learner.step(denominator(samples))
         await learner.save(tmp_path / "saved")
-        await learner.wait_saved(tmp_path / "saved", None)
+        await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
+        await learner.wait_saved(tmp_path / "saved", None, 7)
         await learner.stop()
         SampleBuffer(settings).clear()
         await learner.start(tmp_path / "saved")
@@ -198,13 +199,17 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
         assert torch.equal(found.loss_mask_T, expected.loss_mask_T)
 
 
-def test_several_updates_of_one_batch_clip_against_the_first_policy(tiny: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_several_updates_of_one_batch_clip_against_the_first_policy(
+    tiny: Path, num_ranks: int
+) -> None:
     async def run() -> list[float]:
-        base = plan(tiny)
+        base = plan(tiny, num_ranks)
         learner = LearnerGroup(replace(base, rank=replace(base.rank, lr=3e-2)))
         await learner.start()
-        samples = batch(0)
-        await learner.remember_logprobs(samples)
+        samples, others = batch(0), [replace(s, sample_id=f"x{s.sample_id}") for s in batch(1)]
+        for part in (samples, others):
+            await learner.remember_logprobs(part)
         clipped = []
         for _ in range(2):
             await learner.accumulate(samples, 1)

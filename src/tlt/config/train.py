@@ -137,7 +137,7 @@ class LearnerConfig(Schema):
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: a third more work for much less memory."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times the ranks are started again after one was lost, from the last checkpoint."""
+    """Times the ranks are started again, from the last checkpoint, before there is a newer one."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds an update may take before the ranks count as hung."""
 

@@ -121,21 +121,23 @@ class SampleBuffer:
 
     # --- snapshots ----------------------------------------------------------------------------
 
-    def copy_to(self, folder: Path, earlier: Path | None = None) -> None:
-        """Copy all samples to disk; those that an earlier copy holds are linked to it."""
+    def copy_to(self, folder: Path, last_step: int, earlier: Path | None = None) -> None:
+        """Copy samples up to an RL step to disk; those that an earlier copy holds are linked."""
         folder.mkdir(parents=True, exist_ok=True)
         for entry in self.entries():
+            if entry.rl_step > last_step:
+                continue
             try:
                 os.link((earlier or folder) / entry.name, folder / entry.name)
             except OSError:  # not there, or the file system has no links
                 with suppress(FileNotFoundError):  # evicted meanwhile
                     shutil.copy(self._folder / entry.name, folder / entry.name)
 
-    def restore_from(self, folder: Path) -> None:
+    def restore_from(self, folder: Path | None) -> None:
         """Hold exactly the samples of a copy; none when there is no copy."""
         self.clear()
         with self._writing():
-            for file in folder.glob(f"*{SUFFIX}"):
+            for file in folder.glob(f"*{SUFFIX}") if folder else ():
                 hidden = self._folder / f".{file.name}"
                 shutil.copy(file, hidden)
                 hidden.rename(self._folder / file.name)

@@ -95,6 +95,7 @@ class LearnerRank:
         self.keep_states = keep_states
         self.num_updates = 0
         self._sums = Sums()
+        self._remembers = False
         self._old_logprobs: dict[str, torch.Tensor] = {}
 
         def load() -> Any:
@@ -137,7 +138,7 @@ class LearnerRank:
             row = self._pack(samples)
             output = self._policy(row, with_states=self.keep_states is not None and bool(samples))
             old_P = output.logprob_P.detach()
-            if self._old_logprobs and samples:
+            if self._remembers and samples:
                 old_P = torch.cat([self._old_logprobs[s.sample_id] for s in samples])
             result = policy_loss(
                 output.logprob_P,
@@ -184,14 +185,20 @@ class LearnerRank:
         if gradients and not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad()
+        if self._reference is not None:
+            # It never has a backward pass, which is where FSDP forgets the passes it has seen.
+            self._reference.reset_iter_state()
         self.num_updates += 1
         sums, self._sums = self._total(self._sums), Sums()
         sums.loss /= denominator
         return UpdateReport(sums, grad_norm, lr, skipped)
 
     def remember_logprobs(self, rows: Sequence[Sequence[TrainSample]]) -> None:
-        """Probabilities before any update of this batch, for when it is split over several."""
-        self._old_logprobs.clear()
+        """Probabilities before any update of a batch that is split over several, part by part.
+
+        Each part as it will be accumulated: a rank remembers the samples it is dealt.
+        """
+        self._remembers = True
         with torch.no_grad():
             for samples in rows:
                 row = self._pack(samples)
@@ -201,6 +208,7 @@ class LearnerRank:
                     self._old_logprobs[sample.sample_id] = logprob
 
     def forget_logprobs(self) -> None:
+        self._remembers = False
         self._old_logprobs.clear()
 
     def _pack(self, samples: Sequence[TrainSample]) -> PackedRow:

@@ -29,6 +29,9 @@ class EngineActor:
         self._engine = RolloutEngine(config, name)
 
     def start(self) -> dict[str, Any]:
+        from tlt.rollout.weights import remove_abandoned
+
+        remove_abandoned()  # of an engine that died while loading, on this node
         report = self._engine.start()
         return report | {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
@@ -102,7 +105,7 @@ class RayEngine:
     async def call(self, method: str, *args: Any) -> Any:
         if method in ("update_policy", "update_drafter") and self._remote:
             manifest, version = args
-            tensors = ship(manifest["path"])
+            tensors = await asyncio.to_thread(ship, manifest["path"])
             return await self._await(self._actor.call_with_weights.remote(method, tensors, version))
         return await self._await(self._actor.call.remote(method, *args))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest
-from tlt.errors import ConfigError, EngineError, EngineGone
+from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class RolloutPool:
         # From here on a starting engine loads these; the running ones follow.
         self._weights[method] = (weights, version)
         try:
-            seconds = await self.call_all(method, weights.manifest(), version)
+            seconds = await self._load(method, weights.manifest(), version)
         except BaseException:
             del self._weights[method]
             if old is not None:
@@ -184,6 +184,21 @@ class RolloutPool:
         if old is not None:
             old[0].close()
         return seconds
+
+    async def _load(self, method: str, manifest: dict[str, Any], version: int) -> list[float]:
+        """Weights into all engines. One that fails where others succeed is replaced."""
+        handles = dict(self._handles)
+        calls = [handle.call(method, manifest, version) for handle in handles.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [a for a in answers if isinstance(a, BaseException)]
+        refused = [a for a in errors if not isinstance(a, EngineGone)]
+        if refused and len(errors) == len(answers):
+            raise refused[0]  # the weights are wrong, not the engines
+        for (name, handle), answer in zip(handles.items(), answers, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
+                logger.warning("%s did not take new weights (%r) and is replaced", name, answer)
+                await handle.stop(graceful=False)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     # --- one engine's life --------------------------------------------------------------------
 
@@ -308,8 +323,9 @@ class RolloutPool:
         try:
             await handle.submit(requests)
         except (ValueError, EngineError) as error:
-            if isinstance(error, ConfigError) or isinstance(error.__cause__, ConfigError):
-                await self._fail(error)  # the request itself is wrong: no engine would take it
+            refused = (ConfigError, EngineUnsafe)
+            if isinstance(error, refused) or isinstance(error.__cause__, refused):
+                await self._fail(error)  # no engine would take it
         except Exception as error:
             logger.debug("%s did not take %d requests: %r", name, len(requests), error)
             # Its server notices the loss and requeues them.

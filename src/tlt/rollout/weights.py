@@ -46,7 +46,7 @@ class SharedWeights:
             offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
         header = json.dumps(entries).encode()
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
-        self.path = SHARED_DIR / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self.path = _new_path()
         self.num_bytes = start + offset
         with self.path.open("wb+") as file:
             # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
@@ -66,7 +66,8 @@ class SharedWeights:
     def adopt(cls, path: str) -> SharedWeights:
         """Weights that another process of this node wrote; from here on ours to remove."""
         adopted = cls.__new__(cls)
-        adopted.path = Path(path)
+        # Under this process's name: the writer may end long before the weights are done with.
+        adopted.path = Path(path).rename(_new_path())
         adopted.num_bytes = adopted.path.stat().st_size
         return adopted
 
@@ -82,6 +83,10 @@ class SharedWeights:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _new_path() -> Path:
+    return SHARED_DIR / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:

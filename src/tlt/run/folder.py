@@ -28,7 +28,11 @@ from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 
 STATE = "state.json"
-MAY_CHANGE = ("run.num_steps", "checkpoint", "eval", "metrics", "pool", "engine", "placement")
+MAY_CHANGE = (
+    *("run.num_steps", "checkpoint", "eval", "metrics", "pool", "engine", "placement"),
+    *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),
+    *("learner.max_restarts", "learner.timeout_s", "reward.num_workers", "reward.timeout_s"),
+)
 """Settings that a resumed run may change; any other would make it a different run."""
 
 
@@ -70,6 +74,8 @@ class RunFolder:
         now = _flat(_plain(config))
         for key in sorted({*before, *now}):
             free = any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
+            if config.task.path is not None and key.startswith("eval."):
+                free = False  # which rows of a file are trained on follows from what is held out
             if not free and before.get(key) != now.get(key):
                 raise ConfigError(
                     f"{key} = {now.get(key)!r}, but the run in {self.path} was started with "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -27,7 +27,7 @@ from tlt.run.cluster import start_ray, versions
 from tlt.run.folder import RunFolder
 from tlt.run.learner import LearnerGroup, LearnerPlan
 from tlt.run.placement import Reservation, reserve
-from tlt.run.preflight import Prepared, prepare
+from tlt.run.preflight import Prepared, buffer_folder, prepare
 from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
 
@@ -48,7 +48,8 @@ def launch(
     _, done = folder.last_checkpoint() if resume else (None, 0)
     sinks = Sinks(open_sinks(config.metrics, folder.path, done))
     try:
-        if done < config.run.num_steps:
+        if done < config.run.num_steps or not (folder.path / "policy").exists():
+            shutil.rmtree(folder.path / "policy", ignore_errors=True)  # of a run now extended
             remove_abandoned()
             start_ray(config.pool.num_engines)
             asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record))
@@ -92,6 +93,8 @@ async def _run(
         await training.run(resume)
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
+    # The last checkpoint holds a copy; memory is not to be kept after the run.
+    shutil.rmtree(buffer_folder(config), ignore_errors=True)
 
 
 async def _start(
@@ -113,6 +116,7 @@ async def _start(
 
 def learner_plan(config: TrainConfig) -> LearnerPlan:
     algorithm, learner = config.algorithm, config.learner
+    colocated = config.placement.kind == "colocated"
     buffer = None
     aux_layers: tuple[int, ...] = ()
     if config.capture.enabled:
@@ -144,19 +148,11 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
             aux_layer_ids=aux_layers,
         ),
         on_gpu=bool(learner.num_gpus),
-        num_cores=learner.num_cores,
-        core_group=(
-            "learner" if config.placement.kind == "colocated" else config.engine.core_group
-        ),
+        num_cores=learner.num_cores or (None if colocated else 1),
+        core_group=config.engine.core_group + ("-learner" if colocated else ""),
         timeout_s=learner.timeout_s,
         buffer=buffer,
     )
-
-
-def buffer_folder(config: TrainConfig) -> Path:
-    """The run's own folder in shared memory, the same one when it resumes."""
-    name = hashlib.blake2b(str(Path(config.run.out).resolve()).encode(), digest_size=6).hexdigest()
-    return Path(config.capture.folder) / f"tlt-states-{name}"
 
 
 def _model_config(config: TrainConfig) -> Any:

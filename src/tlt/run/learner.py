@@ -109,19 +109,19 @@ class LearnerActor:
     def __init__(self, plan: LearnerPlan, rank: int) -> None:
         self._plan = plan
         self._rank_index = rank
-        if not plan.on_gpu:
-            cores = claim_cores(self._num_cores(), plan.core_group)
-            for thread in Path("/proc/self/task").iterdir():
-                with contextlib.suppress(OSError):  # a thread that just ended
-                    os.sched_setaffinity(int(thread.name), cores)
-            os.environ["OMP_NUM_THREADS"] = str(len(cores))
-            import torch
 
-            torch.set_num_threads(len(cores))
-
-    def _num_cores(self) -> int:
+    def _bind(self, ranks_here: int) -> None:
+        """Cores of its own for this rank and all its threads."""
         available = len(os.sched_getaffinity(0))
-        return self._plan.num_cores or max(1, available // self._plan.num_ranks)
+        wanted = self._plan.num_cores or max(1, available // ranks_here)
+        cores = claim_cores(wanted, self._plan.core_group)
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that just ended
+                os.sched_setaffinity(int(thread.name), cores)
+        os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        import torch
+
+        torch.set_num_threads(len(cores))
 
     def address(self) -> tuple[str, str]:
         """Where this rank is, and a free port on it for the ranks to meet."""
@@ -131,8 +131,10 @@ class LearnerActor:
         meeting = f"tcp://{ray.util.get_node_ip_address()}:{port}"
         return ray.get_runtime_context().get_node_id(), meeting
 
-    def start(self, meeting: str, restore: str | None) -> int:
+    def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
         """Meet the other ranks, load the policy; this process's id."""
+        if not self._plan.on_gpu:
+            self._bind(ranks_here)
         import torch
         import torch.distributed as dist
 
@@ -198,8 +200,10 @@ class LearnerActor:
         }
         if self._rank_index > 0:
             return
-        out, source = Path(folder), Path(self._plan.rank.model)
-        out.mkdir(parents=True, exist_ok=True)
+        visible, source = Path(folder), Path(self._plan.rank.model)
+        out = visible.with_name(f".{visible.name}")
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
         for file in source.iterdir():
             holds_weights = file.suffix in (".safetensors", ".bin", ".gguf")
             if file.is_file() and not holds_weights and not file.name.endswith(".index.json"):
@@ -207,6 +211,8 @@ class LearnerActor:
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
         save_file(weights, out / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(visible, ignore_errors=True)
+        out.rename(visible)
 
     def save(self, folder: str) -> None:
         self._rank.save(Path(folder))
@@ -214,14 +220,15 @@ class LearnerActor:
     def wait_saved(self) -> None:
         self._rank.wait_saved()
 
-    def save_buffer(self, folder: str, earlier: str | None) -> None:
+    def save_buffer(self, folder: str, earlier: str | None, rl_step: int) -> None:
         if self._keeper is not None:
             self._keeper.drain()
-            self._keeper.buffer.copy_to(Path(folder), Path(earlier) if earlier else None)
+            self._keeper.buffer.copy_to(Path(folder), rl_step, Path(earlier) if earlier else None)
 
-    def restore_buffer(self, folder: str) -> None:
+    def restore_buffer(self, folder: str | None) -> None:
+        """Exactly what a checkpoint holds; nothing at the beginning of a run."""
         if self._keeper is not None:
-            self._keeper.buffer.restore_from(Path(folder))
+            self._keeper.buffer.restore_from(None if folder is None else Path(folder))
 
 
 class LearnerGroup:
@@ -254,15 +261,26 @@ class LearnerGroup:
         addresses = await self._all("address")
         self._nodes = [node for node, _ in addresses]
         saved = None if restore is None else str(restore / "learner")
-        pids: list[int] = await self._all("start", addresses[0][1], saved)
-        if restore is not None and self._plan.buffer is not None:
-            await self._on_nodes("restore_buffer", lambda node: (str(restore / f"buffer-{node}"),))
+        meeting = addresses[0][1]
+        pids: list[int] = await self._each(
+            "start", [(meeting, saved, self._nodes.count(node)) for node in self._nodes]
+        )
+        if self._plan.buffer is not None:
+            await self._on_nodes(
+                "restore_buffer",
+                lambda node: (str(restore / f"buffer-{node}") if restore else None,),
+            )
         return pids
 
     async def stop(self) -> None:
-        for rank in self._ranks:
+        """End all ranks, and wait until they hold no core or memory any more."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
             ray.kill(rank)
-        self._ranks = []
+        for rank in ranks:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+                async with asyncio.timeout(10):
+                    await rank.address.remote()
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -302,7 +320,7 @@ class LearnerGroup:
         """Take a copy of the state; `wait_saved` ends when it is on disk."""
         await self._all("save", str(folder / "learner"))
 
-    async def wait_saved(self, folder: Path, earlier: Path | None) -> None:
+    async def wait_saved(self, folder: Path, earlier: Path | None, rl_step: int) -> None:
         """Ends when the state is on disk, with the captured samples that go with it."""
         await self._all("wait_saved", group="io")
         if self._plan.buffer is not None:
@@ -311,6 +329,7 @@ class LearnerGroup:
                 lambda node: (
                     str(folder / f"buffer-{node}"),
                     str(earlier / f"buffer-{node}") if earlier else None,
+                    rl_step,
                 ),
             )
 

@@ -7,6 +7,7 @@ message that names the key or file and a value that works. What it read, it hand
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -109,15 +110,15 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
             f"engine.engine_args.dtype = {given!r} is not policy.dtype = "
             f"{config.policy.dtype!r}; remove it"
         )
-    if config.sampling.temperature != 1:
-        # Log-probabilities at the temperature that samples, as the learner computes them.
-        mode = args.setdefault("logprobs_mode", "processed_logprobs")
-        if mode != "processed_logprobs":
-            raise ConfigError(
-                f"engine.engine_args.logprobs_mode = {mode!r} with sampling.temperature = "
-                f"{config.sampling.temperature}: the learner would compare other probabilities; "
-                "remove it"
-            )
+    # Log-probabilities at the temperature that samples, as the learner computes them.
+    fitting = "raw_logprobs" if config.sampling.temperature == 1 else "processed_logprobs"
+    mode = args.setdefault("logprobs_mode", fitting)
+    if mode != fitting:
+        raise ConfigError(
+            f"engine.engine_args.logprobs_mode = {mode!r} with sampling.temperature = "
+            f"{config.sampling.temperature}: the learner would compare other probabilities; "
+            "remove it"
+        )
     if engine.num_gpus and config.placement.kind == "colocated":
         args.setdefault("enable_sleep_mode", True)
     if engine.drafter is not None:
@@ -150,7 +151,7 @@ def _check_drafter(folder: Path, model: dict[str, Any]) -> None:
 
 def _check_cores(config: TrainConfig) -> None:
     """Of this machine; clusters are checked when they are asked for places."""
-    if config.engine.num_gpus or config.learner.num_gpus:
+    if config.engine.num_gpus or config.learner.num_gpus or os.environ.get("RAY_ADDRESS"):
         return
     cores = len(os.sched_getaffinity(0))
     engines = config.pool.num_engines * config.engine.num_cores
@@ -187,7 +188,8 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
         raise ConfigError(
             f"capture.folder = {str(folder)!r} is not a folder that can be written; e.g. '/dev/shm'"
         )
-    free = shutil.disk_usage(folder).free / 2**30
+    own = sum(file.stat().st_size for file in buffer_folder(config).glob("*"))
+    free = (shutil.disk_usage(folder).free + own) / 2**30
     if config.capture.capacity_gib > free:
         raise ConfigError(
             f"capture.capacity_gib = {config.capture.capacity_gib:g} is more than the {free:.1f} "
@@ -249,3 +251,9 @@ async def _check_reward(config: TrainConfig, function: RewardFunction, problem: 
             f"({reward.fault}): {reward.detail}; it must return a finite number, e.g. 1.0, within "
             f"reward.timeout_s = {config.reward.timeout_s:g}"
         )
+
+
+def buffer_folder(config: TrainConfig) -> Path:
+    """The run's own folder in shared memory, the same one when it resumes."""
+    name = hashlib.blake2b(str(Path(config.run.out).resolve()).encode(), digest_size=6).hexdigest()
+    return Path(config.capture.folder) / f"tlt-states-{name}"

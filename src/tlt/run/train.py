@@ -18,6 +18,7 @@ position.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -34,6 +35,7 @@ from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
 from tlt.observe.record import MetricsLog
 from tlt.observe.sinks import Sinks
 from tlt.rollout.pool import RolloutPool
+from tlt.rollout.weights import remove_abandoned
 from tlt.run.folder import RunFolder
 from tlt.run.learner import LearnerGroup
 from tlt.run.preflight import Prepared
@@ -44,6 +46,8 @@ from tlt.tasks.tail import length_summary
 logger = logging.getLogger(__name__)
 
 Record = dict[str, float]
+CHECKPOINT_GRACE_S = 60.0
+"""How long a run that must end waits for a checkpoint that is being written."""
 STAGES = ("rollout", "reward_wait", "update", "sync", "checkpoint", "eval")
 
 
@@ -114,13 +118,17 @@ class Training:
         self._version = 0
         self._captured = 0
         self._learner_restarts = 0
+        self._failures = 0
+        """Restarts of the learner since the last checkpoint: what fails every time must end."""
+        self._streamed_s = 0.0
         self._checkpoint: asyncio.Task[None] | None = None
 
     async def run(self, resume: bool) -> None:
         """Take all steps that are not done yet; the learner is where the last checkpoint is."""
         done = 0
         if resume:
-            done = await self._load_last()
+            _, done = self._folder.last_checkpoint()
+            await self._go_on_from(done)
         self._log.rewind(done if done else -1)
         if done == 0 and self._config.eval.every_steps:
             watch = Stopwatch()
@@ -133,6 +141,11 @@ class Training:
                     await self._finish_checkpoint()
             except LearnerLost as error:
                 done = await self._revive_learner(error)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(CHECKPOINT_GRACE_S):
+                        await self._finish_checkpoint()
+                raise
         self._log.close()
 
     # --- one step -----------------------------------------------------------------------------
@@ -154,7 +167,7 @@ class Training:
             record = self._rollout_record(scored, groups, stats, stats_after, watch)
             await self._pool_may_sleep(True)
             self._show(f"step {step}: updating the policy", 0, 1)
-            record |= await self._update(step, await feeding, scored, watch)
+            record |= await self._update(step, feeding, scored, watch)
         except BaseException:
             feeding.cancel()
             raise
@@ -284,30 +297,43 @@ class Training:
         streaming = self._config.placement.kind == "separate" and learner.updates_per_step == 1
         enough = learner.row_tokens * learner.num_ranks
         waiting: list[TrainSample] = []
+        self._streamed_s = 0.0
         while (group := await complete.get()) is not None:
             waiting += [s for s in group if s.advantage != 0 or self._config.algorithm.kl_weight]
             if streaming and complete.empty() and sum(map(len, waiting)) >= enough:
+                started_at = time.monotonic()
                 await self._learner.accumulate(waiting, step)
+                self._streamed_s += time.monotonic() - started_at
                 waiting = []
         return sorted(waiting, key=lambda s: s.sample_id)
 
     async def _update(
-        self, step: int, waiting: list[TrainSample], scored: Sequence[Scored], watch: Stopwatch
+        self,
+        step: int,
+        feeding: asyncio.Task[list[TrainSample]],
+        scored: Sequence[Scored],
+        watch: Stopwatch,
     ) -> Record:
         """Change the policy. Samples of equal groups count, but nothing is computed for them."""
         watch.skip()
+        waiting = await feeding
         reports = []
         num_updates = self._config.learner.updates_per_step
+        parts: list[list[TrainSample]] = [[] for _ in range(num_updates)]
+        lengths: list[list[int]] = [[] for _ in range(num_updates)]
+        for sample in waiting:
+            parts[_part(sample.sample_id, num_updates)].append(sample)
+        for each in scored:
+            part = _part(each.sample.sample_id, num_updates)
+            lengths[part].append(len(each.sample.token_ids))
         if num_updates > 1:
-            await self._learner.remember_logprobs(waiting)
-        for part in range(num_updates):
-            own = [s for s in scored if _part(s.sample.group_id, num_updates) == part]
-            ids = {s.sample.sample_id for s in own}
-            await self._learner.accumulate([s for s in waiting if s.sample_id in ids], step)
-            lengths = [len(s.sample.token_ids) for s in own]
-            reports.append(await self._learner.step(self._weighting.denominator(lengths)))
+            for samples in parts:
+                await self._learner.remember_logprobs(samples)
+        for samples, own_lengths in zip(parts, lengths, strict=True):
+            await self._learner.accumulate(samples, step)
+            reports.append(await self._learner.step(self._weighting.denominator(own_lengths)))
             self._version += 1
-            self._show(f"step {step}: updating the policy", part + 1, num_updates)
+            self._show(f"step {step}: updating the policy", len(reports), num_updates)
         if num_updates > 1:
             await self._learner.forget_logprobs()
         watch.lap("update")
@@ -331,7 +357,7 @@ class Training:
             "learner/capped_share": sum(u.sums.capped_tokens for u in updates) / learned,
             "learner/gap_mean": sum(u.sums.gap for u in updates) / learned,
             "learner/tokens": tokens,
-            "learner/tokens_per_s": tokens / max(watch.seconds["update"], 1e-9),
+            "learner/tokens_per_s": tokens / max(watch.seconds["update"] + self._streamed_s, 1e-9),
             "learner/rows": rows,
             "learner/row_fill_share": computed / max(1, rows * self._config.learner.row_tokens),
             "learner/shared_share": 1 - computed / max(1.0, tokens),
@@ -364,11 +390,12 @@ class Training:
 
     async def _end_checkpoint(self, hidden: Path, step: int) -> None:
         earlier, _ = self._folder.last_checkpoint()
-        await self._learner.wait_saved(hidden, earlier)
+        await self._learner.wait_saved(hidden, earlier, step)
         state = {"step": step, "policy_version": self._version_at(step)}
         await asyncio.to_thread(
             self._folder.publish_checkpoint, hidden, state, self._config.checkpoint.keep
         )
+        self._failures = 0
 
     async def _finish_checkpoint(self) -> None:
         if self._checkpoint is not None:
@@ -378,33 +405,33 @@ class Training:
     def _version_at(self, step: int) -> int:
         return step * self._config.learner.updates_per_step
 
-    async def _load_last(self) -> int:
-        """Engines to the policy of the learner, which is at the last checkpoint; its step."""
-        _, done = self._folder.last_checkpoint()
+    async def _go_on_from(self, done: int) -> None:
+        """Engines to the policy of the learner, which is where step `done` left it."""
         self._version = self._version_at(done)
         self._captured = 0
-        if done or self._learner_restarts:
-            await self._pool_may_sleep(False)
-            weights = await self._learner.publish(self._config.policy.dtype)
-            await self._pool.update_policy(weights, self._version)
-        return done
+        weights = await self._learner.publish(self._config.policy.dtype)
+        await self._pool_may_sleep(False)
+        await self._pool.update_policy(weights, self._version)
 
     async def _revive_learner(self, error: LearnerLost) -> int:
         """Start the ranks again from the last checkpoint; the step it holds."""
         self._learner_restarts += 1
-        if self._learner_restarts > self._config.learner.max_restarts:
+        self._failures += 1
+        if self._failures > self._config.learner.max_restarts:
             raise error
         logger.warning("%s; starting the ranks again from the last checkpoint", error)
         self._show("starting the learner again", 0, 1)
+        await self._learner.stop()
         if self._checkpoint is not None:
-            self._checkpoint.cancel()
+            # Without ranks it fails, unless it is just becoming visible: then it counts.
             await asyncio.gather(self._checkpoint, return_exceptions=True)
             self._checkpoint = None
-        await self._learner.stop()
-        checkpoint, _ = self._folder.last_checkpoint()
+        remove_abandoned()
+        checkpoint, done = self._folder.last_checkpoint()
+        await self._pool_may_sleep(True)
         try:
             await self._learner.start(checkpoint)
-            done = await self._load_last()
+            await self._go_on_from(done)
         except LearnerLost as again:
             return await self._revive_learner(again)
         self._log.rewind(done)
@@ -474,9 +501,9 @@ def _difference(
     )
 
 
-def _part(group_id: str, num_parts: int) -> int:
-    """Which of a step's updates a group belongs to."""
-    return int(group_id.rsplit("/", 1)[-1]) % num_parts
+def _part(sample_id: str, num_parts: int) -> int:
+    """Which of a step's updates a sample belongs to, by its problem's number."""
+    return int(sample_id.split("/")[-2]) % num_parts
 
 
 def _mean(values: Sequence[float]) -> float:
