@@ -65,3 +65,12 @@ def test_sizes_have_their_median_and_their_tail() -> None:
     assert 54 < sizes[1000] < 66
     assert 430 < sizes[1900] < 580
     assert sizes[-1] == 1500
+
+
+def test_a_spread_batch_has_its_share_of_the_tail() -> None:
+    tail = HeavyTail(median=60, p95=500, longest=1500)
+    for seed in range(20):
+        sizes = sorted(tail.spread(32, random.Random(seed)))
+        assert sizes == sorted(tail.spread(32, random.Random(seed)))
+        assert 50 <= sizes[16] <= 72  # the median, in every batch
+        assert sizes[-1] >= 500  # and one of the largest twentieth

@@ -50,7 +50,8 @@ class TaskConfig(Schema):
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Of the reasoning-gym task: its difficulty, as its own documentation names it."""
     sizes: SizesConfig | None = None
-    """Draw the size of each problem from a heavy tail (chain_sum, gcd, letter_counting)."""
+    """Sizes of the problems from a heavy tail (chain_sum, gcd, letter_counting); every step has
+    its share of it."""
     path: str | None = None
     """A .jsonl or .parquet file with one problem a row."""
     question_key: str = "question"

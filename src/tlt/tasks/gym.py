@@ -81,8 +81,12 @@ def generate(
     purpose: str,
     parameters: Mapping[str, Any],
     sizes: HeavyTail | None = None,
+    spread: bool = False,
 ) -> list[Problem]:
-    """`count` problems of any task, each of a size of its own if there are `sizes`."""
+    """`count` problems of any task, each of a size of its own if there are `sizes`.
+
+    `spread` gives every batch its share of the tail; without it sizes are drawn one by one.
+    """
     check(task, parameters, sized=sizes is not None)
     rng = random.Random("/".join(filter(None, (task, str(seed), purpose))))
     if sizes is None:
@@ -91,8 +95,9 @@ def generate(
     else:
         low, high = SIZE_PARAMETERS[task]
         entries = []
+        drawn = iter(sizes.spread(count, rng)) if spread else None
         for _ in range(count):
-            size = max(2, sizes.draw(rng))
+            size = max(2, next(drawn) if drawn else sizes.draw(rng))
             bounds = {low: size, high: size}
             entries += _entries(task, 1, rng.randrange(2**31), {**parameters, **bounds})
     return [

@@ -46,7 +46,13 @@ class GymSource:
 
     def _made(self, count: int, purpose: str) -> list[Problem]:
         made = gym.generate(
-            self._name, count, self._seed, purpose, self._config.parameters, self._sizes
+            self._name,
+            count,
+            self._seed,
+            purpose,
+            self._config.parameters,
+            self._sizes,
+            spread=True,
         )
         return _instructed(made, self._config.instruction)
 

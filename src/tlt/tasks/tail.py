@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from tlt.errors import ConfigError
 
@@ -26,8 +27,20 @@ class HeavyTail:
             )
 
     def draw(self, rng: random.Random) -> int:
+        return self._at(rng.gauss(0, 1))
+
+    def spread(self, count: int, rng: random.Random) -> list[int]:
+        """Sizes of a batch, one from each of `count` equally likely parts of the distribution.
+
+        Every batch then has its share of the tail: steps are alike in work and in difficulty.
+        """
+        places = [(place + rng.uniform(0.01, 0.99)) / count for place in range(count)]
+        rng.shuffle(places)
+        return [self._at(NormalDist().inv_cdf(place)) for place in places]
+
+    def _at(self, deviations: float) -> int:
         sigma = math.log(self.p95 / self.median) / 1.645
-        size = round(self.median * math.exp(sigma * rng.gauss(0, 1)))
+        size = round(self.median * math.exp(sigma * deviations))
         return max(1, min(self.longest, size))
 
 
