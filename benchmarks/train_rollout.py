@@ -93,10 +93,11 @@ def main() -> None:
 async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, float]]:
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.observe.sinks import Sinks
+    from tlt.observe.stopwatch import Stopwatch
     from tlt.rollout.actor import ray_spawner
     from tlt.rollout.pool import RolloutPool
     from tlt.run.folder import RunFolder
-    from tlt.run.train import Stopwatch, Training
+    from tlt.run.train import Training
     from tlt.tasks.rewards import RewardPool
 
     spawn = ray_spawner(prepared.engine)

@@ -387,3 +387,23 @@ def test_plot_of_little(tmp_path: Path) -> None:
     plot_run([{"step": 1, "learner/gap_mean": 0.01}], tmp_path / "gap.png", "A run")
     with pytest.raises(ValueError, match="nothing to plot"):
         plot_run([], tmp_path / "none.png", "A run")
+
+
+def test_a_stopwatch_gives_every_second_to_one_stage() -> None:
+    from tlt.observe.stopwatch import Stopwatch
+
+    now = 100.0
+    watch = Stopwatch(lambda: now)
+    now += 2
+    watch.skip()
+    now += 5
+    watch.lap("rollout")
+    now += 1
+    watch.lap("update")
+    now += 4
+    watch.lap("rollout")
+    record = watch.record()
+    assert record["time/rollout_s"] == 9
+    assert record["time/update_s"] == 1
+    assert record["time/other_s"] == 2
+    assert record["time/step_s"] == 12

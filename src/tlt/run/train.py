@@ -34,6 +34,7 @@ from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
 from tlt.observe.record import MetricsLog
 from tlt.observe.sinks import Sinks
+from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.weights import remove_abandoned
 from tlt.run.folder import RunFolder
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 Record = dict[str, float]
 CHECKPOINT_GRACE_S = 60.0
 """How long a run that must end waits for a checkpoint that is being written."""
-STAGES = ("rollout", "reward_wait", "update", "sync", "checkpoint", "eval")
 
 
 @dataclass(slots=True)
@@ -60,33 +60,6 @@ class Scored:
     sample: Sample
     text: str
     reward: Reward
-
-
-class Stopwatch:
-    """Seconds of each stage of a step."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._started_at = self._last = clock()
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-
-    def lap(self, stage: str) -> None:
-        """What passed since the last lap belongs to this stage."""
-        now = self._clock()
-        self.seconds[stage] += now - self._last
-        self._last = now
-
-    def skip(self) -> None:
-        """What passed since the last lap belongs to no stage."""
-        self._last = self._clock()
-
-    def record(self) -> Record:
-        total = self._clock() - self._started_at
-        named = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
-        return named | {
-            "time/step_s": total,
-            "time/other_s": max(0.0, total - sum(self.seconds.values())),
-        }
 
 
 class Training:

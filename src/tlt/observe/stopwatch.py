@@ -1,0 +1,37 @@
+"""Where the time of a step goes, measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tlt.observe.metrics import STAGES
+
+NAMED = tuple(stage for stage in STAGES if stage != "other")
+
+
+class Stopwatch:
+    """Seconds of each stage of a step."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started_at = self._last = clock()
+        self.seconds = dict.fromkeys(NAMED, 0.0)
+
+    def lap(self, stage: str) -> None:
+        """What passed since the last lap belongs to this stage."""
+        now = self._clock()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def skip(self) -> None:
+        """What passed since the last lap belongs to no stage."""
+        self._last = self._clock()
+
+    def record(self) -> dict[str, float]:
+        total = self._clock() - self._started_at
+        named = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
+        return named | {
+            "time/step_s": total,
+            "time/other_s": max(0.0, total - sum(self.seconds.values())),
+        }
