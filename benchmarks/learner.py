@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def main() -> None:
 
     lengths = sorted(len(s.response_ids) for s in samples)
     report = {
-        "command": "python benchmarks/learner.py",
+        "command": " ".join(["python", *sys.argv]),
         "model": options.model,
         "versions": versions(),
         "num_samples": len(samples),

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def main() -> None:
     rounds = asyncio.run(_run(config, prepared, options.rounds))
     ratios = [r["loop_tokens_per_s"] / r["bare_tokens_per_s"] for r in rounds]
     report = {
-        "command": "python benchmarks/train_rollout.py",
+        "command": " ".join(["python", *sys.argv]),
         "config": str(options.config),
         "versions": versions(),
         "loop_against_bare": {

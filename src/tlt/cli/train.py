@@ -36,7 +36,7 @@ def train(
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Check config and data; start nothing.")
-    ] = (False),
+    ] = False,
 ) -> None:
     """Train a policy with RL: rollouts, rewards, updates, until run.num_steps."""
     from tlt.config.load import load_config

@@ -133,16 +133,15 @@ class RunFolder:
         hidden.mkdir(parents=True)
         return hidden
 
-    def publish_checkpoint(self, hidden: Path, state: Mapping[str, Any], keep: int) -> Path:
+    def publish_checkpoint(self, hidden: Path, step: int, keep: int) -> None:
         """Make a complete checkpoint visible, then remove the oldest beyond `keep`."""
-        _write(hidden / STATE, json.dumps(dict(state)))
+        _write(hidden / STATE, json.dumps({"step": step}))
         visible = hidden.with_name(hidden.name.removeprefix("."))
         if visible.exists():
             _remove(visible)
         hidden.rename(visible)
         for old in self.checkpoints()[:-keep]:
             _remove(old)
-        return visible
 
     # --- things to read -----------------------------------------------------------------------
 

@@ -144,7 +144,8 @@ class Training:
         except BaseException:
             feeding.cancel()
             raise
-        await self._sync(watch)
+        await self._sync()
+        watch.lap("sync")
         record |= {"policy_version": self._version}
         hidden = await self._begin_checkpoint(step, watch)
         every = self._config.eval.every_steps
@@ -337,11 +338,11 @@ class Training:
             **(capture if self._config.capture.enabled else {}),
         }
 
-    async def _sync(self, watch: Stopwatch) -> None:
+    async def _sync(self) -> None:
+        """The learner's policy into all engines."""
         weights = await self._learner.publish(self._config.policy.dtype)
         await self._pool_may_sleep(False)
         await self._pool.update_policy(weights, self._version)
-        watch.lap("sync")
 
     async def _pool_may_sleep(self, sleep: bool) -> None:
         """Colocated on GPUs, engines and learner have the memory in turn."""
@@ -364,9 +365,8 @@ class Training:
     async def _end_checkpoint(self, hidden: Path, step: int) -> None:
         earlier, _ = self._folder.last_checkpoint()
         await self._learner.wait_saved(hidden, earlier, step)
-        state = {"step": step, "policy_version": self._version_at(step)}
         await asyncio.to_thread(
-            self._folder.publish_checkpoint, hidden, state, self._config.checkpoint.keep
+            self._folder.publish_checkpoint, hidden, step, self._config.checkpoint.keep
         )
         self._failures = 0
 
@@ -382,9 +382,7 @@ class Training:
         """Engines to the policy of the learner, which is where step `done` left it."""
         self._version = self._version_at(done)
         self._captured = 0
-        weights = await self._learner.publish(self._config.policy.dtype)
-        await self._pool_may_sleep(False)
-        await self._pool.update_policy(weights, self._version)
+        await self._sync()
 
     async def _revive_learner(self, error: LearnerLost) -> int:
         """Start the ranks again from the last checkpoint; the step it holds."""
