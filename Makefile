@@ -58,7 +58,7 @@ bench:
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py
-	bash benchmarks/rollout.sh
+	bash benchmarks/strategy.sh
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

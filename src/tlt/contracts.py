@@ -162,6 +162,8 @@ class StepReport:
     num_output_tokens: int
     elapsed_s: float
     drafter_version: int = 0
+    ended_s: float = 0.0
+    """When, by the clock of the engine's node."""
 
 
 class DraftPolicy(Protocol):

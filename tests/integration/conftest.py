@@ -27,6 +27,16 @@ TINY_ARGS = {
     "max_model_len": 512,
     "max_num_seqs": 64,
 }
+RESTLESS = {
+    "kind": "adaptive",
+    "look_every_steps": 2,
+    "dwell_steps": 1,
+    "margin": 0.0,
+    "probe_share": 1.0,
+    "first_probes_steps": 1e9,
+    "switches_per_s": 1e9,
+}
+"""The adaptive policy without its caution: it looks at every drafter all the time."""
 SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1, 2, 4, 8)]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SWITCHING_ARMS, EngineFactory, random_prompts
+from conftest import RESTLESS, SWITCHING_ARMS, EngineFactory, random_prompts
 from engine_process import EngineProcess
 
 from tlt.contracts import SamplingSpec
@@ -16,6 +16,8 @@ MODES: dict[str, dict[str, Any]] = {
     "eagle3": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
     "ngram": {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4},
     "switching": {"kind": "random", "arms": SWITCHING_ARMS, "seed": 1},
+    "adaptive": {"kind": "adaptive"},
+    "restless": RESTLESS,
     "by_batch_size": {
         "kind": "by_batch_size",
         "drafter": "eagle3",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import SWITCHING_ARMS, TINY_ARGS, EngineFactory
+from conftest import RESTLESS, SWITCHING_ARMS, TINY_ARGS, EngineFactory
 from engine_process import EngineProcess
 from two_sample import same_distribution
 
@@ -32,6 +32,7 @@ POLICIES = {
     "eagle3": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3},
     "ngram": {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 3},
     "switching": {"kind": "random", "arms": SWITCHING_ARMS, "seed": 2},
+    "adaptive": RESTLESS,
 }
 
 

@@ -47,6 +47,12 @@ def requests(count: int, run: str, max_tokens: int = 100) -> list[SampleRequest]
     ]
 
 
+def same_prompt(count: int) -> list[SampleRequest]:
+    """A group, split over the engines."""
+    sampling = SamplingSpec(max_tokens=32, temperature=1, ignore_eos=True)
+    return [SampleRequest(f"group/{index}", (5, 6, 7, 8), sampling) for index in range(count)]
+
+
 def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_drafter: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -75,6 +81,9 @@ def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_dra
         async with RolloutPool(
             PoolConfig(num_engines=2), lambda name: Watched(settings, name)
         ) as pool:
+            drawn = [s async for s in pool.generate(same_prompt(32))]
+            assert {s.engine for s in drawn} == {"engine-0", "engine-1"}
+            assert len({s.token_ids for s in drawn}) == 32, "two engines drew the same sample"
             await pool.update_policy(policy.state_dict().items(), version=1)
             reference = {
                 s.sample_id.split("/")[1]: s.token_ids

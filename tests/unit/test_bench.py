@@ -59,13 +59,16 @@ def test_spread() -> None:
 
 
 def test_modes() -> None:
-    assert Mode.parse("off").policy == {"kind": "off"}
-    assert [Mode.parse(m).setup for m in ("off", "ngram:4", "tail:4@8")] == [
+    assert Mode.parse("off", has_drafter=True).policy == {"kind": "off"}
+    names = ("off", "ngram:4", "tail:4@8", "adaptive")
+    assert [Mode.parse(m, has_drafter=True).setup for m in names] == [
         "off",
         "ngram",
         "eagle3",
+        "eagle3",
     ]
-    assert Mode.parse("tail:4@8").policy["schedule"] == [[8, 4]]
+    assert Mode.parse("published", has_drafter=False).setup == "ngram"
+    assert Mode.parse("tail:4@8", has_drafter=True).policy["schedule"] == [[8, 4]]
     for wrong in ("eagle3", "eagle3:x", "medusa:4", "tail:4", "off:2"):
         with pytest.raises(ConfigError, match=r"e\.g\. eagle3:2"):
-            Mode.parse(wrong)
+            Mode.parse(wrong, has_drafter=True)

@@ -7,7 +7,7 @@ import pytest
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import EngineError
-from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.engine import RolloutEngine, stream_seed
 
 
 def engine() -> RolloutEngine:
@@ -31,3 +31,13 @@ def test_a_failed_engine_says_why() -> None:
     failed._fail(RuntimeError("out of memory"))
     with pytest.raises(EngineError, match="out of memory"):
         failed.take_finished(timeout_s=0)
+
+
+def test_no_two_engines_draw_the_same_numbers() -> None:
+    """vLLM's default seed is the same for all: groups spread over engines would repeat samples."""
+    names = [f"engine-{index}" for index in range(64)]
+    assert len({stream_seed(None, name) for name in names}) == 64
+    seeds = [stream_seed(7, name) for name in names]
+    assert len(set(seeds)) == 64
+    assert seeds == [stream_seed(7, name) for name in names]
+    assert all(0 <= seed < 2**32 for seed in seeds)

@@ -134,3 +134,35 @@ def test_engines_without_drafts_get_no_speculative_config() -> None:
     ngram = engine_args(config(drafter=None, policy=NGRAM))["speculative_config"]
     assert ngram["method"] == "ngram"
     assert max_draft_tokens(config(policy={"kind": "off"}, max_draft_tokens=8)) == 8
+
+
+def test_gpu_engines_get_graphs_for_their_arms() -> None:
+    table = {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 6], [16, 2]]}
+    args = engine_args(config(num_gpus=1, policy=table, engine_args={"max_num_seqs": 64}))
+    sizes = args["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes[-1] == 512
+    lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert lengths == [[1, 1, 0], [2, 2, 2], [3, 1_000_000, 6]]
+    # Room for policies that draft more than the first one, at any batch size.
+    roomy = config(num_gpus=1, policy=table, max_draft_tokens=9, engine_args={"max_num_seqs": 64})
+    assert engine_args(roomy)["compilation_config"]["cudagraph_capture_sizes"][-1] == 640
+    few = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+    budget = engine_args(config(num_gpus=1, engine_args=few))
+    assert budget["compilation_config"]["cudagraph_capture_sizes"][-1] == 256
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine_args": {"max_num_seqs": 64}},
+        {"num_gpus": 1},
+        {"num_gpus": 1, "engine_args": {"max_num_seqs": 64, "enforce_eager": True}},
+        {"num_gpus": 1, "engine_args": {"max_num_seqs": 64, "compilation_config": {"mode": 3}}},
+    ],
+)
+def test_graphs_are_left_to_vllm(settings: dict[str, Any]) -> None:
+    args = engine_args(config(**settings))
+    given = settings.get("engine_args", {}).get("compilation_config")
+    assert args.get("compilation_config") == given
+    lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert lengths == [[1, 1_000_000, 4]]

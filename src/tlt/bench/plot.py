@@ -37,3 +37,74 @@ def plot_running(result: dict[str, Any], out: Path) -> Path:
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
     return out
+
+
+def plot_decisions(decisions: list[list[tuple[float, int, str]]], title: str, out: Path) -> Path:
+    """Running decodes of each engine over time, and under them the arm that was used."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    engines = [trace for trace in decisions if trace]
+    arms = sorted({arm for trace in engines for _, _, arm in trace}, key=_arm_order)
+    figure, grid = pyplot.subplots(
+        2, len(engines), figsize=(6 * len(engines) + 1, 5), sharex="col", squeeze=False,
+        constrained_layout=True, gridspec_kw={"height_ratios": [3, 2]},
+    )  # fmt: skip
+    for column, trace in enumerate(engines):
+        seconds = [point[0] for point in trace]
+        above, below = grid[0][column], grid[1][column]
+        above.step(seconds, [point[1] for point in trace], where="post", color="0.3")
+        above.set_ylabel("running requests")
+        above.set_ylim(bottom=0)
+        above.set_title(f"engine {column}")
+        places = [arms.index(point[2]) for point in trace]
+        below.scatter(seconds, places, s=6, marker="|", c=[f"C{place % 10}" for place in places])
+        below.set_yticks(range(len(arms)), arms)
+        below.set_ylim(-0.5, len(arms) - 0.5)
+        below.grid(axis="y", alpha=0.3)
+        below.set_xlabel("seconds")
+    figure.suptitle(title)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+    return out
+
+
+def _arm_order(arm: str) -> tuple[bool, str, int]:
+    drafter, _, length = arm.partition(":")
+    return drafter != "off", drafter, int(length or 0)
+
+
+def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
+    """Throughput of every policy against the oracle's: a panel per table, bars per scenario."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        len(results), 1, figsize=(11, 3.6 * len(results)), squeeze=False, constrained_layout=True
+    )
+    for axes, (table, rows) in zip(panels[:, 0], results.items(), strict=True):
+        scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+        policies = list(dict.fromkeys(row["policy"] for row in rows))
+        width = 0.8 / len(scenarios)
+        for index, scenario in enumerate(scenarios):
+            mine = {row["policy"]: row for row in rows if row["scenario"] == scenario}
+            middle = [mine[policy]["of_oracle"] for policy in policies]
+            low = [mine[policy]["of_oracle"] - mine[policy]["low"] for policy in policies]
+            high = [mine[policy]["high"] - mine[policy]["of_oracle"] for policy in policies]
+            places = [
+                place + (index - (len(scenarios) - 1) / 2) * width for place in range(len(policies))
+            ]
+            axes.bar(places, middle, 0.9 * width, yerr=[low, high], capsize=2, label=scenario)
+        axes.axhline(0.97, color="0.4", linestyle=":", linewidth=1)
+        axes.set_xticks(range(len(policies)), policies)
+        axes.set_ylim(0, 1.1)
+        axes.set_ylabel("throughput of the oracle's")
+        axes.set_title(table)
+        axes.legend(title="acceptance", loc="lower right", ncols=len(scenarios))
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+    return out

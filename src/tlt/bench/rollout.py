@@ -1,9 +1,13 @@
 """`tlt bench rollout`: one workload, several ways to decode, interleaved and repeated.
 
-Each mode runs on engines set up for just that: `off` has no drafter loaded at all, `ngram:K` uses
-vLLM's n-gram method, `eagle3:K` and `tail:K@B` load the drafter. All engines stay up, only one mode
-works at a time, and the modes take turns within each repeat, so that a slow minute of the machine
-hits all of them. A first, short round warms every engine up and is not counted.
+Each mode runs on engines set up for just that: `off` has no drafter loaded at all, `ngram:K` looks
+up n-grams, `eagle3:K` and `tail:K@B` load the drafter, and so do `adaptive` and `published` where
+there is one. All engines stay up, only one mode works at a time, and the modes take turns within
+each repeat, so that a slow minute of the machine hits all of them. A first, short round warms every
+engine up and is not counted; policies that learn start from nothing in every run.
+
+What each step took is kept on the way: a `StepTable` for `tlt bench strategy`, and the decisions of
+the last run of each mode.
 """
 
 from __future__ import annotations
@@ -19,17 +23,19 @@ from typing import Any
 
 from tlt.bench import workload
 from tlt.bench.metrics import RolloutMetrics, measure, spread
+from tlt.bench.replay import StepTable
 from tlt.config.rollout import EngineConfig, PoolConfig
-from tlt.contracts import Sample, ShowProgress
+from tlt.contracts import Sample, ShowProgress, StepReport
 from tlt.errors import ConfigError
 from tlt.rollout.pool import RolloutPool
-from tlt.rollout.vllm.args import engine_args
-from tlt.speculation.policies import build_policy
+from tlt.rollout.vllm.args import drafters, engine_args
+from tlt.speculation.policies import LEARNING, build_policy, complete_policy
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to decode, as the user names it: `off`, `ngram:4`, `eagle3:4` or `tail:4@8`."""
+    """One way to decode, as the user names it: `off`, `ngram:4`, `eagle3:4`, `tail:4@8`, `adaptive`
+    or `published`."""
 
     name: str
     policy: dict[str, Any]
@@ -37,11 +43,13 @@ class Mode:
     """Which engines it runs on: `off`, `ngram` or `eagle3`."""
 
     @classmethod
-    def parse(cls, text: str) -> Mode:
+    def parse(cls, text: str, has_drafter: bool) -> Mode:
         drafter, _, rest = text.partition(":")
         try:
             if text == "off":
                 return cls("off", {"kind": "off"}, setup="off")
+            if text in LEARNING:
+                return cls(text, {"kind": text}, setup="eagle3" if has_drafter else "ngram")
             if drafter == "tail":
                 length, _, batch = rest.partition("@")
                 policy: dict[str, Any] = {
@@ -54,8 +62,8 @@ class Mode:
             build_policy(policy)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K' (K draft tokens), or "
-                "'tail:K@B' (EAGLE-3 at most B running); e.g. eagle3:2"
+                f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K' (K draft tokens), "
+                "'tail:K@B' (EAGLE-3 at most B running), 'adaptive' or 'published'; e.g. eagle3:2"
             ) from error
         return cls(text, policy, setup="ngram" if drafter == "ngram" else "eagle3")
 
@@ -81,13 +89,19 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
             f"mode {modes[0].name!r} needs a drafter; pass --drafter FOLDER (make one with "
             "`tlt drafter train`)"
         )
-    arms = [arm for mode in modes for arm in build_policy(mode.policy).arms()]
     config = plan.engine.model_copy(
         update={
             "drafter": plan.engine.drafter if setup == "eagle3" else None,
-            "policy": modes[0].policy,
-            "max_draft_tokens": max(arm.num_draft_tokens for arm in arms) or None,
             "core_group": f"bench-{setup}",
+        }
+    )
+    policies = [complete_policy(mode.policy, drafters(config)) for mode in modes]
+    arms = {arm for policy in policies for arm in build_policy(policy).arms()}
+    config = config.model_copy(
+        update={
+            # The engine is prepared for all arms of its modes; each mode sets its own policy.
+            "policy": {"kind": "random", "arms": [[a.drafter, a.num_draft_tokens] for a in arms]},
+            "max_draft_tokens": max(arm.num_draft_tokens for arm in arms) or None,
         }
     )
     engine_args(config)
@@ -104,6 +118,8 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
     from tlt.rollout.actor import ray_spawner
 
     runs: list[dict[str, Any]] = []
+    steps: list[StepReport] = []
+    decisions: dict[str, list[Any]] = {}
     async with AsyncExitStack() as stack:
         pools: dict[str, RolloutPool] = {}
         for index, setup in enumerate(setups(plan)):
@@ -120,9 +136,14 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
             pool = pools[mode.setup]
             await pool.set_policy(mode.policy)
             report = partial(on_progress, label)
+            await pool.call_all("reset_prefix_cache")  # and n-grams learned from earlier runs
+            await pool.call_all("take_trace")
             metrics = await _rollout(plan, pool, lengths, f"{repeat}/{mode.name}", report)
+            traces = await pool.call_all("take_trace")
             if repeat >= 0:
                 runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics)})
+                steps += [step for trace in traces for step in trace]
+                decisions[mode.name] = decisions_of(traces)
     return {
         "workload": workload.describe(plan.length_spec, plan.lengths),
         "temperature": plan.temperature,
@@ -132,7 +153,18 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
         "engine_args": dict(plan.engine.engine_args),
         "summary": summarize(plan.modes, runs),
         "runs": runs,
+        "decisions": decisions,
+        "steps": StepTable.from_reports(steps).as_dict(),
     }
+
+
+def decisions_of(traces: Sequence[Sequence[StepReport]]) -> list[list[tuple[float, int, str]]]:
+    """Per engine: (seconds since the first step, decodes, arm that drafts), in order."""
+    started_s = min((trace[0].ended_s for trace in traces if trace), default=0.0)
+    return [
+        [(round(s.ended_s - started_s, 3), s.num_decodes, str(s.proposed)) for s in trace]
+        for trace in traces
+    ]
 
 
 async def _rollout(

@@ -31,11 +31,15 @@ def rollout(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="off, ngram:K, eagle3:K, or tail:K@B (EAGLE-3 only while at most B requests "
-            "run). Repeat it; the first is the baseline."
+            help="off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 only while at most B requests run), "
+            "adaptive, or published. Repeat it; the first is the baseline."
         ),
     ] = None,
     task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
+    size: Annotated[
+        int | None,
+        typer.Option(help="Size of every problem; large ones have answers longer than --longest."),
+    ] = None,
     engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
     gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs of each mode.")] = 3,
@@ -62,23 +66,26 @@ def rollout(
 
     from tlt.bench import rollout as bench
     from tlt.bench import workload
-    from tlt.bench.plot import plot_running
+    from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
     from tlt.run.cluster import start_ray, versions
     from tlt.tasks.chat import Chat
-    from tlt.tasks.gym import problems
+    from tlt.tasks.gym import DEFAULT_SIZES, problems
+    from tlt.tasks.tail import HeavyTail
 
     console = Console()
     require_plots()
-    modes = tuple(bench.Mode.parse(text) for text in mode or _default_modes(drafter))
+    modes = tuple(
+        bench.Mode.parse(text, drafter is not None) for text in mode or _default_modes(drafter)
+    )
     spec = None
     if lengths is None:
         spec = workload.LengthSpec(requests, median, p95, longest, seed)
     sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
     chat = Chat(str(model))
-    prompts = [
-        chat.prompt(problem.question) for problem in problems(task, len(sizes), seed, "bench")
-    ]
+    difficulty = HeavyTail(size, size, size) if size else DEFAULT_SIZES
+    made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
+    prompts = [chat.prompt(problem.question) for problem in made]
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_seqs": 32,
@@ -111,8 +118,83 @@ def rollout(
     result |= {"command": command_line(), "versions": versions()}
     (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
     plot_running(result, out / "rollout.png")
+    for text in {"adaptive", "published"} & result["decisions"].keys():
+        plot_decisions(result["decisions"][text], f"decisions of {text}", out / f"{text}.png")
     console.print(_table(result))
     console.print(f"[green]wrote[/] {out}/rollout.json and {out}/rollout.png")
+
+
+@app.command()
+def strategy(
+    recorded: Annotated[
+        Path | None,
+        typer.Argument(help="rollout.json of a `tlt bench rollout` with several arms."),
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of a rollout.")] = 64,
+    rollouts: Annotated[int, typer.Option(help="Rollouts, one after another.")] = 12,
+    median: Annotated[int, typer.Option(help="Median response length.")] = 60,
+    p95: Annotated[int, typer.Option(help="95th percentile of the response lengths.")] = 500,
+    longest: Annotated[int, typer.Option(help="Longest response.")] = 1500,
+    seeds: Annotated[int, typer.Option(help="Repeats with other random numbers.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for strategy.json and strategy.png.")] = Path(
+        "runs/bench-strategy"
+    ),
+) -> None:
+    """Replay policies on recorded step times: how close do they come to the best arm?
+
+    Beside what you recorded, always a table made from published figures of an H100.
+    """
+    import random
+
+    from tlt.bench import replay
+    from tlt.bench.plot import plot_replay
+    from tlt.tasks.tail import HeavyTail
+
+    console = Console()
+    require_plots()
+    tables = {}
+    if recorded is not None:
+        tables[f"recorded: {recorded}"] = replay.StepTable.load(recorded)
+    tables["made from published H100 figures"] = replay.published_h100()
+    rng = random.Random(0)
+    tail = HeavyTail(median, p95, longest)
+    work = [[tail.draw(rng) for _ in range(requests)] for _ in range(rollouts)]
+    results = {}
+    with progress_bar(console) as show:
+        for index, (name, table) in enumerate(tables.items()):
+            show(f"replaying, {name}", index, len(tables))
+            limit = replay.largest_batch(table)
+            rows = replay.compare(
+                table, replay.contenders(table), [lengths[:limit] for lengths in work], range(seeds)
+            )
+            results[name] = rows
+            console.print(_strategy_table(name, rows))
+    out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "command": command_line(),
+        "tables": {name: table.as_dict() for name, table in tables.items()},
+        "results": results,
+    }
+    (out / "strategy.json").write_text(json.dumps(report, indent=1) + "\n")
+    plot_replay(results, out / "strategy.png")
+    console.print(f"[green]wrote[/] {out}/strategy.json and {out}/strategy.png")
+
+
+def _strategy_table(name: str, rows: list[dict[str, Any]]) -> Table:
+    scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
+    table = result_table(f"{name}: throughput of the oracle's, median (low-high)")
+    table.add_column("policy")
+    for scenario in scenarios:
+        table.add_column(scenario, justify="right")
+    table.add_column("switches per 1000 steps", justify="right")
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        mine = [row for row in rows if row["policy"] == policy]
+        table.add_row(
+            policy,
+            *(f"{row['of_oracle']:.3f} ({row['low']:.2f}-{row['high']:.2f})" for row in mine),
+            f"{max(row['switches_per_1000_steps'] for row in mine):.0f}",
+        )
+    return table
 
 
 def _default_modes(drafter: Path | None) -> list[str]:

@@ -10,12 +10,15 @@ from tlt.config.schema import Schema
 
 
 class NgramConfig(Schema):
-    """Lookup of the last few tokens in the text so far."""
+    """Lookup of the last few tokens in the text so far and in other samples."""
 
     min_match: int = Field(default=2, ge=1)
     """Shortest run of tokens that counts as a match."""
-    max_match: int = Field(default=4, ge=1)
+    max_match: int = Field(default=8, ge=1)
     """Longest run of tokens that is looked up."""
+    history_tokens: int = Field(default=1_000_000, ge=0, le=1_000_000_000)
+    """Tokens of other samples, running and earlier ones, that are searched too; the oldest are
+    dropped first. About 70 bytes each. 0 searches only the request's own text."""
 
 
 class EngineSettings(Schema):
@@ -28,7 +31,10 @@ class EngineSettings(Schema):
     max_draft_tokens: int | None = Field(default=None, ge=1, le=32)
     """Longest draft any policy of this engine may use; by default what `policy` needs."""
     ngram: NgramConfig | None = Field(default_factory=NgramConfig)
-    """Match lengths of the n-gram drafter; null leaves it out of the engine."""
+    """The drafter that looks the last tokens up; null leaves it out of the engine."""
+    drafter_state_mib: int = Field(default=512, ge=0)
+    """Memory, in MiB, for what the draft model will have to catch up on: it is left out of steps in
+    which it does not draft. 0 runs it in every step."""
     num_cores: int = Field(default=1, ge=1)
     """CPU cores the engine is bound to (CPU engines only)."""
     num_gpus: int = Field(default=0, ge=0)

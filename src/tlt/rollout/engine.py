@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,12 +25,12 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
+from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, StepReport
 from tlt.errors import ConfigError, EngineError, EngineUnsafe
 from tlt.rollout.cores import claim_cores
 from tlt.rollout.guard import check_length, check_sampling
-from tlt.rollout.vllm.args import engine_args, max_draft_tokens
-from tlt.speculation.policies import PolicySpec, build_policy
+from tlt.rollout.vllm.args import drafters, engine_args, max_draft_tokens
+from tlt.speculation.policies import PolicySpec, build_policy, complete_policy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,6 +52,7 @@ class RolloutEngine:
         self.config = config
         self.name = name
         self._args = engine_args(config)  # refuses bad settings before anything starts
+        self._args["seed"] = stream_seed(self._args.get("seed"), name)
         self._max_draft_tokens = max_draft_tokens(config)
         self._lock = threading.Condition()
         self._queue: deque[tuple[SampleRequest, float]] = deque()
@@ -145,7 +148,7 @@ class RolloutEngine:
 
     def set_policy(self, spec: PolicySpec) -> None:
         """Choose arms by another policy from the next step on."""
-        policy = build_policy(spec)
+        policy = build_policy(complete_policy(spec, drafters(self.config)))
         for arm in policy.arms():
             if arm.num_draft_tokens > self._max_draft_tokens:
                 raise ConfigError(
@@ -203,9 +206,18 @@ class RolloutEngine:
             drafter_version=self._versions["drafter"],
         )
 
+    def take_trace(self) -> list[StepReport]:
+        """What each step since the last call did."""
+        return self._command(lambda: self._controller.take_trace())
+
     def reset_prefix_cache(self) -> None:
-        """Forget the prompts seen so far, so that what follows is measured from nothing."""
-        self._command(lambda: self._llm.reset_prefix_cache())
+        """Forget prompts and samples seen so far, so that what follows is measured from nothing."""
+
+        def forget() -> None:
+            self._llm.reset_prefix_cache()
+            self._llm.collective_rpc("tlt_forget_history")
+
+        self._command(forget)
 
     def devices(self) -> tuple[str, list[str]]:
         """This engine's name, and the GPUs its process sees, for ranks that share them."""
@@ -387,6 +399,15 @@ class RolloutEngine:
             self._llm.engine_core.shutdown()
         except Exception:
             logger.exception("%s: vLLM did not shut down cleanly", self.name)
+
+
+def stream_seed(seed: int | None, name: str) -> int:
+    """The seed of one engine's random numbers.
+
+    vLLM gives every engine the same seed. Engines that are handed samples of the same groups would
+    then draw the same responses twice.
+    """
+    return secrets.randbits(31) if seed is None else (seed ^ zlib.crc32(name.encode())) >> 1
 
 
 def sampling_params(sampling: SamplingSpec) -> Any:

@@ -8,10 +8,14 @@ t+1 is scheduled before step t has finished, so each step carries its own record
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+
+TRACE_STEPS = 20_000
+"""Latest steps that are kept to be looked at: some megabytes."""
 
 
 @dataclass(slots=True)
@@ -50,9 +54,16 @@ class DraftController:
         self._last_finished_s = 0.0
         self.drafter_version = 0
         self.totals = Totals()
+        self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
 
     def set_policy(self, policy: DraftPolicy) -> None:
         self._policy = policy
+
+    def take_trace(self) -> list[StepReport]:
+        """Steps since the last call, the latest `TRACE_STEPS` of them."""
+        trace = list(self._trace)
+        self._trace.clear()
+        return trace
 
     def schedule_started(self) -> None:
         self._schedule_started_s = self._clock()
@@ -107,7 +118,9 @@ class DraftController:
             num_output_tokens=num_output_tokens,
             elapsed_s=elapsed_s,
             drafter_version=record.context.drafter_version,
+            ended_s=now,
         )
+        self._trace.append(report)
         totals = self.totals
         totals.steps += 1
         totals.drafts += len(drafts)

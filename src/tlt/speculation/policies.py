@@ -6,22 +6,33 @@ A policy crosses process borders as a *spec*, a plain dict such as
     {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
     {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 4], [16, 2]]}
     {"kind": "random", "arms": [["ngram", 2], ["eagle3", 4], ["off", 0]], "seed": 0}
+    {"kind": "adaptive"}
+    {"kind": "published", "arms": [["eagle3", 2], ["eagle3", 4]], "epsilon": 0.1, "seed": 0}
 
-and `build_policy` turns it into an object next to the scheduler that asks it. New kinds register
-in `_BUILDERS`.
+and `build_policy` turns it into an object next to the scheduler that asks it. A kind that learns
+which arm is best takes all that the engine has, unless `arms` names them: `complete_policy`. New
+kinds register in `_BUILDERS`.
 """
 
 from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from tlt.contracts import OFF, Arm, DrafterName, DraftPolicy, StepContext, StepReport
 from tlt.errors import ConfigError
+from tlt.speculation.adaptive import Adaptive, Caution
+from tlt.speculation.published import EpsilonGreedy
 
 PolicySpec = Mapping[str, Any]
+
+LEARNING = ("adaptive", "published")
+"""Kinds that find the best of their arms by themselves."""
+DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
+"""Draft lengths that such a kind chooses from when it is given none."""
 
 
 class Fixed:
@@ -104,11 +115,30 @@ def _build_random(spec: PolicySpec) -> DraftPolicy:
     return RandomArms([parse_arm(a) for a in spec["arms"]], random.Random(spec.get("seed", 0)))
 
 
+def _build_adaptive(spec: PolicySpec) -> DraftPolicy:
+    caution = {key: value for key, value in spec.items() if key not in ("kind", "arms")}
+    unknown = sorted(caution.keys() - {field.name for field in fields(Caution)})
+    if unknown:
+        known = ", ".join(field.name for field in fields(Caution))
+        raise ConfigError(f"policy.{unknown[0]} is not known to kind 'adaptive'; one of {known}")
+    return Adaptive([parse_arm(arm) for arm in spec["arms"]], Caution(**caution))
+
+
+def _build_published(spec: PolicySpec) -> DraftPolicy:
+    return EpsilonGreedy(
+        [parse_arm(arm) for arm in spec["arms"]],
+        random.Random(spec.get("seed", 0)),
+        epsilon=float(spec.get("epsilon", 0.1)),
+    )
+
+
 _BUILDERS: dict[str, Callable[[PolicySpec], DraftPolicy]] = {
     "off": lambda spec: Fixed(OFF),
     "fixed": _build_fixed,
     "by_batch_size": _build_by_batch_size,
     "random": _build_random,
+    "adaptive": _build_adaptive,
+    "published": _build_published,
 }
 
 
@@ -121,6 +151,14 @@ def parse_arm(value: Sequence[Any]) -> Arm:
         return Arm(drafter, int(num_draft_tokens))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def complete_policy(spec: PolicySpec, drafters: Collection[DrafterName]) -> dict[str, Any]:
+    """The spec with the arms that an engine with these drafters has, where it leaves them open."""
+    if spec.get("kind") not in LEARNING or spec.get("arms"):
+        return dict(spec)
+    arms = [[name, k] for name in sorted(drafters) for k in DRAFT_LENGTHS.get(name, ())]
+    return {**spec, "arms": [["off", 0], *arms]}
 
 
 def build_policy(spec: PolicySpec) -> DraftPolicy:

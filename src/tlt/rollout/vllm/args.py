@@ -5,16 +5,37 @@ from __future__ import annotations
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
+from tlt.contracts import Arm, DrafterName
 from tlt.rollout.guard import check_engine, speculates
 from tlt.rollout.vllm.plugin import TRANSFER_BACKEND
-from tlt.speculation.policies import build_policy
+from tlt.speculation.graphs import GraphPlan, choices_of
+from tlt.speculation.policies import build_policy, complete_policy
 
 _HERE = "tlt.rollout.vllm"
+_GRAPH_ARGS = {
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+    "optimization_level",
+}
+
+
+def drafters(config: EngineConfig) -> list[DrafterName]:
+    """Who a policy that is given no arms may choose from.
+
+    On GPUs n-grams would cost a trained drafter its asynchronous scheduling; name them in the
+    policy's arms to have both.
+    """
+    names: list[DrafterName] = ["eagle3"] if config.drafter is not None else []
+    if config.ngram is not None and not (names and config.num_gpus):
+        names.append("ngram")
+    return names
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
     """The longest draft this engine must be able to verify; 0 for an engine that never drafts."""
-    arms = build_policy(config.policy).arms()
+    arms = build_policy(complete_policy(config.policy, drafters(config))).arms()
     if not speculates(config, arms):
         return 0
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
@@ -24,7 +45,8 @@ def max_draft_tokens(config: EngineConfig) -> int:
 
 def engine_args(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`; raises before anything starts."""
-    arms = build_policy(config.policy).arms()
+    policy = complete_policy(config.policy, drafters(config))
+    arms = build_policy(policy).arms()
     check_engine(config, arms)
     on_gpu = config.num_gpus > 0
     needs_cpu_tokens = any(arm.drafter == "ngram" for arm in arms)
@@ -37,8 +59,9 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "additional_config": {
             "tlt": {
-                "policy": dict(config.policy),
+                "policy": policy,
                 "ngram": config.ngram.model_dump() if config.ngram and not is_async else None,
+                "drafter_state_bytes": config.drafter_state_mib * 2**20,
             }
         },
         "disable_log_stats": True,
@@ -49,20 +72,48 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     else:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     user = dict(config.engine_args)
-    speculative = _speculative_config(config, user.pop("speculative_config", None) or {})
+    plan = graph_plan(config)
+    if plan is not None:
+        args["compilation_config"] = plan.compilation_config()
+    speculative = _speculative_config(config, user.pop("speculative_config", None) or {}, plan)
     if speculative is not None:
         args["speculative_config"] = speculative
     return args | user
 
 
-def _speculative_config(config: EngineConfig, user: dict[str, Any]) -> dict[str, Any] | None:
+def graph_plan(config: EngineConfig) -> GraphPlan | None:
+    """CUDA graphs for every arm of a GPU engine.
+
+    None leaves them to vLLM: where `engine_args` says anything about graphs or compilation, or
+    does not say how many requests run at once.
+    """
+    user = config.engine_args
+    max_num_seqs = user.get("max_num_seqs")
+    if config.num_gpus == 0 or not isinstance(max_num_seqs, int) or _GRAPH_ARGS & user.keys():
+        return None
+    policy = build_policy(complete_policy(config.policy, drafters(config)))
+    choices = choices_of(policy, max_num_seqs)
+    longest = max_draft_tokens(config)
+    if longest > max(arm.num_draft_tokens for arm in policy.arms()):
+        # Other policies may follow with drafts of up to this length.
+        choices = [(limit, arms | {Arm("eagle3", longest)}) for limit, arms in choices]
+    return GraphPlan.for_arms(
+        choices, max_num_seqs, max_num_batched_tokens=user.get("max_num_batched_tokens")
+    )
+
+
+def _speculative_config(
+    config: EngineConfig, user: dict[str, Any], plan: GraphPlan | None
+) -> dict[str, Any] | None:
     longest = max_draft_tokens(config)
     if longest == 0:
         return None
     speculative: dict[str, Any] = {
         "num_speculative_tokens": longest,
         # Tells vLLM that the draft length changes at run time; our scheduler sets its value.
-        "num_speculative_tokens_per_batch_size": [[1, 1_000_000, longest]],
+        "num_speculative_tokens_per_batch_size": (
+            plan.draft_schedule() if plan else [[1, 1_000_000, longest]]
+        ),
     }
     if config.drafter is not None:
         speculative |= {"method": "eagle3", "model": config.drafter}

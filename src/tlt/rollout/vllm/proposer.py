@@ -1,9 +1,15 @@
 """A proposer that drafts with EAGLE-3 or with n-grams, switchable from step to step.
 
-vLLM builds one proposer per engine. This one is its EAGLE proposer; when the step's arm is
-n-gram it still lets the draft model see the step's tokens (one pass, as vLLM does for a draft
-length of 0), so that the drafter's KV cache has no holes and EAGLE-3 can take over at any step
-without a re-prefill; the drafts then come from vLLM's own n-gram lookup.
+vLLM builds one proposer per engine. This one is its EAGLE proposer; when the step's arm is n-gram,
+the drafts come from a lookup of the last tokens (`lookup`).
+
+EAGLE-3 can take over at any step without a re-prefill, because its KV cache lacks nothing by then.
+Stock vLLM sees to that by a pass of the draft model in every step, even if it drafts nothing. Here
+steps that only decode skip that pass: what it would have read is kept (`upkeep`), and written into
+the KV cache when EAGLE-3 comes on. Steps with prompt tokens always run it, since requests share the
+blocks of their prompts through the prefix cache. The blocks of a response are shared only with a
+later prompt that repeats it: what was skipped is then missing for that prompt's drafts, which may
+cost acceptance and nothing else.
 """
 
 from __future__ import annotations
@@ -11,21 +17,31 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
+from tlt.rollout.vllm.upkeep import Missed, MissedInputs
 
 
 class SwitchingProposer(EagleProposer):
     """EAGLE-3 and n-grams in one engine. `drafter` names who drafts in the current step."""
 
     def __init__(
-        self, vllm_config: Any, device: torch.device, runner: Any, ngram: dict[str, int] | None
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        runner: Any,
+        ngram: dict[str, int] | None,
+        state_budget_bytes: int = 0,
     ) -> None:
         super().__init__(vllm_config, device, runner)
         self.drafter: DrafterName = "eagle3"
-        self._ngram = ngram_lookup(vllm_config, ngram) if ngram else None
+        self.missed = MissedInputs(state_budget_bytes)
+        self._ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
         self._sampled_token_ids: torch.Tensor | None = None
         self._discarded: torch.Tensor | None = None
         self._input_batch: Any = None
@@ -45,11 +61,110 @@ class SwitchingProposer(EagleProposer):
             sampled_token_ids, requests, gpu_input_batch, discard_request_mask
         )
 
-    def propose(self, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if self.drafter != "ngram" or num_speculative_tokens == 0:
-            return super().propose(num_speculative_tokens, *args, **kwargs)
-        super().propose(0, *args, **kwargs)
-        return self._propose_ngrams(num_speculative_tokens)
+    def propose(self, num_speculative_tokens: int, **inputs: Any) -> Any:
+        if self.drafter == "eagle3" and num_speculative_tokens > 0:
+            self._catch_up(inputs)
+            return super().propose(num_speculative_tokens, **inputs)
+        if not self._skip(inputs):
+            super().propose(0, **inputs)
+        if num_speculative_tokens > 0:
+            return self._propose_ngrams(num_speculative_tokens)
+        return torch.empty(self._input_batch.num_reqs, 0, dtype=torch.int64, device=self.device)
+
+    # --- leaving the draft model out, and catching up ------------------------------------------
+
+    @property
+    def _can_skip(self) -> bool:
+        """Whether the keys and values of a position depend on the inputs there, and on no more."""
+        return (
+            self.missed.budget_bytes > 0
+            and len(self._draft_attn_layer_names) == 1
+            and not self.supports_mm_inputs
+            and self.vllm_config.parallel_config.decode_context_parallel_size == 1
+        )
+
+    def _skip(self, inputs: dict[str, Any]) -> bool:
+        """Keep what the draft model would read in this step; False if it has to run."""
+        batch = self._input_batch
+        if not self._can_skip or not _only_decodes(batch):
+            return False
+        num_rejected = inputs["num_rejected_tokens_gpu"]
+        if num_rejected is not None and self.vllm_config.scheduler_config.async_scheduling:
+            return False  # how many, only the device knows yet; to wait for it costs more
+        metadata = inputs["common_attn_metadata"]
+        starts = metadata.query_start_loc_cpu.numpy()
+        num_rows = np.diff(starts)
+        last_B = inputs["token_indices_to_sample"]
+        if last_B is None:
+            last_B = metadata.query_start_loc[1:] - 1
+        if num_rejected is not None:
+            num_rows -= num_rejected.cpu().numpy()
+        token_T = inputs["target_token_ids"].roll(-1)
+        token_T[last_B] = inputs["next_token_ids"]
+        rows = [np.arange(s, s + n) for s, n in zip(starts[:-1], num_rows, strict=True)]
+        row_T = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
+        # Indexing copies, and it must: vLLM reuses these tensors in the next step.
+        kept = (
+            inputs["target_positions"][row_T],
+            token_T[row_T],
+            inputs["target_hidden_states"][row_T],
+        )
+        if self.missed.add(batch.req_ids, num_rows, *kept):
+            return True
+        self._catch_up(inputs)
+        return self.missed.add(batch.req_ids, num_rows, *kept)
+
+    def _catch_up(self, inputs: dict[str, Any]) -> None:
+        """Write the keys and values that the requests of this step have missed."""
+        metadata = inputs["common_attn_metadata"]
+        first_B = inputs["target_positions"][metadata.query_start_loc[:-1]]
+        for missed in self.missed.take(self._input_batch.req_ids, self.max_num_tokens):
+            self._write(missed, first_B, inputs)
+
+    def _write(self, missed: Missed, first_B: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """One pass of the draft model for its keys and values alone.
+
+        Where they go depends on each row's position; what its attention reads does not matter. So
+        every request poses as a sequence of just its missed rows, which fits into its row of the
+        block table: no position is missed twice.
+
+        A request that was preempted computes its last positions once more, from `first_B` on: they
+        are this step's business or a later one's, and may not even have a block yet.
+        """
+        block_table = inputs["common_attn_metadata"].block_table_tensor
+        request_T = torch.from_numpy(missed.owner_T).to(self.device, non_blocking=True)
+        block_T = block_table[request_T, missed.position_T // self.block_size].long()
+        slot_T = block_T * self.block_size + missed.position_T % self.block_size
+        slot_T.masked_fill_(missed.position_T >= first_B[request_T], PADDING_SLOT_ID)
+
+        requests, num_rows = np.unique(missed.owner_T, return_counts=True)
+        starts = torch.from_numpy(np.concatenate([[0], num_rows.cumsum()]).astype(np.int32))
+        lengths = torch.from_numpy(num_rows.astype(np.int32))
+        longest = int(num_rows.max())
+        super().propose(
+            num_speculative_tokens=0,
+            # vLLM moves the tokens by one, and puts the next ones where it is told.
+            target_token_ids=missed.token_T.roll(1),
+            next_token_ids=missed.token_T[-1:],
+            token_indices_to_sample=starts[-1:].to(self.device, non_blocking=True) - 1,
+            target_positions=missed.position_T,
+            target_hidden_states=missed.state_TA,
+            sampling_metadata=inputs["sampling_metadata"],
+            common_attn_metadata=CommonAttentionMetadata(
+                query_start_loc=starts.to(self.device, non_blocking=True),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths.to(self.device, non_blocking=True),
+                seq_lens_cpu_upper_bound=lengths,
+                num_reqs=len(requests),
+                num_actual_tokens=len(missed),
+                max_query_len=longest,
+                max_seq_len=longest,
+                block_table_tensor=block_table[torch.from_numpy(requests).to(self.device)],
+                slot_mapping=slot_T,
+            ),
+        )
+
+    # --- drafting -------------------------------------------------------------------------------
 
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """vLLM spreads the draft logits over the whole vocabulary first; the winner is the same."""
@@ -80,13 +195,26 @@ class SwitchingProposer(EagleProposer):
         return self._ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
 
 
-def ngram_lookup(vllm_config: Any, ngram: dict[str, int]) -> Any:
-    """vLLM's n-gram proposer, inside an engine whose configured method is another one.
+def _only_decodes(batch: Any) -> bool:
+    """Whether no request reads its prompt or, after a preemption, its own response again."""
+    num_computed = batch.num_computed_tokens_cpu[: batch.num_reqs]
+    reads_prompt = num_computed < batch.num_prompt_tokens[: batch.num_reqs]
+    reads_again = num_computed + 1 < batch.num_tokens_no_spec[: batch.num_reqs]
+    return not (reads_prompt | reads_again).any()
 
-    It reads its match lengths from the speculative config, where they are only kept for the
-    method "ngram"; hence this view with just the fields it reads. Imported late: vLLM's start-up on
-    CPU walks all loaded modules and trips over those of numba, which this one brings.
+
+def ngram_lookup(vllm_config: Any, ngram: dict[str, int], runner: Any) -> Any:
+    """An n-gram proposer inside an engine whose configured method is another one.
+
+    vLLM's own is used where there is no history to look into. It reads its match lengths from the
+    speculative config, where they are only kept for the method "ngram"; hence this view with just
+    the fields it reads. Imported late: vLLM's start-up on CPU walks all loaded modules and trips
+    over those of numba, which both bring.
     """
+    if ngram["history_tokens"]:
+        from tlt.rollout.vllm.lookup import HistoryProposer
+
+        return HistoryProposer(vllm_config, runner, ngram)
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
     view = SimpleNamespace(

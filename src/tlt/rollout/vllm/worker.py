@@ -20,6 +20,7 @@ class _Adaptive:
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
+        self._look_into_history()
         speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         if speculative is None or speculative.method != "eagle3":
             return
@@ -33,12 +34,47 @@ class _Adaptive:
             runner.device,
             runner,
             settings.get("ngram"),
+            settings.get("drafter_state_bytes", 0),
         )
+
+    def _look_into_history(self) -> None:
+        """In an engine without a draft model, replace vLLM's n-gram proposer."""
+        speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        runner = self.model_runner  # type: ignore[attr-defined]
+        ngram = self.vllm_config.additional_config[CONFIG_KEY].get("ngram")  # type: ignore[attr-defined]
+        if not ngram or not ngram["history_tokens"] or not hasattr(runner, "drafter"):
+            return
+        if speculative.method == "ngram":
+            from tlt.rollout.vllm.lookup import HistoryProposer
+
+            matches = {
+                "min_match": speculative.prompt_lookup_min,
+                "max_match": speculative.prompt_lookup_max,
+            }
+            runner.drafter = HistoryProposer(
+                self.vllm_config,  # type: ignore[attr-defined]
+                runner,
+                ngram | matches,
+            )
+
+    def _history_lookup(self) -> Any:
+        """Whoever looks n-grams up in a history of samples; None where nobody does."""
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        lookup = getattr(drafter, "_ngram", drafter)
+        return lookup if hasattr(lookup, "history") else None
+
+    def tlt_forget_history(self) -> None:
+        """Draft as if no sample had been seen yet."""
+        if (lookup := self._history_lookup()) is not None:
+            lookup.forget()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
         if isinstance(drafter, SwitchingProposer):
             drafter.drafter = getattr(scheduler_output, "tlt_drafter", "eagle3")
+            drafter.missed.forget(scheduler_output.finished_req_ids)
+        if (lookup := self._history_lookup()) is not None:
+            lookup.requests_ended(scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
@@ -68,6 +104,18 @@ class _Adaptive:
             self.start_weight_update()  # type: ignore[attr-defined]
         self.update_weights(update_info)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
+        if not draft:
+            self._drop_states()
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        self._drop_states()
+        super().sleep(*args, **kwargs)  # type: ignore[misc]
+
+    def _drop_states(self) -> None:
+        """Between rollouts: no step has told the proposer yet that the last requests have ended."""
+        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        if isinstance(drafter, SwitchingProposer):
+            drafter.missed.clear()
 
 
 class AdaptiveCPUWorker(_Adaptive, CPUWorker):

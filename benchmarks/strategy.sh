@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The adaptive policy on live engines and in replay: about 45 minutes after `bash benchmarks/drafter.sh`.
+# Writes benchmarks/results/strategy/: live/ (against every fixed arm and the published policy),
+# random_drafter/, no_drafter/, random_text/ (against no speculation), two_engines/, strategy.json, .png.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+tlt="${TLT:-.venv/bin/tlt}"
+python="${PYTHON:-.venv/bin/python}"
+out=benchmarks/results/strategy
+model=models/smollm2-sft
+drafter=models/smollm2-eagle3
+# Problems of 60 terms, whose answers are longer than any length asked for: the text stays natural.
+work=(--model "$model" --size 60 --requests 64 --median 40 --p95 250 --longest 480
+      --engine-arg max_num_seqs=64)
+compiled=(--engine-arg enforce_eager=false)
+
+"$tlt" bench rollout "${work[@]}" "${compiled[@]}" --drafter "$drafter" --engines 1 --repeats 3 \
+  --mode off --mode ngram:4 --mode eagle3:1 --mode eagle3:2 --mode eagle3:3 --mode eagle3:4 \
+  --mode eagle3:6 --mode published --mode adaptive --out "$out/live"
+"$tlt" bench strategy "$out/live/rollout.json" --out "$out"
+
+"$python" benchmarks/random_drafter.py "$drafter" models/random-eagle3
+"$tlt" bench rollout "${work[@]}" --drafter models/random-eagle3 --engines 1 --repeats 5 \
+  --mode off --mode adaptive --out "$out/random_drafter"
+"$tlt" bench rollout "${work[@]}" --engines 1 --repeats 5 \
+  --mode off --mode adaptive --out "$out/no_drafter"
+"$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 1 --repeats 5 --temperature 5 \
+  --mode off --mode adaptive --out "$out/random_text"
+"$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 2 --repeats 2 \
+  --mode off --mode adaptive --out "$out/two_engines"

@@ -1,0 +1,338 @@
+"""Engines replayed from recorded step times: how close does a policy come to the best arm?
+
+A `StepTable` says how long a step of each arm takes at each batch size and how often drafts are
+accepted. `replay` runs a policy against it, step by step as the engine would: the drafts of one
+step are verified in the next, requests end one by one, step times are noisy. The same workload
+under the `Oracle`, which reads the best arm from the table, is what can be had at most.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+from tlt.errors import ConfigError
+from tlt.speculation.adaptive import Adaptive
+from tlt.speculation.policies import Fixed
+from tlt.speculation.published import VERIFIED_TOKENS, EpsilonGreedy
+
+Scenario = Callable[[float], float]
+"""From the progress of a run, 0 to 1, to the power that acceptance rates are raised to: 1 leaves
+them as recorded, more makes the drafter worse, less makes it better."""
+
+SCENARIOS: dict[str, Scenario] = {
+    "stationary": lambda progress: 1.0,
+    "drifting": lambda progress: 3.0 - 2.6 * progress,
+    "abrupt": lambda progress: 8.0 if 1 / 3 < progress < 2 / 3 else 0.7,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """Seconds of a step by arm and batch size, and acceptance by drafter and position."""
+
+    seconds: dict[Arm, list[tuple[float, float]]]
+    """Rising (batch size, seconds) of steps that verify and draft by this arm."""
+    accepted: dict[str, list[float]]
+    """Share of requests whose draft is accepted at least up to each position."""
+    drafted_share: dict[str, float]
+    """Draft tokens per token asked for."""
+    verified_tokens: int = VERIFIED_TOKENS
+    """Tokens a step of this hardware can verify with profit: the published policy's buckets."""
+
+    def step_s(self, batch: int, verified: Arm, proposed: Arm) -> float:
+        """A step between two arms is taken to cost half of each."""
+        one = _interpolate(self.seconds[verified], batch)
+        return one if verified == proposed else (one + self.step_s(batch, proposed, proposed)) / 2
+
+    def rate(self, drafter: str, position: int, power: float) -> float:
+        rates = self.accepted[drafter]
+        return float(rates[position] ** power) if position < len(rates) else 0.0
+
+    def tokens(self, arm: Arm, power: float) -> float:
+        """Expected tokens of one request and step."""
+        return 1 + sum(self.rate(arm.drafter, i, power) for i in range(arm.num_draft_tokens))
+
+    def best(self, batch: int, power: float) -> Arm:
+        return max(
+            self.seconds, key=lambda arm: self.tokens(arm, power) / self.step_s(batch, arm, arm)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [
+            {"drafter": arm.drafter, "num_draft_tokens": arm.num_draft_tokens, "seconds": points}
+            for arm, points in self.seconds.items()
+        ]
+        return {"arms": rows, "accepted": self.accepted, "drafted_share": self.drafted_share}
+
+    @classmethod
+    def from_dict(cls, table: dict[str, Any]) -> StepTable:
+        return cls(
+            seconds={
+                Arm(row["drafter"], row["num_draft_tokens"]): [(b, s) for b, s in row["seconds"]]
+                for row in table["arms"]
+            },
+            accepted=table["accepted"],
+            drafted_share=table["drafted_share"],
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> StepTable:
+        """The table in the result of a `tlt bench rollout`."""
+        try:
+            table = cls.from_dict(json.loads(path.read_text())["steps"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is no result of `tlt bench rollout` ({error!r}); e.g. "
+                "runs/bench-rollout/rollout.json"
+            ) from error
+        if OFF not in table.seconds or len(table.seconds) < 2:
+            raise ConfigError(
+                f"{path}: its modes used the arms {', '.join(map(str, table.seconds))}; a replay "
+                "needs 'off' and at least one more, e.g. --mode off --mode eagle3:2 --mode eagle3:4"
+            )
+        return table
+
+    @classmethod
+    def from_reports(cls, reports: Iterable[StepReport], min_steps: int = 5) -> StepTable:
+        """What steady steps of real engines took: medians by arm and batch size."""
+        times: dict[Arm, dict[int, list[float]]] = {}
+        seen: dict[str, list[float]] = {}
+        accepted: dict[str, list[float]] = {}
+        asked: dict[str, float] = {}
+        drafted: dict[str, float] = {}
+        for report in reports:
+            arm = report.verified
+            if arm != report.proposed or report.num_prefill_tokens or not report.num_decodes:
+                continue
+            times.setdefault(arm, {}).setdefault(report.num_decodes, []).append(report.elapsed_s)
+            for position in range(arm.num_draft_tokens):
+                counts = seen.setdefault(arm.drafter, [])
+                hits = accepted.setdefault(arm.drafter, [])
+                if position == len(counts):
+                    counts.append(0.0)
+                    hits.append(0.0)
+                counts[position] += report.num_decodes
+                if position < len(report.accepted_at):
+                    hits[position] += report.accepted_at[position]
+            if arm.num_draft_tokens:
+                full = report.num_decodes * arm.num_draft_tokens
+                asked[arm.drafter] = asked.get(arm.drafter, 0.0) + full
+                drafted[arm.drafter] = drafted.get(arm.drafter, 0.0) + report.num_draft_tokens
+        return cls(
+            seconds={arm: _smooth(by_batch, min_steps) for arm, by_batch in times.items()},
+            accepted={
+                drafter: [a / max(n, 1.0) for a, n in zip(accepted[drafter], counts, strict=True)]
+                for drafter, counts in seen.items()
+            },
+            drafted_share={drafter: drafted[drafter] / asked[drafter] for drafter in asked},
+        )
+
+
+def _smooth(by_batch: dict[int, list[float]], min_steps: int) -> list[tuple[float, float]]:
+    """Neighbouring batch sizes are pooled until each point has `min_steps` steps."""
+    points: list[tuple[float, float]] = []
+    batches: list[int] = []
+    seconds: list[float] = []
+    for batch in sorted(by_batch):
+        batches += [batch] * len(by_batch[batch])
+        seconds += by_batch[batch]
+        if len(seconds) >= min_steps:
+            points.append((statistics.fmean(batches), statistics.median(seconds)))
+            batches, seconds = [], []
+    if seconds and not points:
+        points.append((statistics.fmean(batches), statistics.median(seconds)))
+    return points
+
+
+def _interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
+    index = bisect_left(points, (batch, 0.0))
+    if index == 0 or len(points) == 1:
+        return points[0][1]
+    if index == len(points):
+        index -= 1  # beyond the last point: go on as between the last two
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
+    return max(y0 + (y1 - y0) * (batch - x0) / (x1 - x0), 0.5 * min(y0, y1))
+
+
+@dataclass(slots=True)
+class Run:
+    """The engine's state that an oracle may look at."""
+
+    table: StepTable
+    scenario: Scenario
+    progress: float = 0.0
+
+
+class Oracle:
+    """Knows the table and the scenario."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._known: dict[tuple[int, float], Arm] = {}
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self._run.table.seconds)
+
+    def decide(self, context: StepContext) -> Arm:
+        power = round(self._run.scenario(self._run.progress), 2)
+        key = (context.num_decodes, power)
+        if key not in self._known:
+            self._known[key] = self._run.table.best(*key)
+        return self._known[key]
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    tokens_per_s: float
+    switches: int
+    reports: list[StepReport]
+
+
+def replay(
+    make_policy: Callable[[Run], DraftPolicy],
+    table: StepTable,
+    scenario: Scenario,
+    rollouts: Sequence[Sequence[int]],
+    seed: int,
+    noise: float = 0.1,
+) -> Replayed:
+    """Decode rollouts of these response lengths one after another."""
+    rng = random.Random(seed)
+    run = Run(table, scenario)
+    policy = make_policy(run)
+    total = sum(map(sum, rollouts))
+    done = switches = step = 0
+    clock_s = 0.0
+    verified = OFF
+    reports = []
+    for lengths in rollouts:
+        left = list(lengths)
+        while left:
+            run.progress = done / total
+            power = scenario(run.progress)
+            context = StepContext(step, len(left), 0, 0)
+            proposed = policy.decide(context)
+            switches += proposed != verified
+            gains, drafted, accepted_at = _verify(table, verified, len(left), power, rng)
+            seconds = table.step_s(len(left), verified, proposed)
+            seconds *= math.exp(rng.gauss(0, noise))
+            clock_s += seconds
+            output = sum(min(gain, rest) for gain, rest in zip(gains, left, strict=True))
+            report = StepReport(
+                step=step,
+                verified=verified,
+                proposed=proposed,
+                num_decodes=len(left),
+                num_prefill_tokens=0,
+                num_drafts=len(left) if drafted else 0,
+                num_draft_tokens=drafted,
+                num_accepted_tokens=sum(accepted_at),
+                accepted_at=tuple(accepted_at),
+                num_output_tokens=output,
+                elapsed_s=seconds,
+                ended_s=clock_s,
+            )
+            policy.observe(report)
+            reports.append(report)
+            left = [rest - gain for rest, gain in zip(left, gains, strict=True) if rest > gain]
+            done += output
+            verified = proposed
+            step += 1
+    return Replayed(done / clock_s, switches, reports)
+
+
+def _verify(
+    table: StepTable, arm: Arm, batch: int, power: float, rng: random.Random
+) -> tuple[list[int], int, list[int]]:
+    """Tokens each request gains, drafted tokens, and acceptances by position."""
+    rates = [table.rate(arm.drafter, i, power) for i in range(arm.num_draft_tokens)]
+    gains = []
+    accepted_at = [0] * len(rates)
+    for _ in range(batch):
+        point = rng.random()
+        length = 0
+        while length < len(rates) and point < rates[length]:
+            accepted_at[length] += 1
+            length += 1
+        gains.append(1 + length)
+    share = table.drafted_share.get(arm.drafter, 1.0)
+    return gains, round(batch * arm.num_draft_tokens * share), accepted_at
+
+
+def published_h100() -> StepTable:
+    """A table in the shape of the published H100 figures, in units of a plain decode step.
+
+    Published: the speed-up by batch size at 16 and at 64 verified tokens, and an acceptance length
+    of 4.59 before adaptation. Assumed, because it is not published: that 4.59 is the length at 64
+    tokens and 4.0 that at 16, and that a plain step takes the same time up to batch 32. The time of
+    a step is then its acceptance length over its speed-up.
+    """
+    speedups = {
+        16: [(1, 3.22), (2, 3.08), (4, 3.01), (8, 2.73), (16, 2.67), (32, 2.48)],
+        64: [(1, 3.62), (2, 3.38), (4, 2.98), (8, 2.27), (16, 1.91), (32, 1.70)],
+    }
+    rates = [0.75 ** (i + 1) for i in range(16)]
+    rates += [(3.59 - sum(rates)) / 48] * 48
+    table: dict[Arm, list[tuple[float, float]]] = {OFF: [(1, 0.01), (32, 0.01)]}
+    for length, points in speedups.items():
+        gained = 1 + sum(rates[:length])
+        table[Arm("eagle3", length)] = [(b, 0.01 * gained / speedup) for b, speedup in points]
+    return StepTable(table, {"eagle3": rates}, {"eagle3": 1.0}, verified_tokens=2048)
+
+
+def compare(
+    table: StepTable,
+    policies: dict[str, Callable[[Run], DraftPolicy]],
+    rollouts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Throughput of every policy in every scenario against the oracle's, by the same seeds."""
+    rows = []
+    for name, scenario in SCENARIOS.items():
+        best = [replay(Oracle, table, scenario, rollouts, seed).tokens_per_s for seed in seeds]
+        for policy, make in policies.items():
+            runs = [replay(make, table, scenario, rollouts, seed) for seed in seeds]
+            ratios = [run.tokens_per_s / top for run, top in zip(runs, best, strict=True)]
+            rows.append(
+                {
+                    "scenario": name,
+                    "policy": policy,
+                    "of_oracle": statistics.median(ratios),
+                    "low": min(ratios),
+                    "high": max(ratios),
+                    "switches_per_1000_steps": 1000
+                    * statistics.median([run.switches / len(run.reports) for run in runs]),
+                }
+            )
+    return rows
+
+
+def contenders(table: StepTable) -> dict[str, Callable[[Run], DraftPolicy]]:
+    """The learning policies with all of the table's arms, and every arm by itself."""
+    arms = list(table.seconds)
+    policies: dict[str, Callable[[Run], DraftPolicy]] = {
+        "adaptive": lambda run: Adaptive(arms),
+        "published": lambda run: EpsilonGreedy(
+            arms, random.Random(0), verified_tokens=table.verified_tokens
+        ),
+    }
+    for arm in sorted(arms, key=lambda arm: (arm.drafter != "off", str(arm))):
+        policies[str(arm)] = lambda run, arm=arm: Fixed(arm)  # type: ignore[misc]
+    return policies
+
+
+def largest_batch(table: StepTable) -> int:
+    """Batches beyond what was recorded would be guesses."""
+    return int(min(points[-1][0] for points in table.seconds.values()))

@@ -1,0 +1,143 @@
+"""What the draft model has not seen yet: inputs of tokens decoded while it was left out.
+
+While another arm decodes, the draft model need not run. Its keys and values of position t depend
+only on the inputs at t (it has one layer): the target's states at t and the token after t. So it
+is enough to keep those inputs and to write the missing keys and values, in any order, before the
+draft model drafts again.
+
+The states are kept as the target made them, not as the draft model fuses them: no work in a step
+that does not draft, and a drafter that is replaced meanwhile reads them with its own weights.
+
+Everything stays on the device, and nothing here waits for it: how many rows a step adds is known
+without looking at them. Shapes: T rows, A the width of the target's states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Inputs of some rows, as the draft model takes them."""
+
+    owner_T: Any
+    """Whose row it is, a numpy array: inside the store an id, taken out a row of the batch."""
+    position_T: torch.Tensor
+    token_T: torch.Tensor
+    """The token after each position."""
+    state_TA: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.owner_T)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.position_T, self.token_T, self.state_TA))
+
+    def select(self, rows: Any) -> Missed:
+        if len(rows) == len(self) and bool((rows == np.arange(len(self))).all()):
+            return self
+        index_T = torch.from_numpy(rows).to(self.state_TA.device, non_blocking=True)
+        return Missed(
+            self.owner_T[rows],
+            self.position_T[index_T],
+            self.token_T[index_T],
+            self.state_TA[index_T],
+        )
+
+
+class MissedInputs:
+    """The inputs each request has missed, at most `budget_bytes` of them."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._steps: list[Missed] = []
+        self._num_bytes = 0
+        # Ids of our own: a request may come back under the name of one that has ended.
+        self._owners: dict[str, int] = {}
+        self._num_owners = 0
+
+    def add(
+        self,
+        request_ids: Sequence[str],
+        num_rows: Sequence[int],
+        position_T: torch.Tensor,
+        token_T: torch.Tensor,
+        state_TA: torch.Tensor,
+    ) -> bool:
+        """Keep one step's rows, `num_rows` of each request; False if they do not fit.
+
+        The tensors become the store's own: the caller gives copies of what vLLM will reuse.
+        """
+        num_bytes = position_T.nbytes + token_T.nbytes + state_TA.nbytes
+        if self._num_bytes + num_bytes > self.budget_bytes:
+            return False
+        for request_id in request_ids:
+            if request_id not in self._owners:
+                self._owners[request_id] = self._num_owners
+                self._num_owners += 1
+        owners = [self._owners[request_id] for request_id in request_ids]
+        self._steps.append(Missed(np.repeat(owners, num_rows), position_T, token_T, state_TA))
+        self._num_bytes += num_bytes
+        return True
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Drop what ended requests have missed; memory is freed by a `take`, or when all ended."""
+        for request_id in request_ids:
+            self._owners.pop(request_id, None)
+        if not self._owners:
+            self.clear()
+
+    def clear(self) -> None:
+        self._owners.clear()
+        self._steps.clear()
+        self._num_bytes = 0
+
+    def take(self, request_ids: Sequence[str], max_rows: int) -> Iterator[Missed]:
+        """Hand out, and drop, what these requests have missed; others keep theirs.
+
+        In batches of at most `max_rows` (no step may be larger), each sorted by request, whose
+        places in `request_ids` are the owners.
+        """
+        place = {
+            self._owners.pop(request_id): row
+            for row, request_id in enumerate(request_ids)
+            if request_id in self._owners
+        }
+        if not place:
+            return
+        waiting = set(self._owners.values())
+        steps, self._steps, self._num_bytes = self._steps, [], 0
+        batch: list[Missed] = []
+        num_rows = 0
+        for step in steps:
+            owners = step.owner_T.tolist()
+            if kept := [row for row, owner in enumerate(owners) if owner in waiting]:
+                rest = step.select(np.array(kept))
+                self._steps.append(rest)
+                self._num_bytes += rest.num_bytes
+            if wanted := [row for row, owner in enumerate(owners) if owner in place]:
+                if num_rows + len(wanted) > max_rows:
+                    yield _merge(batch, place)
+                    batch, num_rows = [], 0
+                batch.append(step.select(np.array(wanted)))
+                num_rows += len(wanted)
+        if batch:
+            yield _merge(batch, place)
+
+
+def _merge(steps: Sequence[Missed], place: dict[int, int]) -> Missed:
+    owner_T = np.array([place[o] for step in steps for o in step.owner_T.tolist()])
+    merged = Missed(
+        owner_T,
+        torch.cat([step.position_T for step in steps]),
+        torch.cat([step.token_T for step in steps]),
+        torch.cat([step.state_TA for step in steps]),
+    )
+    return merged.select(np.argsort(owner_T, kind="stable"))

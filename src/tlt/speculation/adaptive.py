@@ -1,0 +1,213 @@
+"""The adaptive policy: predict the tokens per second of every arm, and use the best one.
+
+    tokens per second = decodes x tokens gained per request / seconds of the step
+
+Both halves are learned while the engine works (`estimates`). Acceptance is shared by all draft
+lengths of a drafter and step times by all batch sizes, so that few arms ever need to be tried.
+Three rules keep it calm and safe:
+
+- **Hysteresis and dwell.** It changes the arm only for a gain of more than `margin`, keeps it for
+  some steps, and changes at most `switches_per_s` times a second.
+- **Probes have a budget.** An arm that might be better is tried for a few steps, but the time lost
+  to all such trials stays below `probe_share` of the engine's time. That bounds what a bad drafter
+  can cost, whatever the model believes.
+- **News is looked at.** A new version of the drafter is trusted no longer than its first few
+  verified drafts, and what has not been looked at for long grows uncertain again.
+
+There is no clock but the seconds that steps report and no random choice: the same reports give the
+same decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from tlt.contracts import OFF, Arm, StepContext, StepReport
+from tlt.speculation.estimates import MAX_RATIO, Acceptance, StepTime, batch_bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Caution:
+    """How readily the policy changes its mind."""
+
+    margin: float = 0.03
+    """Relative gain that is worth a change of arm."""
+    dwell_steps: int = 4
+    """Steps an arm is kept: the drafts of one step are verified in the next."""
+    switches_per_s: float = 10.0
+    probe_share: float = 0.005
+    """Share of the engine's time that trying arms may cost."""
+    first_probes_steps: float = 4.0
+    """What trying may cost at a batch size that is new, or after a new drafter, in plain steps."""
+    look_every_steps: int = 64
+    """Steps after which an unused drafter is looked at again, if the budget allows."""
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Seconds of the engine at about one batch size, and how many of them trials have cost."""
+
+    busy_s: float = 0.0
+    probes_s: float = 0.0
+
+
+class Adaptive:
+    """Chooses the arm with the best predicted throughput; see the module."""
+
+    def __init__(self, arms: Collection[Arm], caution: Caution | None = None) -> None:
+        self._caution = caution or Caution()
+        self._arms = sorted({*arms, OFF}, key=lambda arm: (arm.drafter, arm.num_draft_tokens))
+        self._lengths: dict[str, list[Arm]] = {}
+        """The arms of each drafter, by rising draft length."""
+        for arm in self._arms:
+            if arm != OFF:
+                self._lengths.setdefault(arm.drafter, []).append(arm)
+        self._acceptance = {
+            drafter: Acceptance(arms[-1].num_draft_tokens)
+            for drafter, arms in self._lengths.items()
+        }
+        self._time = StepTime(frozenset(self._arms))
+        self._current = OFF
+        self._probing = False
+        self._steps_left = 0
+        self._chosen_for = 0
+        self._num_decodes = 0
+        self._spent: dict[int, _Spent] = {}
+        self._looks = _Spent()
+        self._looking = False
+        self._switches = 3.0
+        self._best_rate = 0.0
+        self._version: int | None = None
+        self._steps = 0
+        self._looked_at: dict[str, int] = {}
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self._arms)
+
+    # --- what happened ------------------------------------------------------------------------
+
+    def observe(self, report: StepReport) -> None:
+        elapsed_s = report.elapsed_s
+        if not (math.isfinite(elapsed_s) and elapsed_s > 0):
+            elapsed_s = 0.0
+        drafter = report.verified.drafter
+        if drafter in self._acceptance and report.drafter_version == self._version:
+            self._acceptance[drafter].observe(report)
+        # A step that starts an EAGLE-3 drafter also gives it what it has missed.
+        if report.proposed.drafter in ("off", report.verified.drafter):
+            self._time.observe(report, steady=report.verified == report.proposed)
+        expected_s = self._time.expected_s(report.num_decodes, 0, OFF)[0]
+        elapsed_s = min(elapsed_s, 5 * MAX_RATIO * expected_s)
+        spent = self._spent.setdefault(batch_bucket(report.num_decodes), _Spent())
+        spent.busy_s += elapsed_s
+        self._looks.busy_s += elapsed_s
+        if self._probing and self._best_rate > 0 and report.num_prefill_tokens == 0:
+            cost_s = elapsed_s - report.num_output_tokens / self._best_rate
+            account = self._looks if self._looking else spent
+            account.probes_s = max(0.0, account.probes_s + cost_s)
+        self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
+        self._steps += 1
+        self._looked_at[drafter] = self._steps
+
+    # --- what to do ---------------------------------------------------------------------------
+
+    def decide(self, context: StepContext) -> Arm:
+        if context.drafter_version != self._version:
+            self._meet_new_drafter(context.drafter_version)
+        num_decodes = self._num_decodes = context.num_decodes or context.num_prefills
+        self._steps_left -= 1
+        if num_decodes <= 0 or not self._time.known:
+            return self._current
+        grown = num_decodes > 2 * self._chosen_for  # a new rollout: what was right no longer is
+        if self._steps_left > 0 and not grown:
+            return self._current
+        if context.num_prefills and self._current == OFF:
+            return OFF  # the batch is still filling up: no time to try things
+        arm, probing = self._choose(num_decodes)
+        if arm != self._current and self._switches >= 1:
+            self._switches -= 1
+            self._current = arm
+            self._chosen_for = num_decodes
+            self._probing = probing
+            self._steps_left = self._trial_steps(arm) if probing else self._caution.dwell_steps
+        elif arm == self._current:
+            self._chosen_for = num_decodes
+            self._probing = probing
+            self._steps_left = 2  # no need to think at every step
+        return self._current
+
+    def _choose(self, num_decodes: int) -> tuple[Arm, bool]:
+        """The best arm, or one that might be better and may be tried; and which of the two."""
+        rates = {arm: self.predict(num_decodes, arm) for arm in self._arms}
+        tried = [a for a in self._arms if a == OFF or self._time.visits(num_decodes, a) >= 1]
+        best = max(tried, key=lambda arm: rates[arm][0])
+        best_rate = rates[best][0]
+        worth = 1 + self._caution.margin
+        stay = self._current in tried and not self._probing
+        if stay and rates[self._current][0] * worth >= best_rate:
+            best = self._current
+        self._best_rate = best_rate
+        hopeful = [arm for arm in self._arms if rates[arm][1] >= worth * best_rate]
+        hopeful.sort(key=lambda arm: -rates[arm][1])
+        for arm, looks_good in [(a, False) for a in self._overlooked()] + [
+            (a, True) for a in hopeful
+        ]:
+            if arm != best and self._may_be_tried(arm, num_decodes, rates[arm][0], looks_good):
+                self._looking = not looks_good
+                return arm, True
+        return best, False
+
+    def _trial_steps(self, arm: Arm) -> int:
+        """Long enough to verify a dozen drafts, and, unless it is the first look at all, for
+        a step that both verifies and drafts, to be timed."""
+        steps = min(math.ceil(12 / max(self._num_decodes, 1)), 6)
+        first_look = arm != OFF and not self._acceptance[arm.drafter].seen(arm)
+        return steps if first_look else steps + 1
+
+    def _overlooked(self) -> list[Arm]:
+        """Drafters that were not looked at for long: they, or the text, may have changed."""
+        return [
+            self._lengths[drafter][0]
+            for drafter in self._lengths
+            if self._steps - self._looked_at.get(drafter, 0) > self._caution.look_every_steps
+        ]
+
+    def _may_be_tried(self, arm: Arm, num_decodes: int, rate: float, looks_good: bool) -> bool:
+        """Shorter drafts go first, they are cheaper and tell about the longer ones; and no trial
+        may cost more than is left of the budget."""
+        if arm.num_draft_tokens:
+            lengths = self._lengths[arm.drafter]
+            place = lengths.index(arm)
+            if place and not self._acceptance[arm.drafter].seen(lengths[place - 1]):
+                return False
+        lost = max(0.0, 1 - rate / self._best_rate) if self._best_rate > 0 else 0.0
+        step_s = self._time.expected_s(num_decodes, 0, arm)[0]
+        cost_s = self._trial_steps(arm) * step_s * lost
+        share = self._caution.probe_share
+        if not looks_good:
+            return self._looks.probes_s + cost_s <= share * self._looks.busy_s
+        here = self._spent.get(batch_bucket(num_decodes), _Spent())
+        first_s = self._caution.first_probes_steps * self._time.expected_s(num_decodes, 0, OFF)[0]
+        return here.probes_s + cost_s <= first_s + share * here.busy_s
+
+    def predict(self, num_decodes: int, arm: Arm) -> tuple[float, float]:
+        """Tokens per second of an arm: expected, and the most that may be hoped for."""
+        gained = hoped = 1.0
+        draft_tokens = 0.0
+        if arm.num_draft_tokens:
+            acceptance = self._acceptance[arm.drafter]
+            gained, hoped = acceptance.expected_tokens(arm.num_draft_tokens)
+            draft_tokens = num_decodes * arm.num_draft_tokens * acceptance.drafted_share
+        seconds, error = self._time.expected_s(num_decodes, draft_tokens, arm)
+        return num_decodes * gained / seconds, num_decodes * hoped / (seconds * (1 - 0.5 * error))
+
+    def _meet_new_drafter(self, version: int) -> None:
+        if self._version is not None and "eagle3" in self._acceptance:
+            self._acceptance["eagle3"].forget(weight=4.0)
+            self._steps_left = 0
+            self._looked_at.pop("eagle3", None)
+            for spent in self._spent.values():
+                spent.probes_s = 0.0
+        self._version = version

@@ -1,0 +1,111 @@
+"""N-grams looked up in other samples: same tokens, and of a prompt seen before all are drafted."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import EngineFactory, random_prompts
+from engine_process import EngineProcess
+
+from tlt.contracts import Sample, SamplingSpec
+
+pytestmark = pytest.mark.vllm
+
+# Short, because this model soon repeats itself: then its own text would do.
+GREEDY = SamplingSpec(max_tokens=26, temperature=0, ignore_eos=True)
+OFF = {"kind": "off"}
+NGRAM = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
+EAGLE3 = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2}
+
+
+def run(
+    engine: EngineProcess, policy: dict[str, object], prompts: list[list[int]]
+) -> tuple[list[tuple[int, ...]], float]:
+    """Tokens of each response, and how many tokens a verified draft brought."""
+    engine.call("set_policy", policy)
+    before = engine.stats()
+    samples: list[Sample] = engine.generate(prompts, GREEDY)
+    after = engine.stats()
+    num_drafts = after.drafts - before.drafts
+    accepted = after.accepted_tokens - before.accepted_tokens
+    return [s.token_ids for s in samples], 1 + accepted / num_drafts if num_drafts else 1.0
+
+
+def test_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
+    engine = engines(begin=False, model=str(tiny), policy=NGRAM)
+    assert engine.start()["proposer"] == "HistoryProposer"
+    prompts = random_prompts(16, seed=21)
+    first, alone = run(engine, NGRAM, prompts)
+    again, seen_before = run(engine, NGRAM, prompts[::-1])
+    assert seen_before > 4.6
+    assert seen_before > alone + 1
+    # Samples that nobody was asked to draft for are known as well.
+    others = random_prompts(16, seed=22)
+    plain, _ = run(engine, OFF, others + prompts)
+    drafted, seen_plain = run(engine, NGRAM, others)
+    assert seen_plain > 4.6
+    assert drafted == plain[:16]
+    assert first == again[::-1] == plain[16:]
+    # Measurements can start from nothing.
+    engine.call("reset_prefix_cache")
+    tokens, forgotten = run(engine, NGRAM, others)
+    assert tokens == drafted
+    assert forgotten < seen_plain - 1
+
+
+def test_its_own_text_only(engines: EngineFactory, tiny: Path) -> None:
+    engine = engines(model=str(tiny), policy=NGRAM, ngram={"history_tokens": 0})
+    prompts = random_prompts(8, seed=23)
+    first, alone = run(engine, NGRAM, prompts)
+    again, seen_before = run(engine, NGRAM, prompts)
+    assert first == again
+    assert seen_before == pytest.approx(alone, abs=0.3)
+
+
+def test_beside_a_drafter(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
+    engine = engines(model=str(tiny), drafter=str(tiny_drafter), policy=NGRAM)
+    prompts = random_prompts(16, seed=24)
+    by_drafter, _ = run(engine, EAGLE3, prompts)
+    by_history, seen_before = run(engine, NGRAM, prompts)
+    assert by_history == by_drafter
+    assert seen_before > 4.6
+
+
+def test_drafts_keep_to_the_limits() -> None:
+    from tlt.rollout.vllm.lookup import HistoryProposer
+
+    token_ids = np.zeros((4, 16), dtype=np.int32)
+    token_ids[0, :9] = [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    token_ids[1, :14] = [*range(1, 12), 1, 2, 3]
+    token_ids[2, :4] = [1, 2, 3, 4]
+    batch = SimpleNamespace(
+        req_ids=["a", "b", "c"],
+        req_id_to_index={"a": 0, "b": 1, "c": 2},
+        num_prompt_tokens=np.array([2, 2, 4, 0], dtype=np.int32),
+        num_tokens_no_spec=np.array([9, 14, 4, 0], dtype=np.int32),
+        token_ids_cpu=token_ids,
+    )
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        model_config=SimpleNamespace(max_model_len=16),
+    )
+    ngram = {"min_match": 2, "max_match": 4, "history_tokens": 1000}
+    proposer = HistoryProposer(config, SimpleNamespace(input_batch=batch), ngram)
+
+    def propose(num_draft_tokens: int) -> list[list[int]]:
+        # The last request is still reading its prompt: nothing was sampled for it.
+        return proposer.propose(
+            num_draft_tokens, [[2], [2, 3], []], batch.num_tokens_no_spec, token_ids
+        )
+
+    assert propose(0) == [[], [], []]
+    assert propose(4) == [[3, 4, 5, 6], [4, 5], []]
+    assert propose(2) == [[3, 4], [4, 5], []]
+    # "b" ends with text that was never asked about; "x" ended while it was preempted.
+    token_ids[1, 14:16] = [50, 51]
+    batch.num_tokens_no_spec[1] = 16
+    proposer.requests_ended({"b", "x"})
+    token_ids[0, 9:12] = [2, 3, 50]
+    batch.num_tokens_no_spec[0] = 12
+    assert propose(4) == [[51], [], []]

@@ -1,0 +1,300 @@
+"""The policies that learn: never a wrong arm, never thrashing, alive after any nonsense."""
+
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt.bench.replay import SCENARIOS, Run, StepTable, compare, published_h100, replay
+from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+from tlt.errors import ConfigError
+from tlt.speculation.adaptive import Adaptive, Caution
+from tlt.speculation.estimates import Acceptance, StepTime, batch_bucket
+from tlt.speculation.policies import build_policy, complete_policy
+from tlt.speculation.published import EpsilonGreedy
+from tlt.tasks.tail import HeavyTail
+
+EAGLE = [Arm("eagle3", k) for k in (1, 2, 4)]
+NGRAM = [Arm("ngram", k) for k in (2, 4)]
+ARMS = [OFF, *EAGLE, *NGRAM]
+
+
+def make_policies() -> list[DraftPolicy]:
+    return [Adaptive(ARMS), EpsilonGreedy(ARMS, random.Random(0))]
+
+
+def report(
+    policy_arm: tuple[Arm, Arm],
+    num_decodes: int,
+    elapsed_s: float,
+    accepted_at: tuple[int, ...] = (),
+) -> StepReport:
+    verified, proposed = policy_arm
+    return StepReport(
+        step=0,
+        verified=verified,
+        proposed=proposed,
+        num_decodes=num_decodes,
+        num_prefill_tokens=0,
+        num_drafts=num_decodes if verified.num_draft_tokens else 0,
+        num_draft_tokens=num_decodes * verified.num_draft_tokens,
+        num_accepted_tokens=sum(accepted_at),
+        accepted_at=accepted_at,
+        num_output_tokens=num_decodes + sum(accepted_at),
+        elapsed_s=elapsed_s,
+    )
+
+
+times = st.one_of(
+    st.floats(1e-4, 1.0),
+    st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e30, 1e-30]),
+)
+steps = st.lists(
+    st.tuples(
+        st.integers(0, 300),  # decodes
+        st.integers(0, 20),  # prefills
+        times,
+        st.booleans(),  # is it reported at all
+        st.integers(0, 3),  # drafter version
+        st.integers(0, 100),  # share of drafts accepted
+    ),
+    max_size=300,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps)
+def test_survives_any_observations_and_chooses_only_its_arms(
+    script: list[tuple[int, int, float, bool, int, int]],
+) -> None:
+    for policy in make_policies():
+        last = OFF
+        for step, (decodes, prefills, elapsed_s, reported, version, percent) in enumerate(script):
+            arm = policy.decide(StepContext(step, decodes, prefills, 0, version))
+            assert arm in policy.arms()
+            if reported:
+                accepted = tuple([decodes * percent // 100] * last.num_draft_tokens)
+                policy.observe(report((last, arm), decodes, elapsed_s, accepted))
+            last = arm
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps, st.randoms(use_true_random=False))
+def test_switches_per_second_are_bounded(
+    script: list[tuple[int, int, float, bool, int, int]], rng: random.Random
+) -> None:
+    caution = Caution(switches_per_s=10)
+    policy = Adaptive(ARMS, caution)
+    last, switches, busy_s = OFF, 0, 0.0
+    for step in range(400):
+        decodes, prefills, _, _, version, percent = script[step % len(script)] if script else (
+            4, 0, 0, True, 0, 50)  # fmt: skip
+        arm = policy.decide(StepContext(step, decodes, prefills, 0, version))
+        switches += arm != last
+        elapsed_s = rng.uniform(1e-4, 2e-3)
+        busy_s += elapsed_s
+        accepted = tuple([decodes * percent // 100] * last.num_draft_tokens)
+        policy.observe(report((last, arm), decodes, elapsed_s, accepted))
+        last = arm
+    assert switches <= 3 + caution.switches_per_s * busy_s
+
+
+def test_the_same_reports_give_the_same_decisions() -> None:
+    table, lengths = published_h100(), [[200] * 8]
+    for make in (
+        lambda run: Adaptive(list(table.seconds)),
+        lambda run: EpsilonGreedy(list(table.seconds), random.Random(3)),
+    ):
+        first = replay(make, table, SCENARIOS["abrupt"], lengths, seed=1)
+        second = replay(make, table, SCENARIOS["abrupt"], lengths, seed=1)
+        assert first == second
+
+
+def test_memory_does_not_grow_with_time() -> None:
+    policy = Adaptive(ARMS)
+    table = recorded()
+    replay(lambda run: policy, table, SCENARIOS["drifting"], [[1000] * 4], seed=0)
+    size = _size(policy)
+    replay(lambda run: policy, table, SCENARIOS["drifting"], [[5000] * 4], seed=0)
+    assert _size(policy) < 1.5 * size
+
+
+def _size(thing: object) -> int:
+    """Bytes of an object and of all it holds."""
+    seen: set[int] = set()
+    todo, total = [thing], 0
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        total += sys.getsizeof(item) if not isinstance(item, float) else 0
+        if isinstance(item, dict):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo += item
+        elif hasattr(item, "__dict__"):
+            todo.append(vars(item))
+        elif hasattr(item, "__slots__"):
+            todo += [getattr(item, name) for name in item.__slots__]
+    return total
+
+
+def recorded() -> StepTable:
+    """A small engine on a core: verifying costs compute."""
+    off = [(1.0, 0.030), (8.0, 0.032), (32.0, 0.045), (64.0, 0.065)]
+    seconds = {OFF: off}
+    for arm in EAGLE:
+        k = arm.num_draft_tokens
+        seconds[arm] = [(b, s + 0.002 + 0.0014 * k + 0.0011 * k * b) for b, s in off]
+    for arm in NGRAM:
+        seconds[arm] = [(b, s + 0.0005 * arm.num_draft_tokens * b) for b, s in off]
+    accepted = {"eagle3": [0.72, 0.52, 0.40, 0.30], "ngram": [0.3, 0.15, 0.1, 0.07]}
+    return StepTable(seconds, accepted, {"eagle3": 1.0, "ngram": 0.5})
+
+
+def rollouts(count: int, requests: int, scale: int = 1) -> list[list[int]]:
+    rng = random.Random(0)
+    tail = HeavyTail(60, 300, 500)
+    return [[scale * tail.draw(rng) for _ in range(requests)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["recorded", "published"])
+def test_near_the_oracle(name: str) -> None:
+    table = recorded() if name == "recorded" else published_h100()
+    work = rollouts(8, 64) if name == "recorded" else rollouts(8, 32, scale=4)
+    arms = list(table.seconds)
+    rows = compare(table, {"adaptive": lambda run: Adaptive(arms)}, work, seeds=[0, 1])
+    for row in rows:
+        assert row["of_oracle"] > 0.95, row
+
+
+def test_a_worthless_drafter_costs_next_to_nothing() -> None:
+    table = recorded()
+    worthless = StepTable(table.seconds, {"eagle3": [0.0] * 4, "ngram": [0.0] * 4}, {})
+    work = rollouts(4, 64)
+    off = replay(lambda run: build_policy({"kind": "off"}), worthless, lambda p: 1.0, work, 0)
+    mine = replay(lambda run: Adaptive(ARMS), worthless, lambda p: 1.0, work, 0)
+    assert mine.tokens_per_s > 0.98 * off.tokens_per_s
+
+
+def test_a_new_drafter_is_tried_at_once() -> None:
+    policy = Adaptive([OFF, *EAGLE])
+    last, tried_after = OFF, None
+    for step in range(400):
+        version = int(step >= 300)
+        arm = policy.decide(StepContext(step, 4, 0, 0, version))
+        if version and arm != OFF and tried_after is None:
+            tried_after = step - 300
+        good = 3 if version else 0
+        accepted = tuple([good] * last.num_draft_tokens)
+        seconds = 0.03 + 0.002 * last.num_draft_tokens
+        policy.observe(
+            StepReport(
+                **{
+                    **{f: getattr(report((last, arm), 4, seconds, accepted), f) for f in FIELDS},
+                    "drafter_version": version,
+                }
+            )
+        )
+        last = arm
+    assert tried_after is not None
+    assert tried_after <= 8
+    assert last.drafter == "eagle3"
+
+
+FIELDS = StepReport.__slots__
+
+
+def test_prefills_do_not_make_it_try_things() -> None:
+    policy = Adaptive(ARMS)
+    for step in range(50):
+        arm = policy.decide(StepContext(step, 10, 5, 100))
+        assert arm == OFF
+        policy.observe(report((OFF, arm), 10, 0.03))
+
+
+def test_acceptance_is_shared_between_lengths() -> None:
+    acceptance = Acceptance(max_draft_tokens=6)
+    for _ in range(50):
+        acceptance.observe(report((Arm("eagle3", 2), OFF), 10, 0.1, accepted_at=(8, 6)))
+    assert acceptance.expected_tokens(1)[0] == pytest.approx(1.8, abs=0.02)
+    assert acceptance.expected_tokens(2)[0] == pytest.approx(2.4, abs=0.03)
+    expected, hoped = acceptance.expected_tokens(4)
+    assert 2.6 < expected < 3.4
+    assert hoped > expected + 0.1  # it has not looked there
+
+
+def test_step_time_speaks_for_arms_never_tried() -> None:
+    model = StepTime(frozenset(ARMS))
+
+    def truth(decodes: int, arm: Arm) -> float:
+        k = arm.num_draft_tokens
+        return 0.02 + 0.0005 * decodes + 0.001 * decodes * k + (0.001 + 0.002 * k) * (k > 0)
+
+    rng = random.Random(0)
+    for _ in range(600):
+        decodes, arm = rng.randint(1, 32), rng.choice([OFF, EAGLE[0], EAGLE[1]])
+        model.observe(report((arm, arm), decodes, truth(decodes, arm)), steady=True)
+    seconds, error = model.expected_s(16, 16 * 4, EAGLE[2])
+    assert seconds == pytest.approx(truth(16, EAGLE[2]), rel=0.15)
+    assert error > model.expected_s(16, 16, EAGLE[0])[1]
+
+
+def test_buckets_are_coarse_for_large_batches() -> None:
+    assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 13, 17, 25, 64)] == [
+        1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64]  # fmt: skip
+
+
+def test_specs() -> None:
+    spec = complete_policy({"kind": "adaptive"}, ["ngram"])
+    assert build_policy(spec).arms() == {OFF, Arm("ngram", 2), Arm("ngram", 4), Arm("ngram", 8)}
+    assert build_policy(complete_policy({"kind": "published"}, [])).arms() == {OFF}
+    named = {"kind": "adaptive", "arms": [["eagle3", 3]], "margin": 0.1}
+    assert build_policy(complete_policy(named, ["ngram"])).arms() == {OFF, Arm("eagle3", 3)}
+    with pytest.raises(ConfigError, match=r"policy\.margins is not known"):
+        build_policy({"kind": "adaptive", "arms": [], "margins": 1})
+
+
+def test_tables_survive_being_written(tmp_path: Path) -> None:
+    table = recorded()
+    path = tmp_path / "rollout.json"
+    path.write_text(json.dumps({"steps": table.as_dict()}))
+    assert StepTable.load(path) == table
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no result of `tlt bench rollout`"):
+        StepTable.load(path)
+
+
+def test_a_table_is_learned_from_reports() -> None:
+    table = recorded()
+    arm = EAGLE[2]
+    made = replay(lambda run: build_policy(fixed(arm)), table, lambda p: 1.0, rollouts(4, 64), 0)
+    learned = StepTable.from_reports(made.reports)
+    assert learned.accepted["eagle3"] == pytest.approx(table.accepted["eagle3"], abs=0.03)
+    for batch in (2, 16, 40):
+        assert learned.step_s(batch, arm, arm) == pytest.approx(
+            table.step_s(batch, arm, arm), rel=0.15
+        )
+
+
+def fixed(arm: Arm) -> dict[str, object]:
+    return {"kind": "fixed", "drafter": arm.drafter, "num_draft_tokens": arm.num_draft_tokens}
+
+
+def test_the_oracle_is_not_beaten_by_a_fixed_arm() -> None:
+    table, work = recorded(), rollouts(3, 64)
+    for name in SCENARIOS:
+        rows = compare(
+            table,
+            {str(arm): lambda run, arm=arm: build_policy(fixed(arm)) for arm in EAGLE},
+            work,
+            seeds=[0],
+        )
+        assert all(row["of_oracle"] < 1.02 for row in rows if row["scenario"] == name)
+    assert Run(table, SCENARIOS["stationary"]).progress == 0

@@ -1,0 +1,226 @@
+"""The history of samples: what is found in it, in which order, and what is dropped."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt.rollout.vllm.history import History
+
+PROMPT = [7, 8, 9]
+OTHER = [9, 8, 7]
+WIDTH = 64
+
+
+def draft(
+    history: History, requests: dict[str, tuple[list[int], list[int]]], num_wanted: int = 4
+) -> dict[str, list[int]]:
+    """One step: (prompt, response) of each request, in the order of the batch's rows."""
+    rows = np.full((len(requests) + 1, WIDTH), 999, dtype=np.int32)  # vLLM's arrays are larger
+    num_tokens = np.zeros(len(rows), dtype=np.int32)
+    for row, (prompt, response) in enumerate(requests.values()):
+        num_tokens[row] = len(prompt) + len(response)
+        rows[row, : num_tokens[row]] = prompt + response
+    num_prompt_tokens = [len(prompt) for prompt, _ in requests.values()]
+    wanted = [num_wanted] * len(requests)
+    drafts = history.draft(list(requests), num_prompt_tokens, num_tokens, rows, wanted)
+    return dict(zip(requests, drafts, strict=True))
+
+
+def end(history: History, name: str, prompt: list[int], response: list[int]) -> None:
+    history.end(name, len(prompt), np.array(prompt + response, dtype=np.int32))
+
+
+def test_own_text_is_found() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5, 1, 2])}) == {"a": [3, 4, 5, 1]}
+
+
+def test_a_loop_goes_on() -> None:
+    """Its last occurrence has just one token behind it; looked up again, there is more."""
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [5, 5, 5])}) == {"a": [5, 5, 5, 5]}
+    assert draft(history, {"b": (OTHER, [1, 2, 1, 2, 1])}) == {"b": [2, 1, 2, 1]}
+
+
+def test_nothing_known_nothing_drafted() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [1, 2, 3])}) == {"a": []}
+    assert draft(history, {"b": (OTHER, [4, 1])}) == {"b": []}, "one token is no match"
+
+
+def test_a_sibling_is_found_while_it_runs_and_when_it_has_ended() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"ahead": (PROMPT, [1, 2, 3]), "behind": (PROMPT, [1])}) == {
+        "ahead": [],
+        "behind": [2, 3],
+    }
+    end(history, "ahead", PROMPT, [1, 2, 3, 4, 5, 6])
+    assert draft(history, {"behind": (PROMPT, [1, 2])}) == {"behind": [3, 4, 5, 6]}
+    assert draft(history, {"later": (PROMPT, [])}) == {"later": [1, 2, 3, 4]}
+
+
+def test_the_same_prompt_comes_before_other_prompts_and_longer_matches_before_later_ones() -> None:
+    history = History(1000, 2, 4)
+    end(history, "sibling", PROMPT, [1, 2, 3, 10])
+    end(history, "other", OTHER, [5, 1, 2, 3, 20])
+    end(history, "stranger", [30], [4, 1, 2, 3, 40])
+    assert draft(history, {"a": (PROMPT, [6, 1, 2, 3])}, 1) == {"a": [10]}
+    assert draft(history, {"b": ([31], [5, 1, 2, 3])}, 1) == {"b": [20]}
+    assert draft(history, {"c": ([32], [6, 1, 2, 3])}, 1) == {"c": [40]}, "the last one"
+
+
+def test_tokens_sampled_while_nobody_asked_are_caught_up_on() -> None:
+    history = History(100, 2, 4)
+    draft(history, {"a": (PROMPT, [1]), "b": (OTHER, [2])})
+    # Other arms drafted meanwhile; the rows have changed places, and one request is new.
+    assert draft(
+        history,
+        {"b": (OTHER, [2, 3, 4, 5]), "c": (OTHER, [2, 3]), "a": (PROMPT, [1, 2, 6, 2, 3])},
+    ) == {"b": [], "c": [4, 5], "a": [4, 5]}
+
+
+def test_a_sample_that_nobody_asked_about_is_known_once_it_has_ended() -> None:
+    history = History(100, 2, 4)
+    end(history, "unseen", PROMPT, [1, 2, 3])
+    assert draft(history, {"a": (PROMPT, [])}) == {"a": [1, 2, 3]}
+
+
+def test_a_name_may_come_back_for_another_request() -> None:
+    history = History(100, 2, 4)
+    draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5])})
+    history.forget("a")
+    assert draft(history, {"a": (PROMPT, [1, 2])}) == {"a": [3, 4, 5]}
+    draft(history, {"a": (PROMPT, [1, 2, 3])})
+    end(history, "a", PROMPT, [1, 2, 3, 6, 7])
+    assert draft(history, {"a": (PROMPT, [3, 6])}) == {"a": [7]}
+
+
+def test_the_oldest_samples_are_dropped_and_memory_stays() -> None:
+    history = History(60, 2, 4)
+    num_bytes = history.num_bytes
+    for number in range(1000):
+        first = 10 * number + 100
+        end(history, "sample", [first], list(range(first + 1, first + 10)))
+    assert history.num_bytes == num_bytes
+    assert draft(history, {"new": ([9985, 9986], [])}) == {"new": []}
+    assert draft(history, {"old": ([10_034, 10_035], [])}) == {"old": []}
+    assert draft(history, {"kept": ([10_064, 10_065], [])}) == {
+        "kept": [10_066, 10_067, 10_068, 10_069]
+    }
+
+
+def test_requests_longer_than_the_history() -> None:
+    history = History(8, 2, 4)
+    text = list(range(100, 140))
+    assert draft(history, {"a": (PROMPT, [*text, 138, 139])}) == {"a": [138, 139, 138, 139]}
+    assert draft(history, {"b": (OTHER, [110, 111])}) == {"b": []}
+
+
+def test_cleared() -> None:
+    history = History(100, 2, 4)
+    end(history, "ended", PROMPT, [1, 2, 3])
+    draft(history, {"a": (PROMPT, [4, 5, 6])})
+    history.clear()
+    assert draft(history, {"b": (PROMPT, [])}) == {"b": []}
+    assert draft(history, {"a": (PROMPT, [4, 5, 6, 4, 5]), "b": (PROMPT, [1, 6, 4])}) == {
+        "a": [],
+        "b": [5],
+    }
+
+
+class Reference:
+    """The same rules over plain lists: every occurrence is compared."""
+
+    def __init__(self, capacity: int, lengths: Sequence[int]) -> None:
+        self.capacity, self.lengths = capacity, lengths
+        self.texts: list[list[int]] = []
+        self.numbers: list[list[int]] = []  # of each text's tokens, in the order of learning
+        self.prompts: list[tuple[int, ...]] = []
+        self.running: dict[str, int] = {}
+        self.newest = 0
+
+    def learn(self, name: str, prompt: list[int], response: list[int]) -> None:
+        if name not in self.running:
+            self.running[name] = len(self.texts)
+            self.texts.append([])
+            self.numbers.append([])
+            self.prompts.append(tuple(prompt))
+        sample = self.running[name]
+        for token in (prompt + response)[len(self.texts[sample]) :]:
+            self.newest += 1
+            self.texts[sample].append(token)
+            self.numbers[sample].append(self.newest)
+
+    def kept(self, sample: int, index: int) -> bool:
+        return self.numbers[sample][index] > self.newest - self.capacity
+
+    def find(self, text: list[int], prompt: tuple[int, ...]) -> tuple[int, int] | None:
+        for same_prompt in (True, False):
+            for length in sorted(self.lengths, reverse=True):
+                last: tuple[int, int, int] | None = None
+                for sample, other in enumerate(self.texts):
+                    if same_prompt and self.prompts[sample] != prompt:
+                        continue
+                    for index in range(length, len(other)):
+                        numbers = self.numbers[sample]
+                        # A token is tied to the one before it only if that is still kept by then.
+                        tied = numbers[index] - numbers[index - 1] < self.capacity
+                        if tied and other[index - length : index] == text[-length:]:
+                            last = max(last or (0, 0, 0), (numbers[index], sample, index))
+                if last and self.kept(last[1], last[2] - length):
+                    return last[1], last[2]
+        return None
+
+    def draft(self, text: list[int], prompt: tuple[int, ...], num_wanted: int) -> list[int]:
+        drafted: list[int] = []
+        while len(drafted) < num_wanted:
+            found = self.find(text + drafted, prompt)
+            if found is None:
+                break
+            sample, index = found
+            following = self.texts[sample][index:]
+            for offset in range(1, len(following)):
+                numbers = self.numbers[sample]
+                if numbers[index + offset] - numbers[index + offset - 1] >= self.capacity:
+                    following = following[:offset]
+                    break
+            drafted += following[: num_wanted - len(drafted)]
+        return drafted
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    capacity=st.integers(1, 150),
+    lengths=st.sampled_from([(1,), (2,), (1, 3), (2, 4), (2, 4, 8)]),
+    num_tokens=st.integers(2, 5),
+)
+def test_like_comparing_everything(
+    seed: int, capacity: int, lengths: tuple[int, ...], num_tokens: int
+) -> None:
+    rng = random.Random(seed)
+    history = History(capacity, lengths[0], lengths[-1])
+    reference = Reference(capacity, lengths)
+    running: dict[str, tuple[list[int], list[int]]] = {}
+    for _ in range(40):
+        for name in "abcd":
+            if name not in running:
+                running[name] = ([rng.randrange(2), 0, 1], [])
+            for _ in range(rng.randrange(4)):
+                running[name][1].append(rng.randrange(num_tokens))
+            if rng.random() < 0.05 or len(running[name][1]) > WIDTH - 10:
+                end(history, name, *running[name])
+                reference.learn(name, *running.pop(name))
+                del reference.running[name]
+        order = rng.sample(sorted(running), len(running))
+        asked = {name: running[name] for name in order[: rng.randint(0, 3)]}
+        num_wanted = rng.randint(0, 6)
+        drafts = draft(history, asked, num_wanted)
+        for name, (prompt, response) in asked.items():
+            reference.learn(name, prompt, response)
+        for name, (prompt, response) in asked.items():
+            expected = reference.draft(prompt + response, tuple(prompt), num_wanted)
+            assert drafts[name] == expected
