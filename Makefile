@@ -58,6 +58,7 @@ bench:
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/history.py
 	bash benchmarks/strategy.sh
 
 clean:

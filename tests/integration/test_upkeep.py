@@ -198,6 +198,7 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
     scheduler = engine.engine_core.engine_core.scheduler
     proposer = engine.collective_rpc(lambda worker: worker.model_runner.drafter)[0]
+    assert proposer.missed.budget_bytes == config.drafter_state_mib * 2**20 > 0
 
     def run(arms: list[Any], budget: int, catches_up: bool = True) -> dict[str, Any]:
         recorder.clear()

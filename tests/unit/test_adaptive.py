@@ -4,6 +4,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,29 +195,34 @@ def test_a_new_drafter_is_tried_at_once() -> None:
         good = 3 if version else 0
         accepted = tuple([good] * last.num_draft_tokens)
         seconds = 0.03 + 0.002 * last.num_draft_tokens
-        policy.observe(
-            StepReport(
-                **{
-                    **{f: getattr(report((last, arm), 4, seconds, accepted), f) for f in FIELDS},
-                    "drafter_version": version,
-                }
-            )
-        )
+        made = report((last, arm), 4, seconds, accepted)
+        policy.observe(replace(made, drafter_version=version))
         last = arm
     assert tried_after is not None
     assert tried_after <= 8
     assert last.drafter == "eagle3"
 
 
-FIELDS = StepReport.__slots__
-
-
-def test_prefills_do_not_make_it_try_things() -> None:
+def test_nothing_is_tried_while_the_batch_fills_up() -> None:
     policy = Adaptive(ARMS)
     for step in range(50):
-        arm = policy.decide(StepContext(step, 10, 5, 100))
+        arm = policy.decide(StepContext(step, 5, 10, 100))
         assert arm == OFF
-        policy.observe(report((OFF, arm), 10, 0.03))
+        policy.observe(report((OFF, arm), 5, 0.03))
+
+
+def test_a_drafter_is_found_while_prompts_keep_coming() -> None:
+    """Continuous batching: nearly every step also prefills a prompt."""
+    policy = Adaptive(ARMS)
+    last = OFF
+    for step in range(300):
+        arm = policy.decide(StepContext(step, 8, 1, 100))
+        k = last.num_draft_tokens
+        accepted = tuple([7] * k) if last.drafter == "eagle3" else ()
+        seconds = 0.03 + 0.0002 * 8 * k + 0.01
+        policy.observe(replace(report((last, arm), 8, seconds, accepted), num_prefill_tokens=60))
+        last = arm
+    assert last.drafter == "eagle3"
 
 
 def test_acceptance_is_shared_between_lengths() -> None:

@@ -103,8 +103,8 @@ def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
         axes.set_xticks(range(len(policies)), policies)
         axes.set_ylim(0, 1.1)
         axes.set_ylabel("throughput of the oracle's")
-        axes.set_title(table)
-        axes.legend(title="acceptance", loc="lower right", ncols=len(scenarios))
+        axes.set_title(table, loc="left")
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(scenarios), frameon=False)
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
     return out

@@ -102,7 +102,7 @@ class StepTable:
         return table
 
     @classmethod
-    def from_reports(cls, reports: Iterable[StepReport], min_steps: int = 5) -> StepTable:
+    def from_reports(cls, reports: Iterable[StepReport], min_steps: int = 15) -> StepTable:
         """What steady steps of real engines took: medians by arm and batch size."""
         times: dict[Arm, dict[int, list[float]]] = {}
         seen: dict[str, list[float]] = {}
@@ -138,19 +138,23 @@ class StepTable:
 
 
 def _smooth(by_batch: dict[int, list[float]], min_steps: int) -> list[tuple[float, float]]:
-    """Neighbouring batch sizes are pooled until each point has `min_steps` steps."""
-    points: list[tuple[float, float]] = []
-    batches: list[int] = []
-    seconds: list[float] = []
+    """Medians over neighbouring batch sizes, `min_steps` steps each.
+
+    A larger batch never takes less time: points that say so are noise, and pooled.
+    """
+    groups: list[tuple[list[int], list[float]]] = []
     for batch in sorted(by_batch):
-        batches += [batch] * len(by_batch[batch])
-        seconds += by_batch[batch]
-        if len(seconds) >= min_steps:
-            points.append((statistics.fmean(batches), statistics.median(seconds)))
-            batches, seconds = [], []
-    if seconds and not points:
-        points.append((statistics.fmean(batches), statistics.median(seconds)))
-    return points
+        if not groups or len(groups[-1][1]) >= min_steps:
+            groups.append(([], []))
+        groups[-1][0].extend([batch] * len(by_batch[batch]))
+        groups[-1][1].extend(by_batch[batch])
+        while len(groups) > 1 and statistics.median(groups[-2][1]) > statistics.median(
+            groups[-1][1]
+        ):
+            batches, seconds = groups.pop()
+            groups[-1][0].extend(batches)
+            groups[-1][1].extend(seconds)
+    return [(statistics.fmean(b), statistics.median(s)) for b, s in groups]
 
 
 def _interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:

@@ -103,8 +103,9 @@ class Adaptive:
         spent = self._spent.setdefault(batch_bucket(report.num_decodes), _Spent())
         spent.busy_s += elapsed_s
         self._looks.busy_s += elapsed_s
-        if self._probing and self._best_rate > 0 and report.num_prefill_tokens == 0:
-            cost_s = elapsed_s - report.num_output_tokens / self._best_rate
+        if self._probing and self._best_rate > 0:
+            decoding_s = elapsed_s - self._time.prefill_s(report.num_prefill_tokens)
+            cost_s = max(0.0, decoding_s) - report.num_output_tokens / self._best_rate
             account = self._looks if self._looking else spent
             account.probes_s = max(0.0, account.probes_s + cost_s)
         self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
@@ -123,7 +124,7 @@ class Adaptive:
         grown = num_decodes > 2 * self._chosen_for  # a new rollout: what was right no longer is
         if self._steps_left > 0 and not grown:
             return self._current
-        if context.num_prefills and self._current == OFF:
+        if context.num_prefills > context.num_decodes and self._current == OFF:
             return OFF  # the batch is still filling up: no time to try things
         arm, probing = self._choose(num_decodes)
         if arm != self._current and self._switches >= 1:

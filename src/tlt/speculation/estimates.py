@@ -150,9 +150,14 @@ class StepTime:
             self._start(elapsed_s)
         fitted_s = self._fit(inputs)
         elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
-        if steady and report.num_prefill_tokens == 0 and report.num_decodes > 0:
-            self._correct(report, elapsed_s, fitted_s)
+        prefill_s = self.prefill_s(report.num_prefill_tokens)
+        if steady and report.num_decodes > 0 and prefill_s < 0.5 * min(elapsed_s, fitted_s):
+            self._correct(report, elapsed_s - prefill_s, fitted_s - prefill_s)
         self._refit(inputs, elapsed_s)
+
+    def prefill_s(self, num_prefill_tokens: int) -> float:
+        """Seconds of a step that went into prompts."""
+        return self._parts[3] * num_prefill_tokens / self.PREFILL
 
     def expected_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
         """Seconds of a step without prefills, and the relative error to expect of that."""

@@ -2,6 +2,6 @@
 
 `plugin` is what vLLM loads in every engine process; `compat` handles faults of its CPU build;
 `scheduler` chooses a draft length per step; `worker` and `proposer` switch the drafter;
-`history` and `lookup` draft from earlier samples; `upkeep` keeps what an idle drafter will have to
-catch up on; `transfer` receives weights through shared memory.
+`history`, `ring` and `lookup` draft from earlier samples; `upkeep` keeps what an idle drafter will
+have to catch up on; `transfer` receives weights through shared memory.
 """
