@@ -24,7 +24,7 @@ compiled=(--engine-arg enforce_eager=false)
   --mode off --mode adaptive --out "$out/random_drafter"
 "$tlt" bench rollout "${work[@]}" --engines 1 --repeats 5 \
   --mode off --mode adaptive --out "$out/no_drafter"
-"$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 1 --repeats 5 --temperature 5 \
+"$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 1 --repeats 5 --temperature 2 \
   --mode off --mode adaptive --out "$out/random_text"
 "$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 2 --repeats 2 \
   --mode off --mode adaptive --out "$out/two_engines"

@@ -90,6 +90,7 @@ def test_sampling_that_is_fine() -> None:
     [
         SamplingSpec(max_tokens=0),
         SamplingSpec(max_tokens=8, temperature=-1),
+        SamplingSpec(max_tokens=8, temperature=2.5),
         SamplingSpec(max_tokens=8, top_p=0),
     ],
 )

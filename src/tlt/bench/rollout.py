@@ -25,8 +25,9 @@ from tlt.bench import workload
 from tlt.bench.metrics import RolloutMetrics, measure, spread
 from tlt.bench.replay import StepTable
 from tlt.config.rollout import EngineConfig, PoolConfig
-from tlt.contracts import Sample, ShowProgress, StepReport
+from tlt.contracts import Sample, SamplingSpec, ShowProgress, StepReport
 from tlt.errors import ConfigError
+from tlt.rollout.guard import check_sampling
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.vllm.args import drafters, engine_args
 from tlt.speculation.policies import LEARNING, build_policy, complete_policy
@@ -95,6 +96,7 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
             "core_group": f"bench-{setup}",
         }
     )
+    check_sampling(SamplingSpec(1, plan.temperature, plan.top_p), speculating=setup != "off")
     policies = [complete_policy(mode.policy, drafters(config)) for mode in modes]
     arms = {arm for policy in policies for arm in build_policy(policy).arms()}
     config = config.model_copy(

@@ -87,7 +87,7 @@ class SamplingConfig(Schema):
     """Samples of each problem; advantages are relative to the group."""
     max_tokens: int = Field(ge=1, examples=[1024])
     """Longest response."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=2)
     """Of sampling; the learner computes probabilities at the same temperature."""
     seeded: bool = False
     """Give every sample a seed of its own, so that a run can be repeated exactly. Costs speed

@@ -42,6 +42,8 @@ OWNED_ENGINE_ARGS = {
     "weight_transfer_config": "TLT's backend loads weights from shared memory",
 }
 
+MAX_TEMPERATURE = 2.0
+
 SAMPLING_EXTRAS = frozenset(
     {"min_tokens", "stop", "include_stop_str_in_output", "detokenize", "skip_special_tokens"}
 )
@@ -128,8 +130,10 @@ def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
     """Refuse sampling settings that speculation would not honour."""
     if sampling.max_tokens < 1:
         raise ConfigError(f"sampling.max_tokens = {sampling.max_tokens}; at least 1")
-    if sampling.temperature < 0:
-        raise ConfigError(f"sampling.temperature = {sampling.temperature}; 0 or more")
+    if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise ConfigError(
+            f"sampling.temperature = {sampling.temperature}; vLLM takes 0 to {MAX_TEMPERATURE:g}"
+        )
     if not 0 < sampling.top_p <= 1:
         raise ConfigError(f"sampling.top_p = {sampling.top_p}; above 0, up to 1")
     if not speculating:
