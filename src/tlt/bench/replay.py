@@ -94,6 +94,10 @@ class StepTable:
                 f"{path} is no result of `tlt bench rollout` ({error!r}); e.g. "
                 "runs/bench-rollout/rollout.json"
             ) from error
+        widest = max((points[-1][0] for points in table.seconds.values()), default=0.0)
+        for arm, points in list(table.seconds.items()):
+            if arm != OFF and (len(points) < 3 or points[-1][0] < widest / 4):
+                del table.seconds[arm]  # a policy's rare trials: too little to replay
         if OFF not in table.seconds or len(table.seconds) < 2:
             raise ConfigError(
                 f"{path}: its modes used the arms {', '.join(map(str, table.seconds))}; a replay "
@@ -339,4 +343,4 @@ def contenders(table: StepTable) -> dict[str, Callable[[Run], DraftPolicy]]:
 
 def largest_batch(table: StepTable) -> int:
     """Batches beyond what was recorded would be guesses."""
-    return int(min(points[-1][0] for points in table.seconds.values()))
+    return int(table.seconds[OFF][-1][0])
