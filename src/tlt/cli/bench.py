@@ -69,6 +69,7 @@ def rollout(
     from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
     from tlt.run.cluster import start_ray, versions
+    from tlt.speculation.policies import LEARNING
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import DEFAULT_SIZES, problems
     from tlt.tasks.tail import HeavyTail
@@ -118,7 +119,7 @@ def rollout(
     result |= {"command": command_line(), "versions": versions()}
     (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
     plot_running(result, out / "rollout.png")
-    for text in {"adaptive", "published"} & result["decisions"].keys():
+    for text in result["decisions"].keys() & LEARNING:
         plot_decisions(result["decisions"][text], f"decisions of {text}", out / f"{text}.png")
     console.print(_table(result))
     console.print(f"[green]wrote[/] {out}/rollout.json and {out}/rollout.png")

@@ -33,9 +33,14 @@ def drafters(config: EngineConfig) -> list[DrafterName]:
     return names
 
 
+def policy_spec(config: EngineConfig) -> dict[str, Any]:
+    """The engine's policy with its arms named."""
+    return complete_policy(config.policy, drafters(config))
+
+
 def max_draft_tokens(config: EngineConfig) -> int:
     """The longest draft this engine must be able to verify; 0 for an engine that never drafts."""
-    arms = build_policy(complete_policy(config.policy, drafters(config))).arms()
+    arms = build_policy(policy_spec(config)).arms()
     if not speculates(config, arms):
         return 0
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
@@ -45,7 +50,7 @@ def max_draft_tokens(config: EngineConfig) -> int:
 
 def engine_args(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`; raises before anything starts."""
-    policy = complete_policy(config.policy, drafters(config))
+    policy = policy_spec(config)
     arms = build_policy(policy).arms()
     check_engine(config, arms)
     on_gpu = config.num_gpus > 0
@@ -91,7 +96,7 @@ def graph_plan(config: EngineConfig) -> GraphPlan | None:
     max_num_seqs = user.get("max_num_seqs")
     if config.num_gpus == 0 or not isinstance(max_num_seqs, int) or _GRAPH_ARGS & user.keys():
         return None
-    policy = build_policy(complete_policy(config.policy, drafters(config)))
+    policy = build_policy(policy_spec(config))
     choices = choices_of(policy, max_num_seqs)
     longest = max_draft_tokens(config)
     if longest > max(arm.num_draft_tokens for arm in policy.arms()):
