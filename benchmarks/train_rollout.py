@@ -98,6 +98,7 @@ async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, fl
     from tlt.rollout.actor import ray_spawner
     from tlt.rollout.pool import RolloutPool
     from tlt.run.folder import RunFolder
+    from tlt.run.harvest import NoHarvest
     from tlt.run.train import Training
     from tlt.tasks.rewards import RewardPool
 
@@ -128,7 +129,7 @@ async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, fl
                 await pool.start()
                 folder = RunFolder(Path(tempfile.mkdtemp()))
                 training = Training(
-                    config, prepared, folder, pool, None, rewards, Sinks([]),
+                    config, prepared, folder, pool, None, rewards, Sinks([]), NoHarvest(),
                     lambda *_: None, lambda _: None,
                 )  # fmt: skip
                 watch = Stopwatch()

@@ -85,6 +85,9 @@ class EngineStats:
     """Verified drafts: one per request and step that had any draft tokens."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    model_drafts: int = 0
+    """Those of the drafts that the draft model made, and what of them was accepted."""
+    model_accepted_tokens: int = 0
     output_tokens: int = 0
     busy_s: float = 0.0
     """Seconds spent in engine steps."""

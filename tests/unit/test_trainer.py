@@ -1,9 +1,11 @@
 """Sessions that stop anywhere, the gate before publishing, and versions on disk."""
 
+import itertools
 import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,9 +45,16 @@ def trainer(settings: TrainerSettings = SETTINGS) -> DrafterTrainer:
     return DrafterTrainer(drafter(), head, embedding, settings)
 
 
-def stop_after(count: int):  # type: ignore[no-untyped-def]
-    left = iter([False] * count)
-    return lambda: next(left, True)
+def stop_after(one: DrafterTrainer, count: int) -> Callable[[], bool]:
+    """Stop when so many micro-steps are done."""
+    end = one.step + count
+    return lambda: one.step >= end
+
+
+def stop_at_poll(number: int) -> Callable[[], bool]:
+    """Stop when asked for the nth time, wherever that is."""
+    polls = itertools.count(1)
+    return lambda: next(polls) >= number
 
 
 def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
@@ -56,8 +65,34 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
 def test_it_learns() -> None:
     one, source = trainer(), Samples(4)
     losses: list[float] = []
-    one.session(source, stop_after(60), lambda step, loss: losses.append(loss))
+    one.session(source, stop_after(one, 60), lambda step, loss: losses.append(loss))
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_breaking_off_anywhere_equals_never_having_begun() -> None:
+    """In the middle of a micro-step too, forward or backward: what it did is dropped."""
+    source, straight, current = Samples(), trainer(), trainer()
+    straight.session(source, stop_after(straight, 4))
+    polls = itertools.count(1)
+    broken_off = 0
+    while current.step < 4:
+        before = current.step
+        number = next(polls) % 9 + 2
+        stop = stop_at_poll(number)
+        end = stop_after(current, 1)
+        current.session(source, lambda stop=stop, end=end: end() or stop())
+        broken_off += current.step == before
+    assert broken_off > 4
+    assert same(straight, current)
+
+
+def test_a_session_ends_within_a_pass() -> None:
+    """Before every pass forward, and before it on the way back, it asks whether to stop."""
+    one = trainer()
+    polls = itertools.count(1)
+    one.session(Samples(), lambda: one.step == 1 or next(polls) < 0)
+    passes = SETTINGS.num_draft_tokens
+    assert next(polls) - 1 == 1 + passes * 2
 
 
 @pytest.mark.parametrize("stops", [[1], [3, 4], [7, 1, 1]])
@@ -66,32 +101,21 @@ def test_stopping_and_going_on_equals_never_having_stopped(
 ) -> None:
     source = Samples()
     straight = trainer()
-    straight.session(source, stop_after(12))
+    straight.session(source, stop_after(straight, 12))
 
     store = VersionStore(tmp_path)
     current = trainer()
     for count in [*stops, 12 - sum(stops)]:
-        current.session(source, stop_after(count))
+        current.session(source, stop_after(current, count))
         store.save(current)
         store.wait()
         current = trainer()
         store.restore(current)
     assert current.step == 12
     assert same(straight, current)
-    straight.session(source, stop_after(3))
-    current.session(source, stop_after(3))
+    straight.session(source, stop_after(straight, 3))
+    current.session(source, stop_after(current, 3))
     assert same(straight, current)
-
-
-def test_a_session_stops_within_one_micro_step() -> None:
-    one, asked = trainer(), []
-
-    def should_stop() -> bool:
-        asked.append(one.step)
-        return one.step >= 5
-
-    assert one.session(Samples(), should_stop) == 5
-    assert asked == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_session_without_samples_ends_at_once() -> None:
@@ -116,7 +140,8 @@ def test_a_sample_longer_than_a_row_keeps_its_end() -> None:
 def test_samples_without_anything_to_learn_are_passed_over() -> None:
     source = Samples(5)
     source.samples["prompt only"] = captured(20, 20)
-    assert trainer().session(source, stop_after(20)) == 20
+    one = trainer()
+    assert one.session(source, stop_after(one, 20)) == 20
 
 
 def test_a_new_policys_head_is_followed() -> None:
@@ -131,7 +156,8 @@ def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:
     source = Samples(10)
     gone = set(list(source.samples)[:5])
     source.read = lambda name: None if name in gone else source.samples[name]  # type: ignore
-    assert trainer().session(source, stop_after(5)) == 5
+    one = trainer()
+    assert one.session(source, stop_after(one, 5)) == 5
 
 
 @pytest.mark.parametrize("place", [5, 19])
@@ -150,7 +176,7 @@ def test_only_better_weights_are_published() -> None:
     held_out = list(source.samples.values())
     untrained = one.weights()
     before = one.evaluate(held_out, [1.0])
-    one.session(source, stop_after(80))
+    one.session(source, stop_after(one, 80))
     better, judged = one.better_than(untrained, held_out)
     assert better
     assert judged.length(1.0) > before.length(1.0)
@@ -162,7 +188,7 @@ def test_only_better_weights_are_published() -> None:
 
 def test_another_vocabulary_keeps_what_was_learned() -> None:
     one, source = trainer(), Samples(6)
-    one.session(source, stop_after(10))
+    one.session(source, stop_after(one, 10))
     old_ids = one.drafter.draft_token_ids()
     rows = {int(i): one.drafter.lm_head.weight[k].clone() for k, i in enumerate(old_ids)}
     responses = [torch.arange(1, 41, 2), torch.arange(0, 10, 2)]
@@ -177,7 +203,7 @@ def test_another_vocabulary_keeps_what_was_learned() -> None:
             assert torch.equal(one.drafter.lm_head.weight[k], one._head_VH[token])
             assert not moments[k].any()
     assert not one.check_vocabulary(responses), "nothing more to gain"
-    assert one.session(source, stop_after(2)) == 2
+    assert one.session(source, stop_after(one, 2)) == 2
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -186,7 +212,7 @@ def test_another_vocabulary_keeps_what_was_learned() -> None:
 def test_versions_are_numbered_pruned_and_loadable(tmp_path: Path) -> None:
     store, one = VersionStore(tmp_path, keep=2), trainer()
     for expected in (1, 2, 3, 4):
-        one.session(Samples(), stop_after(1))
+        one.session(Samples(), stop_after(one, 1))
         assert store.save(one, {"length": expected}) == expected
     store.wait()
     assert store.versions() == [3, 4]
@@ -199,10 +225,10 @@ def test_versions_are_numbered_pruned_and_loadable(tmp_path: Path) -> None:
 
 def test_training_on_while_a_version_is_written_does_not_change_it(tmp_path: Path) -> None:
     store, one = VersionStore(tmp_path), trainer()
-    one.session(Samples(), stop_after(2))
+    one.session(Samples(), stop_after(one, 2))
     expected = {name: tensor.clone() for name, tensor in one.tensors().items()}
     store.save(one)
-    one.session(Samples(), stop_after(3))
+    one.session(Samples(), stop_after(one, 3))
     store.wait()
     restored = trainer()
     store.restore(restored)

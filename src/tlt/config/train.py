@@ -92,6 +92,9 @@ class SamplingConfig(Schema):
     seeded: bool = False
     """Give every sample a seed of its own, so that a run can be repeated exactly. Costs speed
     under speculation."""
+    forced_lengths: SizesConfig | None = None
+    """For measuring speed only: responses of these lengths in tokens, the same in every run,
+    whatever they say; rewards then mean nothing."""
 
 
 class AlgorithmConfig(Schema):
@@ -199,6 +202,43 @@ class MetricsConfig(Schema):
     """Samples of every step that are written down to be read."""
 
 
+class TltConfig(Schema):
+    """Speculation chosen by measured speed, with a drafter that idle workers train."""
+
+    enabled: bool = False
+    """The one switch: engines speculate as `{ kind = "adaptive" }` does unless `engine.policy` says
+    otherwise, states are captured, and harvest is on."""
+    harvest: Literal["on", "unpublished", "off"] = "on"
+    """Whether idle workers train the drafter: `on`; `unpublished` does all the work but tells the
+    engines nothing, to measure what it costs; `off` leaves the drafter as it is, if there is
+    one."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Learning rate of the drafter."""
+    row_tokens: int = Field(default=512, ge=16)
+    """Tokens of one step of the drafter's training."""
+    num_draft_tokens: int = Field(default=4, ge=1, le=16)
+    """Draft length that is trained for."""
+    draft_vocab_size: int | None = Field(default=None, ge=16)
+    """Tokens that a new drafter can draft, those the policy writes most; by default all. A drafter
+    from `engine.drafter` keeps its own."""
+    session_s: float = Field(default=10.0, gt=0)
+    """Seconds of training after which a drafter is judged, and published if it is better."""
+    held_out_tokens: int = Field(default=1024, ge=16)
+    """Tokens it is judged by."""
+    min_lease_s: float = Field(default=2.0, ge=0)
+    """An engine that will be idle for less is left alone."""
+    lease_s: float = Field(default=60.0, gt=0)
+    """A lease ends by itself after this time; an engine that is still idle gets another."""
+    stop_timeout_s: float = Field(default=2.0, gt=0)
+    """A trainer that has not stopped after this time is killed."""
+    max_trainers: int = Field(default=8, ge=1)
+    """Trainers at once."""
+
+    @property
+    def harvests(self) -> bool:
+        return self.enabled and self.harvest != "off"
+
+
 class TrainConfig(Schema):
     """A training run."""
 
@@ -211,8 +251,21 @@ class TrainConfig(Schema):
     pool: PoolConfig = Field(default_factory=PoolConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    tlt: TltConfig = Field(default_factory=TltConfig)
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+
+
+def switched_on(config: TrainConfig) -> TrainConfig:
+    """The settings that follow from `tlt.enabled`, written out."""
+    if not config.tlt.enabled:
+        return config
+    engine, capture = config.engine, config.capture
+    if engine.policy == EngineSettings().policy:
+        engine = engine.model_copy(update={"policy": {"kind": "adaptive"}})
+    if config.tlt.harvests:
+        capture = capture.model_copy(update={"enabled": True})
+    return config.model_copy(update={"engine": engine, "capture": capture})

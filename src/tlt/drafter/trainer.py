@@ -1,9 +1,9 @@
 """Trains the drafter in sessions that may end at any moment.
 
 One micro-step is one packed row and one optimizer update: bounded work, after which the state is
-whole. A session asks between micro-steps whether to stop, so it ends within one of them, and going
-on later from the saved state gives the very same weights as never having stopped. New weights are
-published only when they beat the published ones on held-out samples.
+whole. A session asks before every pass of the drafter, forward and backward, whether to stop; what
+it was doing is then dropped, so that going on later gives the very same weights as never having
+stopped. New weights are published only when they beat the published ones on held-out samples.
 
 The policy's head and embedding are not trained here; `follow` takes the new ones after every
 policy update.
@@ -25,8 +25,13 @@ from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, unrolled_loss
 from tlt.drafter.eagle3.model import Eagle3Drafter
 
+ShouldStop = Callable[[], bool]
 MISSES_PER_ROW = 8
 """How many samples may fail to fit before a row counts as full."""
+
+
+class Interrupted(Exception):
+    """A micro-step or a judgement was broken off; the state is as before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,23 @@ class DrafterTrainer:
         """Learn from this policy's head and embedding from now on."""
         self._head_VH = head_VH.detach()
         self._embedding_VH = embedding_VH.detach()
+        self._use_draft_head()
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on from other weights of this drafter, with the optimizer as it is."""
+        self.drafter.load_state_dict(weights)
+        self._use_draft_head()
+
+    def move(self, device: torch.device) -> None:
+        """Everything to another device."""
+        if self._head_VH.device.type == device.type:
+            return
+        self.drafter.to(device)
+        for state in self.optimizer.state.values():
+            state.update({k: v.to(device) for k, v in state.items() if k != "step"})
+        self.follow(self._head_VH.to(device), self._embedding_VH.to(device))
+
+    def _use_draft_head(self) -> None:
         self._draft_head = self._head_VH[self.drafter.draft_token_ids()]
 
     # --- learning -----------------------------------------------------------------------------
@@ -84,17 +106,22 @@ class DrafterTrainer:
     def session(
         self,
         source: SampleSource,
-        should_stop: Callable[[], bool],
+        should_stop: ShouldStop,
         on_step: Callable[[int, float], None] = lambda step, loss: None,
         lr_scale: Callable[[], float] = lambda: 1.0,
     ) -> int:
         """Micro-steps until told to stop or nothing is left to learn from; how many."""
         done = 0
         while not should_stop():
+            before = self._rng.getstate()
             row = self.draw(source)
             if row is None:
                 break
-            loss = self.micro_step(row, lr_scale())
+            try:
+                loss = self.micro_step(row, lr_scale(), should_stop)
+            except Interrupted:
+                self._rng.setstate(before)
+                break
             done += 1
             on_step(self.step, loss)
         return done
@@ -124,10 +151,12 @@ class DrafterTrainer:
                 used += len(sample)
         return Row(chosen) if chosen else None
 
-    def micro_step(self, row: Row, lr_scale: float = 1.0) -> float:
+    def micro_step(
+        self, row: Row, lr_scale: float = 1.0, should_stop: ShouldStop = lambda: False
+    ) -> float:
         """Learn one row; its loss."""
-        loss = self.loss(row)
         self.optimizer.zero_grad()
+        loss = self.loss(row, should_stop)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         warm = min(1.0, (self.step + 1) / self.settings.warmup_steps)
@@ -139,10 +168,10 @@ class DrafterTrainer:
         self.step += 1
         return loss.item()
 
-    def loss(self, row: Row) -> torch.Tensor:
+    def loss(self, row: Row, should_stop: ShouldStop = lambda: False) -> torch.Tensor:
         starts = row.chains.starts
         with self._autocast():
-            outputs = self._unroll(row)
+            outputs = self._unroll(row, should_stop)
             with torch.no_grad():
                 # Pass j of the chain at s has the target of pass 0 of the chain at s+j.
                 probs_CV = self._project(row.final_TH[starts + 1], self._draft_head).softmax(-1)
@@ -156,7 +185,12 @@ class DrafterTrainer:
     # --- judging ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, samples: Sequence[Captured], temperatures: Sequence[float]) -> Acceptance:
+    def evaluate(
+        self,
+        samples: Sequence[Captured],
+        temperatures: Sequence[float],
+        should_stop: ShouldStop = lambda: False,
+    ) -> Acceptance:
         """How the drafter would do on these samples, against the policy's whole vocabulary."""
         meter = AcceptanceMeter(self.settings.num_draft_tokens, temperatures)
         vocabulary_V = self.drafter.draft_token_ids()
@@ -166,7 +200,7 @@ class DrafterTrainer:
             row = Row([sample.to(self._head_VH.device)])
             starts = row.chains.starts
             with self._autocast():
-                outputs = self._unroll(row)
+                outputs = self._unroll(row, should_stop)
                 logits_CV = self._project(row.final_TH[starts + 1], self._head_VH)
                 reached_C = torch.ones_like(starts, dtype=torch.bool)
                 for step, hidden_CH in enumerate(outputs):
@@ -183,17 +217,20 @@ class DrafterTrainer:
         published: dict[str, torch.Tensor],
         held_out: Sequence[Captured],
         temperatures: Sequence[float] = (),
+        should_stop: ShouldStop = lambda: False,
     ) -> tuple[bool, Acceptance]:
         """Whether the current weights draft longer than `published`; how they are judged.
 
         Both on the same samples: what is held out changes as the policy moves.
         """
         gate = self.settings.temperature
-        new = self.evaluate(held_out, [gate, *temperatures])
+        new = self.evaluate(held_out, [gate, *temperatures], should_stop)
         current = self.weights()
         self.drafter.load_state_dict(published)
-        old = self.evaluate(held_out, [gate])
-        self.drafter.load_state_dict(current)
+        try:
+            old = self.evaluate(held_out, [gate], should_stop)
+        finally:
+            self.drafter.load_state_dict(current)
         return new.length(gate) > old.length(gate), new
 
     # --- state --------------------------------------------------------------------------------
@@ -216,8 +253,7 @@ class DrafterTrainer:
 
     def restore(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
         """Go on from a saved `tensors()` and `progress()`."""
-        self.drafter.load_state_dict(drafter_part(tensors))
-        self.follow(self._head_VH, self._embedding_VH)
+        self.load(drafter_part(tensors))
         for name, parameter in self.drafter.named_parameters():
             prefix = f"optimizer.{name}."
             moments = {
@@ -245,7 +281,7 @@ class DrafterTrainer:
             if name != "step":
                 moment.copy_(torch.where(stays[:, None], moment[place], 0.0))
         drafter.set_draft_vocabulary(token_ids)
-        self.follow(self._head_VH, self._embedding_VH)
+        self._use_draft_head()
 
     def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
         """Change the draft vocabulary if these responses have drifted away from it."""
@@ -260,7 +296,16 @@ class DrafterTrainer:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _unroll(self, row: Row) -> list[torch.Tensor]:
+    def _unroll(self, row: Row, should_stop: ShouldStop) -> list[torch.Tensor]:
+        def check(_: object = None) -> None:
+            if should_stop():
+                raise Interrupted
+
+        def after_pass(hidden: torch.Tensor) -> None:
+            check()
+            if hidden.requires_grad:
+                hidden.register_hook(check)  # the same place on the way back
+
         embeds_TH = self._embedding_VH[row.token_ids_T.roll(-1)].float()
         return self.drafter.unroll(
             row.aux_TA.float(),
@@ -268,6 +313,7 @@ class DrafterTrainer:
             row.position_T,
             row.chains,
             self.settings.num_draft_tokens,
+            after_pass,
         )
 
     def _project(self, final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,7 @@ class RayEngine:
 
     async def start(self) -> dict[str, Any]:
         report: dict[str, Any] = await self._await(self._actor.start.remote())
+        self.pid = report["pid"]
         self._remote = report["node"] != ray.get_runtime_context().get_node_id()
         return report
 

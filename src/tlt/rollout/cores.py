@@ -11,6 +11,8 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -47,6 +49,14 @@ def claim_cores(count: int, group: str = "engines", wait_s: float = 10.0) -> tup
                 f"(pool.num_engines x engine.num_cores <= {len(cores)})"
             )
         time.sleep(0.05)
+
+
+def bind_process(cores: Iterable[int]) -> None:
+    """Bind this process to its cores, with all threads that it has and will have."""
+    cores = set(cores)
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that just ended
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def release_cores(cores: list[int] | tuple[int, ...]) -> None:

@@ -65,6 +65,8 @@ class RolloutEngine:
         self._error: BaseException | None = None
         self._versions = {"policy": 0, "drafter": 0}
         self._safe_to_sample = True
+        self._asleep = False
+        self._cores: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, name=f"tlt-{name}", daemon=True)
         self._ready: Future[dict[str, Any]] = Future()
 
@@ -134,15 +136,23 @@ class RolloutEngine:
         def go_to_sleep() -> None:
             if self._in_flight or self._queue:
                 raise EngineError("samples are under way: an engine sleeps only between rollouts")
-            self._llm.sleep(level=1)
+            if not self._asleep:
+                self._llm.sleep(level=1)
+            self._asleep = True
 
         if self.config.num_gpus:
             self._command(go_to_sleep)
 
     def wake(self) -> None:
         """Take the memory back, before weights are updated or samples generated."""
+
+        def wake_up() -> None:
+            if self._asleep:
+                self._llm.wake_up()
+            self._asleep = False
+
         if self.config.num_gpus:
-            self._command(lambda: self._llm.wake_up())
+            self._command(wake_up)
 
     # --- settings and weights -----------------------------------------------------------------
 
@@ -243,7 +253,7 @@ class RolloutEngine:
 
     def _start_vllm(self) -> dict[str, Any]:
         if self.config.num_gpus == 0:
-            cores = claim_cores(self.config.num_cores, self.config.core_group)
+            self._cores = cores = claim_cores(self.config.num_cores, self.config.core_group)
             os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         for key, value in PROCESS_ENVIRONMENT.items():
@@ -285,6 +295,7 @@ class RolloutEngine:
             "faults": faults,
             "slots": self._slots,
             "max_model_len": self._max_model_len,
+            "cores": self._cores,
         }
 
     def _turn(self) -> bool:

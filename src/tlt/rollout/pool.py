@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tlt.config.rollout import PoolConfig
@@ -48,6 +49,22 @@ class EngineHandle(Protocol):
     async def stop(self, graceful: bool) -> None: ...
 
 
+class LoadListener(Protocol):
+    """Somebody who uses the devices of engines that have nothing to do."""
+
+    def ready(self, engine: str, report: Mapping[str, Any]) -> None:
+        """An engine has started, and says this of itself."""
+        ...
+
+    def idle(self, engine: str) -> None:
+        """It has nothing to generate, while others still have."""
+        ...
+
+    async def needed(self, engine: str) -> None:
+        """It gets work again as soon as this returns."""
+        ...
+
+
 Spawner = Callable[[str], EngineHandle]
 
 
@@ -65,6 +82,7 @@ class RolloutPool:
         self._weights: dict[str, tuple[SharedWeights, int]] = {}
         self._failure: Exception | None = None
         self._started = False
+        self._listener: LoadListener | None = None
         self._membership = asyncio.Condition()
         self.num_restarts = 0
 
@@ -76,6 +94,10 @@ class RolloutPool:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.shutdown()
+
+    def listen(self, listener: LoadListener) -> None:
+        """Tell somebody which engines have nothing to do. Before the pool starts."""
+        self._listener = listener
 
     async def start(self) -> None:
         """Start all engines; returns when every one of them is ready, or raises."""
@@ -121,6 +143,7 @@ class RolloutPool:
         for request in batch:
             self._waiting[request.sample_id] = inbox
         self._pump()
+        self._tell_idle(self._handles)
         for _ in batch:
             item = await inbox.get()
             if isinstance(item, Exception):
@@ -137,6 +160,12 @@ class RolloutPool:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def call_engine(self, engine: str, method: str) -> None:
+        """Call a method of one engine, if it is there."""
+        if (handle := self._handles.get(engine)) is not None:
+            with suppress(EngineGone):
+                await handle.call(method)
 
     async def stats(self) -> list[EngineStats]:
         return await self.call_all("stats")
@@ -229,6 +258,8 @@ class RolloutPool:
             self._handles[name] = handle
             self._membership.notify_all()
         logger.info("%s is ready with %d slots", name, report["slots"])
+        if self._listener is not None:
+            self._listener.ready(name, report)
         self._pump()
         while True:
             async with asyncio.timeout(self._config.health_timeout_s):
@@ -271,6 +302,8 @@ class RolloutPool:
         logger.warning("%s is lost (%r); %d samples start again", name, error, len(requeued))
         self.num_restarts += 1
         self._pump()
+        if self._listener is not None:
+            self._spawn_send(self._listener.needed(name))  # its successor takes the place
         try:
             await handle.stop(graceful=False)
         except Exception:
@@ -301,6 +334,15 @@ class RolloutPool:
         for sample_id in self._dispatcher.finished(name, by_id):
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
         self._pump()
+        self._tell_idle([name])
+
+    def _tell_idle(self, names: Iterable[str]) -> None:
+        dispatcher = self._dispatcher
+        if self._listener is None or dispatcher.num_queued or not dispatcher.num_unfinished:
+            return
+        for name in names:
+            if not dispatcher.outstanding(name):
+                self._listener.idle(name)
 
     def _pump(self) -> None:
         for action in self._dispatcher.actions():
@@ -321,6 +363,8 @@ class RolloutPool:
         self, name: str, handle: EngineHandle, requests: Sequence[SampleRequest]
     ) -> None:
         try:
+            if self._listener is not None:
+                await self._listener.needed(name)
             await handle.submit(requests)
         except (ValueError, EngineError) as error:
             refused = (ConfigError, EngineUnsafe)

@@ -10,10 +10,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from tlt.config.train import TrainConfig
+from tlt.config.rollout import EngineConfig
+from tlt.config.train import TrainConfig, switched_on
 from tlt.contracts import ShowProgress
 from tlt.drafter.buffer import BufferSettings
 from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.trainer import TrainerSettings
+from tlt.harvest.coordinator import CoordinatorSettings
+from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.spot import SpotSettings
 from tlt.learner.batch import Weighting
 from tlt.learner.policy_loss import PolicyLossSettings
 from tlt.learner.rank import RankSettings
@@ -25,6 +30,7 @@ from tlt.rollout.pool import RolloutPool
 from tlt.rollout.weights import remove_abandoned
 from tlt.run.cluster import start_ray, versions
 from tlt.run.folder import RunFolder
+from tlt.run.harvest import Harvest, NoHarvest
 from tlt.run.learner import LearnerGroup, LearnerPlan
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
@@ -40,6 +46,7 @@ def launch(
     on_record: Callable[[Record], None],
 ) -> list[Record]:
     """Run it all; the records of all steps. A wrong config raises before any engine starts."""
+    config = switched_on(config)
     folder = RunFolder(Path(config.run.out))
     folder.check(config, resume)
     show("checking config, model and data", 0, 1)
@@ -75,7 +82,20 @@ async def _run(
         stack.callback(reservation.release)
         rewards = RewardPool(prepared.reward, config.reward.num_workers, config.reward.timeout_s)
         stack.callback(rewards.close)
-        pool = RolloutPool(config.pool, ray_spawner(prepared.engine, reservation.engine))
+        checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
+        engine, version = _with_drafter(config, prepared.engine, folder, checkpoint)
+        pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine))
+        harvest = NoHarvest()
+        if config.tlt.harvests:
+            harvest = Harvest(
+                coordinator_settings(config),
+                spot_settings(config, str(engine.drafter)),
+                pool,
+                reservation.beside,
+                bool(config.engine.num_gpus),
+                version,
+            )
+            pool.listen(harvest)
         learner = LearnerGroup(
             learner_plan(config),
             lambda rank: reservation.rank(
@@ -84,13 +104,15 @@ async def _run(
         )
         stack.push_async_callback(learner.stop)
         stack.push_async_callback(pool.shutdown)
-        checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
+        stack.push_async_callback(harvest.stop)
         show("starting engines and learner", 0, 1)
         await _start(config, pool, learner, reservation, checkpoint)
+        harvest.start()
         training = Training(
-            config, prepared, folder, pool, learner, rewards, sinks, show, on_record
+            config, prepared, folder, pool, learner, rewards, sinks, harvest, show, on_record
         )
         await training.run(resume)
+        harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
     # The last checkpoint holds a copy; memory is not to be kept after the run.
@@ -120,11 +142,7 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
     buffer = None
     aux_layers: tuple[int, ...] = ()
     if config.capture.enabled:
-        buffer = BufferSettings(
-            folder=str(buffer_folder(config)),
-            capacity_bytes=int(config.capture.capacity_gib * 2**30),
-            max_sample_tokens=config.capture.max_sample_tokens,
-        )
+        buffer = buffer_settings(config)
         aux_layers = tuple(Eagle3Config.for_target(_model_config(config)).aux_layer_ids)
     return LearnerPlan(
         num_ranks=learner.num_ranks,
@@ -152,6 +170,85 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
         core_group=config.engine.core_group + ("-learner" if colocated else ""),
         timeout_s=learner.timeout_s,
         buffer=buffer,
+    )
+
+
+# --- harvest --------------------------------------------------------------------------------------
+
+
+def _with_drafter(
+    config: TrainConfig, engine: EngineConfig, folder: RunFolder, checkpoint: Path | None
+) -> tuple[EngineConfig, int]:
+    """The engine with the drafter that the run goes on from, and that one's version.
+
+    Of a resumed run the published one; else the one that was named; else a new one, which drafts
+    nothing right until it has been trained.
+    """
+    if not config.tlt.harvests:
+        return engine, 0
+    start, version = folder.path / "drafter-start", 0
+    if checkpoint is not None and (checkpoint / "drafter").exists():
+        shutil.rmtree(start, ignore_errors=True)
+        shutil.copytree(checkpoint / "drafter", start)
+        version = int(json.loads((start / "version.json").read_text())["version"])
+    elif engine.drafter is not None:
+        return engine, 0
+    else:
+        _make_drafter(config, start)
+    return engine.model_copy(update={"drafter": str(start)}), version
+
+
+def _make_drafter(config: TrainConfig, folder: Path) -> None:
+    import torch
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.trainer import fresh_drafter
+    from tlt.harvest.spot import EMBEDDING, HEAD, head_and_embedding, read_tensors
+
+    head, _ = head_and_embedding(read_tensors(Path(config.policy.model), (HEAD, EMBEDDING)))
+    size = config.tlt.draft_vocab_size
+    tokens = None if size is None else torch.arange(size)
+    drafter = fresh_drafter(_model_config(config), head, tokens, config.run.seed)
+    save_drafter(drafter, folder, getattr(torch, config.policy.dtype))
+
+
+def coordinator_settings(config: TrainConfig) -> CoordinatorSettings:
+    tlt = config.tlt
+    return CoordinatorSettings(
+        leases=LeaseSettings(
+            min_s=tlt.min_lease_s,
+            lease_s=tlt.lease_s,
+            stop_timeout_s=tlt.stop_timeout_s,
+            max_leases=tlt.max_trainers,
+        ),
+        session_s=tlt.session_s,
+        publish=tlt.harvest == "on",
+    )
+
+
+def spot_settings(config: TrainConfig, drafter: str) -> SpotSettings:
+    tlt = config.tlt
+    return SpotSettings(
+        drafter=drafter,
+        policy=config.policy.model,
+        buffer=buffer_settings(config),
+        trainer=TrainerSettings(
+            num_draft_tokens=tlt.num_draft_tokens,
+            row_tokens=tlt.row_tokens,
+            lr=tlt.lr,
+            temperature=config.sampling.temperature,
+            seed=config.run.seed,
+        ),
+        held_out_tokens=tlt.held_out_tokens,
+        untrained=config.engine.drafter is None,
+    )
+
+
+def buffer_settings(config: TrainConfig) -> BufferSettings:
+    return BufferSettings(
+        folder=str(buffer_folder(config)),
+        capacity_bytes=int(config.capture.capacity_gib * 2**30),
+        max_sample_tokens=config.capture.max_sample_tokens,
     )
 
 

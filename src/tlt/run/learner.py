@@ -27,7 +27,7 @@ from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.capture import Captured
 from tlt.errors import LearnerLost
 from tlt.learner.batch import TrainSample, rows_by_rank
-from tlt.rollout.cores import claim_cores
+from tlt.rollout.cores import bind_process, claim_cores
 from tlt.rollout.weights import SharedWeights
 
 if TYPE_CHECKING:
@@ -115,9 +115,7 @@ class LearnerActor:
         available = len(os.sched_getaffinity(0))
         wanted = self._plan.num_cores or max(1, available // ranks_here)
         cores = claim_cores(wanted, self._plan.core_group)
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that just ended
-                os.sched_setaffinity(int(thread.name), cores)
+        bind_process(cores)
         os.environ["OMP_NUM_THREADS"] = str(len(cores))
         import torch
 

@@ -103,6 +103,13 @@ class Reservation:
         """Options of an engine's actor; a successor (`engine-0.1`) takes its place."""
         return self._in_bundle(self._plan.engine_bundles[_slot(name)])
 
+    def beside(self, name: str) -> dict[str, Any]:
+        """Options of the actor that uses an engine's devices while it is idle."""
+        options = self.engine(name)
+        if gpus := self._gpus.get(_slot(name)):
+            options["gpu"] = gpus[0]
+        return options
+
     def gpus_of_engines(self, reports: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Which GPUs Ray gave to each engine, for the ranks that share them."""
         self._gpus = {_slot(name): list(gpus) for name, gpus in reports}

@@ -176,6 +176,12 @@ def _check_cores(config: TrainConfig) -> None:
 
 
 def _check_learner(config: TrainConfig) -> None:
+    forced = config.sampling.forced_lengths
+    if forced is not None and forced.longest > config.sampling.max_tokens:
+        raise ConfigError(
+            f"sampling.forced_lengths.longest = {forced.longest} is more than sampling.max_tokens "
+            f"= {config.sampling.max_tokens}; set it to {config.sampling.max_tokens} or less"
+        )
     updates, prompts = config.learner.updates_per_step, config.sampling.prompts_per_step
     if updates > prompts:
         raise ConfigError(

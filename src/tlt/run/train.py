@@ -5,6 +5,9 @@ it ends; a group that is complete gets its advantages and goes to the learner; t
 the policy; the engines get its weights. The step is synchronous and on-policy: no sample of a step
 comes from another policy than the one the step began with.
 
+While the last samples are generated, engines that are done train the drafter (`run/harvest.py`);
+their devices are back before the policy is updated.
+
 What waits for what: scoring runs beside generation. With devices of its own the learner computes
 gradients while the tail still runs; colocated, it gets the whole batch at once, in a fixed order.
 Checkpoints are written beside the next step.
@@ -21,6 +24,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,11 +42,12 @@ from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.weights import remove_abandoned
 from tlt.run.folder import RunFolder
+from tlt.run.harvest import NoHarvest
 from tlt.run.learner import LearnerGroup
 from tlt.run.preflight import Prepared
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward, RewardPool
-from tlt.tasks.tail import length_summary
+from tlt.tasks.tail import HeavyTail, length_summary
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +79,7 @@ class Training:
         learner: LearnerGroup,
         rewards: RewardPool,
         sinks: Sinks,
+        harvest: NoHarvest,
         show: ShowProgress,
         on_record: Callable[[Record], None],
     ) -> None:
@@ -84,6 +90,7 @@ class Training:
         self._learner = learner
         self._rewards = rewards
         self._sinks = sinks
+        self._harvest = harvest
         self._show = show
         self._on_record = on_record
         self._log = MetricsLog(folder.metrics)
@@ -138,6 +145,7 @@ class Training:
             stats_after = await self._pool.stats()
             complete.put_nowait(None)
             record = self._rollout_record(scored, groups, stats, stats_after, watch)
+            record |= await self._harvest.record()
             await self._pool_may_sleep(True)
             self._show(f"step {step}: updating the policy", 0, 1)
             record |= await self._update(step, feeding, scored, watch)
@@ -209,14 +217,17 @@ class Training:
     ) -> list[Scored]:
         """Samples of every problem, each scored as it ends."""
         requests: dict[str, tuple[Problem, SampleRequest]] = {}
+        forced = self._forced_lengths(label, len(problems) * group_size, stage)
+        ends_forced = bool(forced)
         for number, problem in enumerate(problems):
             prompt = self._prepared.chat.prompt(problem.question)
             for place in range(group_size):
                 sample_id = f"{label}/{number:05d}/{place:04d}"
                 spec = SamplingSpec(
-                    max_tokens=self._config.sampling.max_tokens,
+                    max_tokens=forced.pop() if forced else self._config.sampling.max_tokens,
                     temperature=temperature,
                     seed=self._seed(sample_id),
+                    ignore_eos=ends_forced,
                 )
                 group_id = f"{label}/{number:05d}"
                 request = SampleRequest(sample_id, prompt, spec, group_id)
@@ -232,13 +243,22 @@ class Training:
             return scored
 
         scoring = []
+        self._harvest.rollout_started(len(requests))
         async for sample in self._pool.generate([request for _, request in requests.values()]):
             scoring.append(asyncio.create_task(score(sample)))
+            self._harvest.sample_finished()
             self._show(f"step {label}: generating", len(scoring), len(requests))
         watch.lap(stage)
-        scored = await asyncio.gather(*scoring)
+        scored, _ = await asyncio.gather(asyncio.gather(*scoring), self._harvest.rollout_ended())
         watch.lap("reward_wait" if stage == "rollout" else stage)
         return sorted(scored, key=lambda s: s.sample.sample_id)
+
+    def _forced_lengths(self, label: str, count: int, stage: str) -> list[int]:
+        sizes = self._config.sampling.forced_lengths
+        if sizes is None or stage != "rollout":
+            return []
+        rng = random.Random(f"{self._config.run.seed}/lengths/{label}")
+        return HeavyTail(sizes.median, sizes.p95, sizes.longest).spread(count, rng)
 
     def _seed(self, sample_id: str) -> int | None:
         if not self._config.sampling.seeded:
@@ -343,6 +363,7 @@ class Training:
         weights = await self._learner.publish(self._config.policy.dtype)
         await self._pool_may_sleep(False)
         await self._pool.update_policy(weights, self._version)
+        self._harvest.policy_changed(weights, self._version)
 
     async def _pool_may_sleep(self, sleep: bool) -> None:
         """Colocated on GPUs, engines and learner have the memory in turn."""
@@ -365,6 +386,7 @@ class Training:
     async def _end_checkpoint(self, hidden: Path, step: int) -> None:
         earlier, _ = self._folder.last_checkpoint()
         await self._learner.wait_saved(hidden, earlier, step)
+        await asyncio.to_thread(self._harvest.save, hidden / "drafter")
         await asyncio.to_thread(
             self._folder.publish_checkpoint, hidden, step, self._config.checkpoint.keep
         )
@@ -422,7 +444,9 @@ class Training:
         rewards = [s.reward.value for s in scored]
         mean = _mean(rewards)
         rollout_s = max(watch.seconds["rollout"], 1e-9)
-        drafts, accepted, busy_s = _difference(before, after)
+        past = _difference(before, after)
+        drafts, accepted, busy_s = past.drafts, past.accepted_tokens, past.busy_s
+        self._harvest.alarm(past.model_drafts, past.model_accepted_tokens)
         summary = length_summary(lengths)
         return {
             "reward/mean": mean,
@@ -458,17 +482,20 @@ class Training:
         ]
 
 
-def _difference(
-    before: Sequence[EngineStats], after: Sequence[EngineStats]
-) -> tuple[int, int, float]:
-    """Drafts, accepted tokens and busy seconds in between; a new engine counts from nothing."""
+def _difference(before: Sequence[EngineStats], after: Sequence[EngineStats]) -> EngineStats:
+    """What all engines did in between; a new engine counts from nothing."""
     earlier = {stats.engine: stats for stats in before}
     nothing = EngineStats("")
     pairs = [(earlier.get(stats.engine, nothing), stats) for stats in after]
-    return (
-        sum(b.drafts - a.drafts for a, b in pairs),
-        sum(b.accepted_tokens - a.accepted_tokens for a, b in pairs),
-        sum(b.busy_s - a.busy_s for a, b in pairs),
+    return EngineStats(
+        engine="all",
+        drafts=sum(b.drafts - a.drafts for a, b in pairs),
+        accepted_tokens=sum(b.accepted_tokens - a.accepted_tokens for a, b in pairs),
+        model_drafts=sum(b.model_drafts - a.model_drafts for a, b in pairs),
+        model_accepted_tokens=sum(
+            b.model_accepted_tokens - a.model_accepted_tokens for a, b in pairs
+        ),
+        busy_s=sum(b.busy_s - a.busy_s for a, b in pairs),
     )
 
 

@@ -37,6 +37,8 @@ class Totals:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    model_drafts: int = 0
+    model_accepted_tokens: int = 0
     output_tokens: int = 0
     busy_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
@@ -126,6 +128,9 @@ class DraftController:
         totals.drafts += len(drafts)
         totals.draft_tokens += draft_tokens
         totals.accepted_tokens += accepted_tokens
+        if record.verified.drafter == "eagle3":
+            totals.model_drafts += len(drafts)
+            totals.model_accepted_tokens += accepted_tokens
         totals.output_tokens += num_output_tokens
         totals.busy_s += elapsed_s
         totals.accepted_at.extend([0] * (depth - len(totals.accepted_at)))

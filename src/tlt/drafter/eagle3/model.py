@@ -12,7 +12,7 @@ all chains of a row at once. Positions where no chain starts give keys and value
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -199,11 +199,13 @@ class Eagle3Drafter(nn.Module):
         position_T: torch.Tensor,
         chains: Chains,
         num_steps: int,
+        after_pass: Callable[[torch.Tensor], None] = lambda hidden: None,
     ) -> list[torch.Tensor]:
         """What the head reads in every pass: normed states [C, H], one per chain.
 
         `next_embeds_TH[s]` embeds token s+1. Where a chain runs past the end of its sample the
-        result is garbage, which touches no other chain; the caller leaves it out.
+        result is garbage, which touches no other chain; the caller leaves it out. `after_pass` sees
+        the state of every pass as it is there, and may break off by raising.
         """
         layer = self.midlayer
         fused = self.fc(aux_TA)
@@ -220,6 +222,7 @@ class Eagle3Drafter(nn.Module):
                 later.append(chains.by_block(layer.self_attn.keys_values(x, position + step)))
             hidden = hidden + layer.self_attn(x, position + step, row, chains, later)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            after_pass(hidden)
             outputs.append(self.norm(hidden))
         return outputs
 

@@ -1,0 +1,180 @@
+"""The same RL run with and without TLT, end to end.
+
+    python benchmarks/e2e/run.py --repeats 3 [--steps 20] [--arms off,static,ngram,tlt] [--forced]
+
+Every run is a `tlt train` of its own; runs of a repeat follow each other, in another order each
+time. All arms see the same problems; with `--forced` also the same response lengths (median 40
+tokens, longest 900), which leaves speed as the only difference. A run that is complete in runs/e2e
+is not run again. Writes results/e2e/<name>.json and .png.
+
+- off: no speculation.
+- static: the trained drafter, never changed, always 3 tokens.
+- ngram: TLT without a draft model.
+- tlt: everything. Starts with the same drafter as `static`.
+- unpublished: as `tlt`, but engines are never told: what harvest costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+RESULTS = HERE.parent / "results" / "e2e"
+
+DRAFTER = 'engine.drafter="models/smollm2-eagle3"'
+FIXED = 'engine.policy={kind="fixed", drafter="eagle3", num_draft_tokens=3}'
+ARMS = {
+    "off": ["tlt.enabled=false"],
+    "static": ["tlt.enabled=false", DRAFTER, FIXED],
+    "ngram": ["tlt.enabled=true", 'tlt.harvest="off"'],
+    "tlt": ["tlt.enabled=true", DRAFTER],
+    "unpublished": ["tlt.enabled=true", 'tlt.harvest="unpublished"', DRAFTER],
+}
+FORCED = "sampling.forced_lengths={median=40, p95=300, longest=900}"
+Record = dict[str, float]
+
+
+def run(arm: str, repeat: int, options: argparse.Namespace) -> list[Record]:
+    """The records of one run's steps."""
+    out = ROOT / "runs" / "e2e" / f"{options.name}-{arm}-{repeat}"
+    if not (out / "summary.json").exists():
+        shutil.rmtree(out, ignore_errors=True)
+        command = [str(options.tlt), "train", str(HERE / "run.toml"), f'run.out="{out}"']
+        command += [f"run.num_steps={options.steps}", f"run.seed={repeat}", *ARMS[arm]]
+        command += [FORCED] if options.forced else []
+        started_s = time.monotonic()
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        print(f"{arm} {repeat}: {(time.monotonic() - started_s) / 60:.1f} minutes", flush=True)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["step"] > 0]
+
+
+def total(records: list[Record], name: str) -> float:
+    return sum(record.get(name, 0.0) for record in records)
+
+
+def figures(records: list[Record]) -> dict[str, Any]:
+    """What one run came to, in seconds over all its steps."""
+    step_s, rollout_s = total(records, "time/step_s"), total(records, "time/rollout_s")
+    found = {
+        "step_s": step_s,
+        "rollout_s": rollout_s,
+        "update_s": total(records, "time/update_s"),
+        "rollout_share": rollout_s / step_s,
+        "output_tokens": total(records, "rollout/output_tokens"),
+        "reward": statistics.fmean(record["reward/mean"] for record in records),
+        "acceptance": [record["rollout/acceptance_length"] for record in records],
+        "rewards": [record["reward/mean"] for record in records],
+        "median_tokens": statistics.median(r["response/median_tokens"] for r in records),
+        "longest_tokens": max(r["response/longest_tokens"] for r in records),
+        "idle_share": statistics.median(r["rollout/idle_share"] for r in records),
+    }
+    if "harvest/used_s" in records[-1]:
+        harvest = {
+            name: total(records, f"harvest/{name}")
+            for name in ("idle_s", "coverable_s", "used_s", "trained_tokens", "published", "faults")
+        }
+        harvest["stop_max_s"] = max(r.get("harvest/stop_max_s", 0.0) for r in records)
+        harvest["length"] = [r.get("harvest/held_out_length", 0.0) for r in records]
+        found["harvest"] = harvest
+    return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def compare(runs: dict[str, list[dict[str, Any]]], base: str) -> dict[str, Any]:
+    """Speed-ups over `base`, in pairs of a repeat; also per token, as lengths differ by chance."""
+    result = {}
+    for arm, found in runs.items():
+        pairs = list(zip(runs[base], found, strict=False))
+        result[arm] = {
+            "end_to_end": spread([a["step_s"] / b["step_s"] for a, b in pairs]),
+            "rollout": spread([a["rollout_s"] / b["rollout_s"] for a, b in pairs]),
+            "rollout_per_token": spread(
+                [
+                    a["rollout_s"] / a["output_tokens"] * b["output_tokens"] / b["rollout_s"]
+                    for a, b in pairs
+                ]
+            ),
+        }
+    return result
+
+
+def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bars, accepts, rewards) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    arms = list(runs)
+    for stage, colour in (("rollout_s", "tab:blue"), ("update_s", "tab:orange")):
+        below = [0.0] * len(arms)
+        if stage == "update_s":
+            below = [statistics.median(r["rollout_s"] for r in runs[arm]) / 60 for arm in arms]
+        height = [statistics.median(r[stage] for r in runs[arm]) / 60 for arm in arms]
+        bars.bar(arms, height, bottom=below, color=colour, label=stage.removesuffix("_s"))
+    for place, arm in enumerate(arms):
+        bars.plot([place] * len(runs[arm]), [r["step_s"] / 60 for r in runs[arm]], "k_", ms=14)
+    bars.set_ylabel("minutes")
+    bars.set_title("time of the run (dashes: whole steps, each repeat)")
+    bars.legend()
+    for arm in arms:
+        for axis, key in ((accepts, "acceptance"), (rewards, "rewards")):
+            curves = list(zip(*(r[key] for r in runs[arm]), strict=False))
+            axis.plot(range(1, len(curves) + 1), [statistics.median(c) for c in curves], label=arm)
+    accepts.set_title("tokens per pass of the policy")
+    rewards.set_title("mean reward")
+    for axis in (accepts, rewards):
+        axis.set_xlabel("RL step")
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--first-repeat", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--arms", default="off,static,ngram,tlt")
+    parser.add_argument("--forced", action="store_true")
+    parser.add_argument("--tlt", type=Path, default=Path(sys.executable).with_name("tlt"))
+    options = parser.parse_args()
+    options.name = "forced" if options.forced else "natural"
+    arms = options.arms.split(",")
+    runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for repeat in range(options.first_repeat, options.first_repeat + options.repeats):
+        turn = repeat % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
+            runs[arm].append(figures(run(arm, repeat, options)))
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        result = {
+            "steps": options.steps,
+            "repeats": repeat + 1 - options.first_repeat,
+            "speed_up": compare(runs, arms[0]),
+            "runs": runs,
+        }
+        (RESULTS / f"{options.name}.json").write_text(json.dumps(result, indent=2) + "\n")
+        plot(runs, RESULTS / f"{options.name}.png")
+    for arm, found in result["speed_up"].items():
+        cells = [
+            f"{name} {s['median']:.2f}x ({s['low']:.2f}-{s['high']:.2f})"
+            for name, s in found.items()
+        ]
+        print(f"{arm:12} {'  '.join(cells)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""How long a rollout will still take, judged by how the ones before it ended. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+
+class TailForecast:
+    """Remembers when the samples of the last few rollouts ended.
+
+    With so many samples unfinished, this rollout will take as long as the others took from there.
+    Nothing needs to be known about lengths or speeds, which change from step to step; the number
+    of unfinished samples says where in the tail a rollout is.
+    """
+
+    def __init__(self, num_rollouts: int = 5) -> None:
+        self._past: deque[list[float]] = deque(maxlen=num_rollouts)
+        self._ends: list[float] = []
+        self._num_samples = 0
+        self._started_s = 0.0
+
+    def started(self, num_samples: int, now_s: float) -> None:
+        self._num_samples, self._started_s, self._ends = num_samples, now_s, []
+
+    def finished(self, num_samples: int, now_s: float) -> None:
+        self._ends += [now_s - self._started_s] * num_samples
+
+    def ended(self) -> None:
+        """The rollout is over: remember it."""
+        if self._ends:
+            self._past.append(self._ends)
+        self._ends, self._num_samples = [], 0
+
+    def remaining_s(self, now_s: float) -> float:
+        """Seconds to the end of this rollout; infinite when there is nothing to judge by."""
+        unfinished = self._num_samples - len(self._ends)
+        if unfinished <= 0:
+            return 0.0
+        takes = [ends[-1] - ends[-unfinished - 1] for ends in self._past if len(ends) > unfinished]
+        if not takes:
+            return math.inf
+        since_s = now_s - self._started_s - (self._ends[-1] if self._ends else 0.0)
+        # What has outlasted all others is as likely to last half as long again.
+        return max(median(takes) - since_s, since_s / 2)

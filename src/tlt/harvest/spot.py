@@ -1,0 +1,235 @@
+"""The trainer beside an engine: trains the drafter on the engine's device while it holds a lease.
+
+Every piece of work names the lease it is done under, and is broken off within one pass of the
+drafter when that lease ends. What was learned stays in this process, for the next lease. `end` and
+`export` may come from other threads: others who join a round in the middle want the weights it
+began with.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from tlt.drafter.buffer import BufferSettings, SampleBuffer
+from tlt.drafter.capture import Captured
+from tlt.drafter.checkpoint import load_drafter
+from tlt.drafter.trainer import DrafterTrainer, Interrupted, TrainerSettings
+from tlt.harvest.coordinator import Judged, Trained
+from tlt.harvest.leases import Holder
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HELD_OUT_WINDOW = 256
+"""Tokens of a held-out sample that are judged at once: a pass over them is soon over."""
+GIVE_UP_SHARE = 0.9
+"""A drafter that has fallen to this share of the published one's length starts again from that."""
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SpotSettings:
+    drafter: str
+    """Folder of the drafter that the engines start with."""
+    policy: str
+    """Folder of the policy that the engines start with."""
+    buffer: BufferSettings
+    trainer: TrainerSettings
+    held_out_tokens: int = 1024
+    untrained: bool = False
+    """The drafter is new: its vocabulary is still to be chosen from what the policy writes."""
+
+
+class SpotTrainer:
+    def __init__(self, settings: SpotSettings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self._holder = Holder()
+        self._buffer = SampleBuffer(settings.buffer)
+        self._trainer = DrafterTrainer(
+            load_drafter(Path(settings.drafter)),
+            *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
+            settings.trainer,
+        )
+        self._published = self._trainer.weights()
+        self._at_start: dict[str, torch.Tensor] | None = None
+        """While it trains: the weights it began with."""
+        self._untrained = settings.untrained
+        self._held_out: list[Captured] | None = None
+        self._published_length: float | None = None
+
+    # --- leases -------------------------------------------------------------------------------
+
+    def begin(self, lease: int, seconds: float) -> bool:
+        """Take up a lease; False when it has been called back already."""
+        held = self._holder.begin(lease, seconds, time.monotonic())
+        if held:
+            self._trainer.move(self._device)
+        return held
+
+    def end(self, lease: int) -> None:
+        """From any thread: what runs under this lease breaks off."""
+        self._holder.end(lease)
+
+    def release(self) -> None:
+        """Leave the device to the engine."""
+        self._trainer.move(torch.device("cpu"))
+
+    def _ended(self, lease: int) -> bool:
+        return not self._holder.holds(lease, time.monotonic())
+
+    # --- work under a lease -------------------------------------------------------------------
+
+    def take(
+        self,
+        base: Weights | None = None,
+        published: Weights | None = None,
+        policy: Weights | None = None,
+    ) -> None:
+        """Go on from these drafter weights, be judged against those, follow that policy."""
+        if policy is not None:
+            # With a new policy came new samples: judge by those.
+            self._held_out, self._published_length = None, None
+            self._trainer.follow(*(t.to(self._device) for t in head_and_embedding(policy)))
+        if published is not None:
+            self._published = {name: tensor.clone() for name, tensor in published.items()}
+            self._published_length = None
+        if base is not None:
+            self._trainer.load(base)
+
+    def train(self, lease: int, seconds: float) -> Trained:
+        """Learn from the node's buffer for so long, or until the lease ends."""
+        until_s = time.monotonic() + seconds
+        self._choose_vocabulary()
+        losses: list[float] = []
+        self._at_start = self._trainer.weights()
+        try:
+            num_steps = self._trainer.session(
+                self._buffer,
+                lambda: time.monotonic() >= until_s or self._ended(lease),
+                lambda step, loss: losses.append(loss),
+            )
+        finally:
+            self._at_start = None
+        if losses and not all(map(math.isfinite, losses)):
+            self._trainer.load(self._published)
+            raise FloatingPointError("the drafter's loss is not finite; it starts again")
+        return Trained(
+            num_steps=num_steps,
+            num_tokens=num_steps * self._settings.trainer.row_tokens,
+            loss=sum(losses) / max(1, len(losses)),
+            starved=not self._buffer.sizes(),
+        )
+
+    def judge(self, lease: int) -> Judged | None:
+        """Compare with the published drafter; None when broken off, or nothing is held out."""
+        try:
+            length = self._length(lease)
+            if length is None:
+                return None
+            if self._published_length is None:
+                self._published_length = self._length(lease, self._published)
+        except Interrupted:
+            return None
+        assert self._published_length is not None
+        if length < GIVE_UP_SHARE * self._published_length:
+            self._trainer.load(self._published)
+        return Judged(length > self._published_length, length, self._published_length)
+
+    def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
+        """Average with what others learned, if that is no worse on held-out samples."""
+        merged = averaged([(self._trainer.weights(), own_weight), *others])
+        if merged is None:
+            return False
+        try:
+            alone, together = self._length(lease), self._length(lease, merged)
+        except Interrupted:
+            return False
+        if alone is None or together is None or together < alone:
+            return False
+        self._trainer.load(merged)
+        return True
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """The drafter as it is now; while it trains, as it was when that began."""
+        weights = self._at_start or self._trainer.weights()
+        return {name: tensor.cpu() for name, tensor in weights.items()}
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _length(self, lease: int, weights: Weights | None = None) -> float | None:
+        """Expected tokens per draft, of the drafter as it is or with other weights."""
+        if self._held_out is None:
+            samples = self._buffer.held_out(self._settings.held_out_tokens)
+            self._held_out = [part for s in samples for part in windows(s, HELD_OUT_WINDOW)]
+        if not self._held_out:
+            return None
+        gate = self._settings.trainer.temperature
+        own = self._trainer.weights()
+        self._trainer.drafter.load_state_dict(own if weights is None else weights)
+        try:
+            judged = self._trainer.evaluate(self._held_out, [gate], lambda: self._ended(lease))
+        finally:
+            self._trainer.drafter.load_state_dict(own)
+        return judged.length(gate)
+
+    def _choose_vocabulary(self) -> None:
+        """Once, before anything is learned: what trainers have in common must not change later."""
+        if self._untrained:
+            samples = [self._buffer.read(name) for name in sorted(self._buffer.sizes())]
+            seen = [s.token_ids_T[s.loss_mask_T] for s in samples if s is not None]
+            if seen:
+                self._trainer.check_vocabulary(seen)
+                self._untrained = False
+
+
+def windows(sample: Captured, size: int) -> list[Captured]:
+    """A sample in pieces, at their true positions."""
+    return [sample.window(begin, begin + size) for begin in range(0, len(sample), size)]
+
+
+def averaged(members: Sequence[tuple[Weights, float]]) -> dict[str, torch.Tensor] | None:
+    """The mean of several drafters, by weight; None unless two or more belong together.
+
+    Left out are those that are not finite, and those that draft from another vocabulary than the
+    first.
+    """
+    first, _ = members[0]
+    fitting = [
+        (weights, share)
+        for weights, share in members
+        if share > 0
+        and torch.equal(weights["d2t"], first["d2t"])
+        and all(tensor.isfinite().all() for tensor in weights.values())
+    ]
+    if len(fitting) < 2:
+        return None
+    total = sum(share for _, share in fitting)
+    return {
+        name: tensor.clone()
+        if name == "d2t"
+        else torch.stack([weights[name] * (share / total) for weights, share in fitting]).sum(0)
+        for name, tensor in first.items()
+    }
+
+
+def head_and_embedding(policy: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a policy's weights; the head may be tied to the embedding."""
+    embedding = policy[EMBEDDING]
+    return policy.get(HEAD, embedding), embedding
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """These tensors of a model folder, as far as it has them."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in set(opened.keys()).intersection(names):
+                found[name] = opened.get_tensor(name)
+    return found

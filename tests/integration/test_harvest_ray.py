@@ -1,0 +1,304 @@
+"""Harvest on a real local Ray cluster, beside real engines: leases, hot swaps, and deaths.
+
+`TLT_KILL_ROUNDS=10` kills everything ten times; by default once.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import TINY_ARGS, random_prompts
+
+from tlt.config.rollout import EngineConfig, PoolConfig
+from tlt.contracts import Sample, SampleRequest, SamplingSpec
+from tlt.drafter.buffer import BufferSettings, SampleBuffer
+from tlt.drafter.trainer import TrainerSettings
+from tlt.harvest.coordinator import CoordinatorSettings
+from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.spot import EMBEDDING, SpotSettings
+from tlt.rollout.pool import RolloutPool
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
+
+ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "1"))
+LONG = 1500
+STALL_S = 60.0
+"""No rollout may take longer, whatever is killed: an engine's start, and all samples again."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    import ray
+
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def spot_settings(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpotSettings]:
+    """An untrained drafter and states to train it on."""
+    import shutil
+
+    import torch
+    from learning import tiny_samples
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.trainer import fresh_drafter
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    head = policy.get_output_embeddings().weight.detach()
+    folder = tmp_path_factory.mktemp("drafters") / "fresh"
+    save_drafter(fresh_drafter(policy.config, head, None), folder, torch.float32)
+    buffer = BufferSettings(f"/dev/shm/tlt-test-{os.getpid()}", held_out_share=0.2)
+    store = SampleBuffer(buffer)
+    for index, sample in enumerate(tiny_samples(tiny, 64)):
+        store.put(str(index), 1, sample)
+    yield SpotSettings(
+        drafter=str(folder),
+        policy=str(tiny),
+        buffer=buffer,
+        trainer=TrainerSettings(num_draft_tokens=2, row_tokens=256, lr=3e-3, bfloat16=False),
+        held_out_tokens=256,
+    )
+    shutil.rmtree(buffer.folder)
+
+
+class Run:
+    """Rollouts in which one engine is soon done, and the harvest beside them."""
+
+    def __init__(self, pool: RolloutPool, harvest: Any) -> None:
+        self.pool, self.harvest = pool, harvest
+        self.num_rollouts = 0
+
+    async def rollout(
+        self, meanwhile: Callable[[], Any] | None = None, num_long: int = 1
+    ) -> list[Sample]:
+        """Six short samples and a long one; something is done to the run once a worker trains."""
+        self.num_rollouts += 1
+        requests = [
+            SampleRequest(
+                f"{self.num_rollouts}/{index}",
+                tuple(prompt),
+                SamplingSpec(LONG if index < num_long else 10, temperature=0, ignore_eos=True),
+            )
+            for index, prompt in enumerate(random_prompts(6 + num_long))
+        ]
+        self.harvest.rollout_started(len(requests))
+        done = asyncio.create_task(self._when_training(meanwhile)) if meanwhile else None
+        samples = []
+        async with asyncio.timeout(STALL_S):
+            async for sample in self.pool.generate(requests):
+                samples.append(sample)
+                self.harvest.sample_finished()
+        await self.harvest.rollout_ended()
+        if done is not None:
+            done.cancel()
+        assert sorted(s.sample_id for s in samples) == sorted(r.sample_id for r in requests)
+        assert all(
+            len(s.token_ids) == r.sampling.max_tokens
+            for s, r in zip(
+                sorted(samples, key=lambda s: s.sample_id),
+                sorted(requests, key=lambda r: r.sample_id),
+                strict=True,
+            )
+        )
+        return samples
+
+    async def _when_training(self, then: Callable[[], Any]) -> None:
+        while not await self.training():
+            await asyncio.sleep(0.05)
+        result = then()
+        if asyncio.iscoroutine(result):
+            await result
+
+    async def metrics(self) -> dict[str, float]:
+        return await self.harvest._ask("metrics") or {}
+
+    async def training(self) -> bool:
+        return (await self.metrics()).get("trainers", 0) > 0
+
+    async def trained_tokens(self) -> float:
+        return (await self.metrics()).get("trained_tokens", 0.0)
+
+
+@asynccontextmanager
+async def running(tiny: Path, spot: SpotSettings, **changes: Any) -> AsyncIterator[Run]:
+    from tlt.harvest.spot import read_tensors
+    from tlt.rollout.actor import ray_spawner
+    from tlt.run.harvest import Harvest
+
+    engine = EngineConfig(
+        model=str(tiny),
+        drafter=spot.drafter,
+        policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+        kv_cache_gib=0.25,
+        core_group="test-harvest",
+        engine_args=TINY_ARGS | {"max_model_len": 1600, "max_num_seqs": 16},
+    )
+    pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=3 * ROUNDS), ray_spawner(engine))
+    settings = CoordinatorSettings(
+        LeaseSettings(min_s=0.2, stop_timeout_s=1.0), session_s=1.0, **changes
+    )
+    harvest = Harvest(settings, spot, pool, lambda name: {}, on_gpu=False)
+    pool.listen(harvest)
+    async with pool:
+        harvest.start()
+        embedding = read_tensors(tiny, [EMBEDDING, "lm_head.weight"])
+        harvest.policy_changed(list(embedding.items()), 1)
+        run = Run(pool, harvest)
+        try:
+            async with asyncio.timeout(60):
+                while (await run.metrics())["ready"] < 2:
+                    await asyncio.sleep(0.2)
+            yield run
+        finally:
+            await harvest.stop()
+
+
+def processes(title: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if title in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
+    tiny: Path, spot_settings: SpotSettings
+) -> None:
+    async def scene() -> None:
+        async with running(tiny, spot_settings) as run:
+            versions = []
+            for _ in range(12):
+                before = {s.engine: s.drafter_version for s in await run.pool.stats()}
+                await run.rollout()
+                after = {s.engine: s.drafter_version for s in await run.pool.stats()}
+                versions.append(max(after.values()))
+                if max(after.values()) > max(before.values()):
+                    break
+            assert versions[-1] > 0, "no drafter was published while engines generated"
+            record = await run.harvest.record()
+            assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
+            assert record["harvest/faults"] == 0
+            assert record["harvest/kills"] == 0
+            assert record["harvest/stop_max_s"] < 0.5
+            # Between rollouts nobody uses the engines' cores.
+            trainers = processes("ray::SpotActor")
+            assert len(trainers) == 2
+            used = [sum(p.cpu_times()[:2]) for p in trainers]
+            await asyncio.sleep(0.5)
+            now = [sum(p.cpu_times()[:2]) for p in trainers]
+            assert max(b - a for a, b in zip(used, now, strict=True)) < 0.1
+        assert not processes("ray::SpotActor")
+
+    asyncio.run(scene())
+
+
+def test_each_trainer_is_on_the_core_of_its_engine(tiny: Path, spot_settings: SpotSettings) -> None:
+    async def scene() -> None:
+        async with running(tiny, spot_settings) as run:
+            await run.rollout(lambda: None)
+            cores = {place.cores for place in run.harvest._places.values()}
+            assert {tuple(p.cpu_affinity()) for p in processes("ray::SpotActor")} == cores
+            assert len(cores) == 2
+
+    asyncio.run(scene())
+
+
+def test_nothing_is_published_when_it_is_not_to_be(tiny: Path, spot_settings: SpotSettings) -> None:
+    async def scene() -> None:
+        async with running(tiny, spot_settings, publish=False) as run:
+            while await run.trained_tokens() < 5000:
+                await run.rollout()
+            assert all(s.drafter_version == 0 for s in await run.pool.stats())
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("victim", ["trainer", "coordinator", "engine"])
+def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
+    tiny: Path, spot_settings: SpotSettings, victim: str
+) -> None:
+    async def scene() -> None:
+        async with running(tiny, spot_settings) as run:
+            seconds, num_killed = [], 0
+
+            async def strike() -> None:
+                nonlocal num_killed
+                if victim == "engine":
+                    engine = next(iter(run.harvest._idle.values()))
+                    kill(run.pool._handles[engine].pid)
+                elif victim == "coordinator":
+                    kill(await run.harvest._actor.pid.remote())
+                else:
+                    import ray
+
+                    from tlt.run.trainers import trainer_name
+
+                    worker = next(iter(run.harvest._idle))
+                    name = trainer_name(run.harvest._run, run.harvest._epoch, worker)
+                    kill(await _pid(ray.get_actor(name)))
+                num_killed += 1
+
+            for _ in range(ROUNDS):
+                before = num_killed
+                while num_killed == before:
+                    started_s = time.monotonic()
+                    await run.rollout(strike)
+                    seconds.append(time.monotonic() - started_s)
+                await run.pool.wait_ready(2)
+                await run.harvest.record()  # what it has trained counts for it
+            trained = await run.trained_tokens()
+            for _ in range(10):
+                await run.rollout()
+                if await run.trained_tokens() > trained:
+                    break
+                await asyncio.sleep(3.0)  # a trainer takes a while to start again
+            assert await run.trained_tokens() > trained, "nobody trains any more"
+            assert not run.harvest._off
+            assert max(seconds) < STALL_S
+
+    asyncio.run(scene())
+
+
+async def _pid(trainer: Any) -> int:
+    """Asked beside its training: its only other thread is for that."""
+    return int(await trainer.pid.options(concurrency_group="control").remote())
+
+
+def test_engines_that_refuse_a_drafter_end_harvest_and_nothing_else(
+    tiny: Path, spot_settings: SpotSettings
+) -> None:
+    async def scene() -> None:
+        async with running(tiny, spot_settings) as run:
+
+            async def refuse(*args: object) -> list[float]:
+                raise ValueError("weights of another model")
+
+            run.pool.update_drafter = refuse  # type: ignore[method-assign]
+            for _ in range(12):
+                await run.rollout()
+                if run.harvest._off:
+                    break
+            assert run.harvest._off
+            assert (await run.harvest.record())["harvest/enabled"] == 0.0
+            await run.rollout()
+
+    asyncio.run(scene())

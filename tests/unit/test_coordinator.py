@@ -1,0 +1,376 @@
+"""The coordinator with trainers that can be made to hang, fail and die; real asyncio."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tlt.harvest.coordinator import (
+    Coordinator,
+    CoordinatorSettings,
+    Judged,
+    Trained,
+    TrainerGone,
+)
+from tlt.harvest.leases import LeaseSettings
+
+SETTINGS = CoordinatorSettings(
+    LeaseSettings(min_s=0.01, lease_s=30, resend_s=0.05, stop_timeout_s=0.2), session_s=0.05
+)
+
+
+class FakeTrainer:
+    """Weights are a number: how many sessions were learned, of all trainers it goes back to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weights = 0.0
+        self.ended = 0
+        self.working = False
+        self.dead = False
+        self.deaf = False
+        self.better = True
+        self.fails: Exception | None = None
+        self.starved = False
+        self.at_judge: Callable[[], Awaitable[None]] | None = None
+        self.merged_with: list[list[tuple[float, float]]] = []
+        self.taken: list[tuple] = []
+        self._death = asyncio.Event()
+
+    async def _alive(self) -> None:
+        await asyncio.sleep(0)
+        if self.dead:
+            raise TrainerGone
+
+    async def start(self) -> None:
+        await self._alive()
+
+    async def begin(self, lease: int, seconds: float) -> bool:
+        await self._alive()
+        return lease > self.ended
+
+    async def end(self, lease: int) -> None:
+        await self._alive()
+        if not self.deaf:
+            self.ended = max(self.ended, lease)
+
+    async def take(self, base: object, published: object, policy: object) -> None:
+        await self._alive()
+        self.taken.append((base, published, policy))
+        if base is not None:
+            self.weights = base
+
+    async def train(self, lease: int, seconds: float) -> Trained:
+        await self._alive()
+        if self.fails is not None:
+            raise self.fails
+        if self.starved:
+            return Trained(0, 0, 0.0, True)
+        self.working = True
+        ends = asyncio.get_running_loop().time() + seconds
+        while self.deaf or (
+            asyncio.get_running_loop().time() < ends and lease > self.ended and not self.dead
+        ):
+            try:
+                async with asyncio.timeout(0.002):
+                    await self._death.wait()
+                break
+            except TimeoutError:
+                pass
+        self.working = False
+        await self._alive()
+        self.weights += 1
+        return Trained(1, 100, 0.5, False)
+
+    async def judge(self, lease: int) -> Judged | None:
+        await self._alive()
+        if self.at_judge is not None:
+            await self.at_judge()
+        return None if lease <= self.ended else Judged(self.better, 2.0 + self.weights, 2.0)
+
+    async def merge(self, lease: int, others: list, own_weight: float) -> bool:
+        await self._alive()
+        self.merged_with.append(others)
+        total = own_weight + sum(share for _, share in others)
+        self.weights = (self.weights * own_weight + sum(w * s for w, s in others)) / total
+        return True
+
+    async def export(self) -> float:
+        await self._alive()
+        return self.weights
+
+    async def release(self) -> None:
+        await self._alive()
+
+    async def kill(self) -> None:
+        self.dead, self.working = True, False
+        self._death.set()
+        await asyncio.sleep(0)
+
+
+class Setting:
+    def __init__(self, settings: CoordinatorSettings = SETTINGS, workers: str = "ab") -> None:
+        self.trainers: dict[str, list[FakeTrainer]] = {}
+        self.coordinator = Coordinator(settings, self._spawn)
+        for worker in workers:
+            self.coordinator.join(worker)
+        self.coordinator.policy_changed(1, "policy")
+        self._turns = itertools.count(1)
+
+    def _spawn(self, worker: str) -> FakeTrainer:
+        trainer = FakeTrainer(worker)
+        self.trainers.setdefault(worker, []).append(trainer)
+        return trainer
+
+    def __getitem__(self, worker: str) -> FakeTrainer:
+        return self.trainers[worker][-1]
+
+    def idle(self, worker: str, for_s: float = 100.0) -> None:
+        self.coordinator.idle(worker, next(self._turns), for_s)
+
+    async def needed(self, worker: str, within_s: float = 0.15) -> None:
+        async with asyncio.timeout(within_s):
+            await self.coordinator.needed(worker, next(self._turns))
+        assert not self[worker].working
+
+    async def __aenter__(self) -> "Setting":
+        await asyncio.sleep(0.01)  # trainers get ready
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.coordinator.shutdown()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_an_idle_worker_trains_and_what_is_better_is_published() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            first = await s.coordinator.next_version(2.0)
+            second = await s.coordinator.next_version(2.0)
+            assert first is not None
+            assert second is not None
+            assert (first.number, second.number) == (1, 2)
+            assert second.weights > first.weights
+            await s.needed("a")
+            metrics = s.coordinator.metrics()
+            assert metrics["published"] >= 2
+            assert metrics["trainers"] == 0
+            assert metrics["used_s"] > 0.05
+            (stop_s,) = s.coordinator.stop_seconds()
+            assert stop_s < 0.1
+
+    run(scene)
+
+
+def test_what_is_not_better_or_not_to_be_published_stays_here() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s["a"].better = False
+            s.idle("a")
+            assert await s.coordinator.next_version(0.2) is None
+            assert s.coordinator.tally.refused > 0
+        quiet = CoordinatorSettings(SETTINGS.leases, SETTINGS.session_s, publish=False)
+        async with Setting(quiet) as s:
+            s.idle("a")
+            assert await s.coordinator.next_version(0.2) is None
+            assert s.coordinator.tally.trained_steps > 1
+
+    run(scene)
+
+
+def test_a_trainer_that_does_not_stop_is_killed_and_the_run_has_its_worker() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s["a"].deaf = True
+            s.idle("a")
+            await asyncio.sleep(0.05)
+            assert s["a"].working
+            await s.needed("a", within_s=0.4)
+            assert s.trainers["a"][0].dead
+            assert len(s.trainers["a"]) == 2, "another one took its place"
+            assert s.coordinator.metrics()["kills"] >= 1
+
+    run(scene)
+
+
+def test_a_trainer_that_dies_or_fails_costs_nothing_but_its_work() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            await asyncio.sleep(0.02)
+            await s["a"].kill()
+            await asyncio.sleep(0.05)
+            assert s.coordinator.tally.faults == 1
+            assert s.coordinator.tally.trainer_restarts == 1
+            s["b"].fails = RuntimeError("disk full")
+            s.idle("b")
+            await asyncio.sleep(0.05)
+            assert s.coordinator.tally.faults == 2
+            await s.needed("a")
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_with_nothing_to_learn_nothing_is_leased_for_a_while() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s["a"].starved = True
+            s.idle("a")
+            await asyncio.sleep(0.2)
+            assert s.coordinator.metrics()["leases"] == 1
+            await s.needed("a")
+
+    run(scene)
+
+
+def test_no_lease_before_there_are_states_to_learn_from() -> None:
+    async def scene() -> None:
+        coordinator = Coordinator(SETTINGS, FakeTrainer)
+        coordinator.join("a")
+        await asyncio.sleep(0.01)
+        coordinator.idle("a", 1)
+        await asyncio.sleep(0.05)
+        assert coordinator.metrics()["leases"] == 0
+        coordinator.policy_changed(1, "policy")
+        await asyncio.sleep(0.02)
+        assert coordinator.metrics()["leases"] == 1
+        await coordinator.shutdown()
+
+    run(scene)
+
+
+def test_results_of_several_are_merged_by_what_they_learned() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            s.idle("b")
+            version = await s.coordinator.next_version(2.0)
+            assert version is not None
+            assert s["a"].merged_with == [[(1.0, 100.0)]]
+            assert s.coordinator.tally.merges == 1
+            await s.needed("a")
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_the_dead_and_the_called_back_are_left_out_of_a_merge() -> None:
+    async def scene() -> None:
+        async with Setting(workers="abc") as s:
+            for worker in "abc":
+                s.idle(worker)
+            await asyncio.sleep(0.01)
+            await s["b"].kill()
+            await s.needed("c")
+            version = await s.coordinator.next_version(2.0)
+            assert version is not None
+            assert version.weights == 1.0
+            assert s["a"].merged_with == []
+
+    run(scene)
+
+
+def test_what_was_called_back_while_it_was_judged_is_not_published() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            asked: list[asyncio.Task[None]] = []
+
+            async def called_back() -> None:
+                if not asked:
+                    asked.append(asyncio.create_task(s.needed("a")))
+                    s["a"].ended = -1  # it has not heard of it, and judges as if nothing was
+                    await asyncio.sleep(0.02)
+
+            s["a"].at_judge = called_back
+            s.idle("a")
+            assert await s.coordinator.next_version(0.3) is None
+            assert s.coordinator.tally.published == 0
+            await asked[0]
+
+    run(scene)
+
+
+def test_another_worker_goes_on_where_the_last_one_stopped() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s["a"].better = s["b"].better = False
+            s.idle("a")
+            await asyncio.sleep(0.18)
+            await s.needed("a")
+            learned = s["a"].weights
+            assert learned >= 3
+            s.idle("b")
+            await asyncio.sleep(0.03)
+            assert s["b"].taken[0] == (learned, None, "policy")
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_after_a_death_training_goes_on_from_the_published_drafter() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            version = await s.coordinator.next_version(2.0)
+            assert version is not None
+            await s.needed("a")
+            s.coordinator._head = ("a", None)
+            await s["a"].kill()
+            s.idle("b")
+            await asyncio.sleep(0.03)
+            assert s["b"].taken[0][0] == version.weights
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_a_worker_called_back_while_others_judge_is_free_at_once() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+
+            async def slowly() -> None:
+                await asyncio.sleep(0.5)
+
+            s["a"].at_judge = slowly
+            s.idle("a")
+            s.idle("b")
+            await asyncio.sleep(0.12)
+            await s.needed("b", within_s=0.1)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("num_workers", [512])
+def test_many_workers_come_and_go(num_workers: int) -> None:
+    """No worker is lost, and the event loop never stands still for long."""
+
+    async def scene() -> None:
+        workers = [f"w{i}" for i in range(num_workers)]
+        s = Setting(workers=workers)  # type: ignore[arg-type]
+        async with s:
+            longest, stop = 0.0, False
+
+            async def watch() -> None:
+                nonlocal longest
+                loop = asyncio.get_running_loop()
+                while not stop:
+                    before = loop.time()
+                    await asyncio.sleep(0)
+                    longest = max(longest, loop.time() - before)
+
+            watching = asyncio.create_task(watch())
+            for worker in workers:
+                s.idle(worker)
+            await asyncio.sleep(0.1)
+            await asyncio.gather(*(s.needed(worker, within_s=2.0) for worker in workers))
+            stop = True
+            await watching
+            assert longest < 0.25
+
+    run(scene)
