@@ -74,6 +74,7 @@ def figures(records: list[Record]) -> dict[str, Any]:
         "reward": statistics.fmean(record["reward/mean"] for record in records),
         "acceptance": [record["rollout/acceptance_length"] for record in records],
         "rewards": [record["reward/mean"] for record in records],
+        "hits": [record.get("rollout/drafter_hit_share", 0.0) for record in records],
         "median_tokens": statistics.median(r["response/median_tokens"] for r in records),
         "longest_tokens": max(r["response/longest_tokens"] for r in records),
         "idle_share": statistics.median(r["rollout/idle_share"] for r in records),
@@ -131,10 +132,10 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     bars.set_title("time of the run (dashes: whole steps, each repeat)")
     bars.legend()
     for arm in arms:
-        for axis, key in ((accepts, "acceptance"), (rewards, "rewards")):
+        for axis, key in ((accepts, "hits"), (rewards, "rewards")):
             curves = list(zip(*(r[key] for r in runs[arm]), strict=False))
             axis.plot(range(1, len(curves) + 1), [statistics.median(c) for c in curves], label=arm)
-    accepts.set_title("tokens per pass of the policy")
+    accepts.set_title("share of drafts whose first token is accepted")
     rewards.set_title("mean reward")
     for axis in (accepts, rewards):
         axis.set_xlabel("RL step")

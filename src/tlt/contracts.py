@@ -88,6 +88,8 @@ class EngineStats:
     model_drafts: int = 0
     """Those of the drafts that the draft model made, and what of them was accepted."""
     model_accepted_tokens: int = 0
+    model_first_accepted: int = 0
+    """Drafts of the draft model whose first token was accepted."""
     output_tokens: int = 0
     busy_s: float = 0.0
     """Seconds spent in engine steps."""

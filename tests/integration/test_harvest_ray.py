@@ -6,8 +6,7 @@
 import asyncio
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ class Run:
 
 
 @asynccontextmanager
-async def running(tiny: Path, spot: SpotSettings, **changes: Any) -> AsyncIterator[Run]:
+async def running(tiny: Path, spot: SpotSettings) -> AsyncIterator[Run]:
     from tlt.harvest.spot import read_tensors
     from tlt.rollout.actor import ray_spawner
     from tlt.run.harvest import Harvest
@@ -146,9 +145,7 @@ async def running(tiny: Path, spot: SpotSettings, **changes: Any) -> AsyncIterat
         engine_args=TINY_ARGS | {"max_model_len": 1600, "max_num_seqs": 16},
     )
     pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=3 * ROUNDS), ray_spawner(engine))
-    settings = CoordinatorSettings(
-        LeaseSettings(min_s=0.2, stop_timeout_s=1.0), session_s=1.0, **changes
-    )
+    settings = CoordinatorSettings(LeaseSettings(min_s=0.2, stop_timeout_s=1.0), session_s=1.0)
     harvest = Harvest(settings, spot, pool, lambda name: {}, on_gpu=False)
     pool.listen(harvest)
     async with pool:
@@ -176,129 +173,113 @@ def processes(title: str) -> list[psutil.Process]:
     return found
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-
-
 def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
     tiny: Path, spot_settings: SpotSettings
 ) -> None:
     async def scene() -> None:
         async with running(tiny, spot_settings) as run:
-            versions = []
-            for _ in range(12):
-                before = {s.engine: s.drafter_version for s in await run.pool.stats()}
-                await run.rollout()
-                after = {s.engine: s.drafter_version for s in await run.pool.stats()}
-                versions.append(max(after.values()))
-                if max(after.values()) > max(before.values()):
-                    break
-            assert versions[-1] > 0, "no drafter was published while engines generated"
+            await until_published(run)
             record = await run.harvest.record()
             assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
             assert record["harvest/faults"] == 0
             assert record["harvest/kills"] == 0
             assert record["harvest/stop_max_s"] < 0.5
-            # Between rollouts nobody uses the engines' cores.
             trainers = processes("ray::SpotActor")
             assert len(trainers) == 2
-            used = [sum(p.cpu_times()[:2]) for p in trainers]
-            await asyncio.sleep(0.5)
-            now = [sum(p.cpu_times()[:2]) for p in trainers]
-            assert max(b - a for a, b in zip(used, now, strict=True)) < 0.1
+            cores = {place.cores for place in run.harvest._places.values()}
+            assert {tuple(p.cpu_affinity()) for p in trainers} == cores
+            assert len(cores) == 2, "each trainer is on the core of its engine"
+            await nobody_computes(trainers)
+            await refused_drafters_end_harvest_and_nothing_else(run)
         assert not processes("ray::SpotActor")
 
     asyncio.run(scene())
 
 
-def test_each_trainer_is_on_the_core_of_its_engine(tiny: Path, spot_settings: SpotSettings) -> None:
-    async def scene() -> None:
-        async with running(tiny, spot_settings) as run:
-            await run.rollout(lambda: None)
-            cores = {place.cores for place in run.harvest._places.values()}
-            assert {tuple(p.cpu_affinity()) for p in processes("ray::SpotActor")} == cores
-            assert len(cores) == 2
-
-    asyncio.run(scene())
-
-
-def test_nothing_is_published_when_it_is_not_to_be(tiny: Path, spot_settings: SpotSettings) -> None:
-    async def scene() -> None:
-        async with running(tiny, spot_settings, publish=False) as run:
-            while await run.trained_tokens() < 5000:
-                await run.rollout()
-            assert all(s.drafter_version == 0 for s in await run.pool.stats())
-
-    asyncio.run(scene())
+async def until_published(run: Run) -> None:
+    for _ in range(12):
+        before = {s.engine: s.drafter_version for s in await run.pool.stats()}
+        await run.rollout()
+        after = {s.engine: s.drafter_version for s in await run.pool.stats()}
+        if max(after.values()) > max(before.values()):
+            return
+    pytest.fail("no drafter was published while engines generated")
 
 
-@pytest.mark.parametrize("victim", ["trainer", "coordinator", "engine"])
+async def nobody_computes(trainers: list[psutil.Process]) -> None:
+    """Between rollouts the engines' cores are free."""
+    used = [sum(p.cpu_times()[:2]) for p in trainers]
+    await asyncio.sleep(0.5)
+    now = [sum(p.cpu_times()[:2]) for p in trainers]
+    assert max(b - a for a, b in zip(used, now, strict=True)) < 0.1
+
+
+async def refused_drafters_end_harvest_and_nothing_else(run: Run) -> None:
+    async def refuse(*args: object) -> list[float]:
+        raise ValueError("weights of another model")
+
+    run.pool.update_drafter = refuse  # type: ignore[method-assign]
+    for _ in range(12):
+        await run.rollout()
+        if run.harvest._off:
+            break
+    assert run.harvest._off
+    assert (await run.harvest.record())["harvest/enabled"] == 0.0
+    await run.rollout()
+
+
 def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
-    tiny: Path, spot_settings: SpotSettings, victim: str
-) -> None:
-    async def scene() -> None:
-        async with running(tiny, spot_settings) as run:
-            seconds, num_killed = [], 0
-
-            async def strike() -> None:
-                nonlocal num_killed
-                if victim == "engine":
-                    engine = next(iter(run.harvest._idle.values()))
-                    kill(run.pool._handles[engine].pid)
-                elif victim == "coordinator":
-                    kill(await run.harvest._actor.pid.remote())
-                else:
-                    import ray
-
-                    from tlt.run.trainers import trainer_name
-
-                    worker = next(iter(run.harvest._idle))
-                    name = trainer_name(run.harvest._run, run.harvest._epoch, worker)
-                    kill(await _pid(ray.get_actor(name)))
-                num_killed += 1
-
-            for _ in range(ROUNDS):
-                before = num_killed
-                while num_killed == before:
-                    started_s = time.monotonic()
-                    await run.rollout(strike)
-                    seconds.append(time.monotonic() - started_s)
-                await run.pool.wait_ready(2)
-                await run.harvest.record()  # what it has trained counts for it
-            trained = await run.trained_tokens()
-            for _ in range(10):
-                await run.rollout()
-                if await run.trained_tokens() > trained:
-                    break
-                await asyncio.sleep(3.0)  # a trainer takes a while to start again
-            assert await run.trained_tokens() > trained, "nobody trains any more"
-            assert not run.harvest._off
-            assert max(seconds) < STALL_S
-
-    asyncio.run(scene())
-
-
-async def _pid(trainer: Any) -> int:
-    """Asked beside its training: its only other thread is for that."""
-    return int(await trainer.pid.options(concurrency_group="control").remote())
-
-
-def test_engines_that_refuse_a_drafter_end_harvest_and_nothing_else(
     tiny: Path, spot_settings: SpotSettings
 ) -> None:
     async def scene() -> None:
         async with running(tiny, spot_settings) as run:
-
-            async def refuse(*args: object) -> list[float]:
-                raise ValueError("weights of another model")
-
-            run.pool.update_drafter = refuse  # type: ignore[method-assign]
-            for _ in range(12):
-                await run.rollout()
-                if run.harvest._off:
-                    break
-            assert run.harvest._off
-            assert (await run.harvest.record())["harvest/enabled"] == 0.0
-            await run.rollout()
+            for victim in (kill_trainer, kill_coordinator, kill_engine):
+                for _ in range(ROUNDS):
+                    await killed_once(run, victim)
+                await still_trains(run)
 
     asyncio.run(scene())
+
+
+async def killed_once(run: Run, victim: Callable[[Run], Awaitable[None]]) -> None:
+    num_killed = 0
+
+    async def strike() -> None:
+        nonlocal num_killed
+        await victim(run)
+        num_killed += 1
+
+    while num_killed == 0:
+        await run.rollout(strike)
+    await run.pool.wait_ready(2)
+    await run.harvest.record()  # what it has trained counts for it
+
+
+async def still_trains(run: Run) -> None:
+    trained = await run.trained_tokens()
+    for _ in range(10):
+        await run.rollout()
+        if await run.trained_tokens() > trained:
+            return
+        await asyncio.sleep(3.0)  # a trainer takes a while to start again
+    pytest.fail("nobody trains any more")
+
+
+async def kill_engine(run: Run) -> None:
+    engine = next(iter(run.harvest._idle.values()))
+    os.kill(run.pool._handles[engine].pid, signal.SIGKILL)
+
+
+async def kill_coordinator(run: Run) -> None:
+    os.kill(await run.harvest._actor.pid.remote(), signal.SIGKILL)
+
+
+async def kill_trainer(run: Run) -> None:
+    import ray
+
+    from tlt.run.trainers import trainer_name
+
+    worker = next(iter(run.harvest._idle))
+    trainer = ray.get_actor(trainer_name(run.harvest._run, run.harvest._epoch, worker))
+    # Asked beside its training: its only other thread is for that.
+    os.kill(await trainer.pid.options(concurrency_group="control").remote(), signal.SIGKILL)

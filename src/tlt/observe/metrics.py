@@ -33,6 +33,7 @@ _DECLARED = (
     Metric("rollout/output_tokens", "Tokens generated"),
     Metric("rollout/tokens_per_s", "Tokens generated per second of rollout, by all engines"),
     Metric("rollout/acceptance_length", "Mean tokens per pass of the policy under speculation"),
+    Metric("rollout/drafter_hit_share", "Share of the drafter's drafts whose first token is taken"),
     Metric("rollout/engine_restarts", "Engines that were lost and started again"),
     Metric("rollout/idle_share", "Share of the engines' seconds without a running request"),
     Metric("learner/loss", "Policy loss, mean over the step's updates"),

@@ -459,6 +459,11 @@ class Training:
             "rollout/output_tokens": sum(lengths),
             "rollout/tokens_per_s": sum(lengths) / rollout_s,
             "rollout/acceptance_length": 1 + accepted / drafts if drafts else 1.0,
+            **(
+                {"rollout/drafter_hit_share": past.model_first_accepted / past.model_drafts}
+                if past.model_drafts
+                else {}
+            ),
             "rollout/idle_share": max(0.0, 1 - busy_s / (rollout_s * max(1, len(after)))),
             "drafter_version": max((s.drafter_version for s in after), default=0),
         }
@@ -495,6 +500,7 @@ def _difference(before: Sequence[EngineStats], after: Sequence[EngineStats]) -> 
         model_accepted_tokens=sum(
             b.model_accepted_tokens - a.model_accepted_tokens for a, b in pairs
         ),
+        model_first_accepted=sum(b.model_first_accepted - a.model_first_accepted for a, b in pairs),
         busy_s=sum(b.busy_s - a.busy_s for a, b in pairs),
     )
 

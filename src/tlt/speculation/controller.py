@@ -39,6 +39,7 @@ class Totals:
     accepted_tokens: int = 0
     model_drafts: int = 0
     model_accepted_tokens: int = 0
+    model_first_accepted: int = 0
     output_tokens: int = 0
     busy_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
@@ -131,6 +132,7 @@ class DraftController:
         if record.verified.drafter == "eagle3":
             totals.model_drafts += len(drafts)
             totals.model_accepted_tokens += accepted_tokens
+            totals.model_first_accepted += accepted_at[0] if accepted_at else 0
         totals.output_tokens += num_output_tokens
         totals.busy_s += elapsed_s
         totals.accepted_at.extend([0] * (depth - len(totals.accepted_at)))
