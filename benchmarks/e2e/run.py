@@ -1,12 +1,19 @@
 """The same RL run with and without TLT, end to end.
 
-    python benchmarks/e2e/run.py --repeats 3 [--steps 20] [--arms off,static,ngram,tlt] [--forced]
+    python benchmarks/e2e/run.py [--kind tail|equal|moving] [--repeats 3] [--steps 20] [--arms ...]
 
 Every run is a `tlt train` of its own; runs of a repeat follow each other, in another order each
-time. All arms see the same problems; with `--forced` also the same response lengths (median 40
-tokens, longest 900), which leaves speed as the only difference. A run that is complete in runs/e2e
-is not run again. Writes results/e2e/<name>.json and .png.
+time, over the same problems. A run that is complete in runs/e2e is not run again. Writes
+results/e2e/<kind>.json and .png.
 
+Kinds:
+- tail: the regime of the field. 32 samples a step, median 45 tokens, longest 900, the same lengths
+  in all arms: long sums, each response cut off at its length. Speed is all that differs; the reward
+  is a coin, the learning rate next to nothing.
+- equal: 128 samples of 64 tokens: no tail to tame, little to win.
+- moving: lengths as they come, exact rewards, a learning rate at which the policy moves.
+
+Arms:
 - off: no speculation.
 - static: the trained drafter, never changed, always 3 tokens.
 - ngram: TLT without a draft model.
@@ -18,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -39,20 +47,34 @@ ARMS = {
     "tlt": ["tlt.enabled=true", DRAFTER],
     "unpublished": ["tlt.enabled=true", 'tlt.harvest="unpublished"', DRAFTER],
 }
-FORCED = "sampling.forced_lengths={median=40, p95=300, longest=900}"
+KINDS = {
+    "tail": [
+        "task.parameters={min_digits=1, max_digits=2, min_terms=90, max_terms=90}",
+        "sampling.forced_lengths={median=45, p95=350, longest=900}",
+        'reward.function="coin:score"',
+    ],
+    "equal": [
+        "task.parameters={min_digits=1, max_digits=2, min_terms=20, max_terms=20}",
+        "sampling.prompts_per_step=16",
+        "sampling.forced_lengths={median=64, p95=64, longest=64}",
+        'reward.function="coin:score"',
+    ],
+    "moving": ["task.sizes={median=5, p95=40, longest=60}", "learner.lr=2e-5"],
+}
 Record = dict[str, float]
 
 
 def run(arm: str, repeat: int, options: argparse.Namespace) -> list[Record]:
     """The records of one run's steps."""
-    out = ROOT / "runs" / "e2e" / f"{options.name}-{arm}-{repeat}"
+    out = ROOT / "runs" / "e2e" / f"{options.kind}-{arm}-{repeat}"
     if not (out / "summary.json").exists():
         shutil.rmtree(out, ignore_errors=True)
         command = [str(options.tlt), "train", str(HERE / "run.toml"), f'run.out="{out}"']
         command += [f"run.num_steps={options.steps}", f"run.seed={repeat}", *ARMS[arm]]
-        command += [FORCED] if options.forced else []
+        command += KINDS[options.kind]
+        environment = os.environ | {"PYTHONPATH": f"{HERE}:{os.environ.get('PYTHONPATH', '')}"}
         started_s = time.monotonic()
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         print(f"{arm} {repeat}: {(time.monotonic() - started_s) / 60:.1f} minutes", flush=True)
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["step"] > 0]
@@ -150,10 +172,9 @@ def main() -> None:
     parser.add_argument("--first-repeat", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--arms", default="off,static,ngram,tlt")
-    parser.add_argument("--forced", action="store_true")
+    parser.add_argument("--kind", choices=KINDS, default="tail")
     parser.add_argument("--tlt", type=Path, default=Path(sys.executable).with_name("tlt"))
     options = parser.parse_args()
-    options.name = "forced" if options.forced else "natural"
     arms = options.arms.split(",")
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for repeat in range(options.first_repeat, options.first_repeat + options.repeats):
@@ -167,8 +188,8 @@ def main() -> None:
             "speed_up": compare(runs, arms[0]),
             "runs": runs,
         }
-        (RESULTS / f"{options.name}.json").write_text(json.dumps(result, indent=2) + "\n")
-        plot(runs, RESULTS / f"{options.name}.png")
+        (RESULTS / f"{options.kind}.json").write_text(json.dumps(result, indent=2) + "\n")
+        plot(runs, RESULTS / f"{options.kind}.png")
     for arm, found in result["speed_up"].items():
         cells = [
             f"{name} {s['median']:.2f}x ({s['low']:.2f}-{s['high']:.2f})"

@@ -20,6 +20,7 @@ from tlt.contracts import Sample, SampleRequest, SamplingSpec
 from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.trainer import TrainerSettings
 from tlt.harvest.coordinator import CoordinatorSettings
+from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import LeaseSettings
 from tlt.harvest.spot import EMBEDDING, SpotSettings
 from tlt.rollout.pool import RolloutPool
@@ -190,6 +191,7 @@ def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
             assert {tuple(p.cpu_affinity()) for p in trainers} == cores
             assert len(cores) == 2, "each trainer is on the core of its engine"
             await nobody_computes(trainers)
+            await two_at_once_are_merged(run)
             await refused_drafters_end_harvest_and_nothing_else(run)
         assert not processes("ray::SpotActor")
 
@@ -204,6 +206,17 @@ async def until_published(run: Run) -> None:
         if max(after.values()) > max(before.values()):
             return
     pytest.fail("no drafter was published while engines generated")
+
+
+async def two_at_once_are_merged(run: Run) -> None:
+    run.harvest._forecast = TailForecast()
+    for engine in ("engine-0", "engine-1"):
+        run.harvest.idle(engine)
+    async with asyncio.timeout(40):
+        while not (await run.metrics())["merges"]:
+            await asyncio.sleep(0.2)
+    await run.harvest.rollout_ended()
+    assert not await run.training()
 
 
 async def nobody_computes(trainers: list[psutil.Process]) -> None:

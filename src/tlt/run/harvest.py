@@ -75,6 +75,7 @@ class Harvest(NoHarvest):
         pool: RolloutPool,
         place: Callable[[str], Mapping[str, Any]],
         on_gpu: bool,
+        colocated: bool = True,
         first_version: int = 0,
     ) -> None:
         self._settings = settings
@@ -82,6 +83,7 @@ class Harvest(NoHarvest):
         self._pool = pool
         self._place = place
         self._on_gpu = on_gpu
+        self._colocated = colocated
         self._run = f"{os.getpid()}"
         self._epoch = 0
         self._actor: Any = None
@@ -147,6 +149,8 @@ class Harvest(NoHarvest):
             await self._ask("needed", worker, self._turn(worker))
             if self._on_gpu and wake:
                 await self._pool.call_engine(engine, "wake")
+        except Exception:
+            logger.exception("harvest could not give %s back as it should", worker)
         finally:
             self._freeing.pop(worker, None)
 
@@ -166,12 +170,13 @@ class Harvest(NoHarvest):
     async def rollout_ended(self) -> None:
         """Every device back to the run, and no more new drafters until the next rollout.
 
-        Engines on GPUs stay asleep: colocated, the learner is next; else the new weights wake them.
+        Engines on GPUs stay asleep if the learner is to have their memory next.
         """
         started_s = time.monotonic()
         self._forecast.ended()
         self._rollout.clear()
-        await asyncio.gather(*(self.needed(e, wake=False) for e in [*self._idle.values()]))
+        engines = [*self._idle.values()]
+        await asyncio.gather(*(self.needed(e, wake=not self._colocated) for e in engines))
         async with self._swapping:
             pass
         self._release_max_s = max(self._release_max_s, time.monotonic() - started_s)
@@ -233,7 +238,13 @@ class Harvest(NoHarvest):
             )
 
     def save(self, folder: Path) -> None:
-        """The published drafter, as engines load it, for a resumed run."""
+        """The published drafter, as engines load it, for a resumed run. No drafter, no harm."""
+        try:
+            self._save(folder)
+        except OSError as error:
+            logger.warning("the drafter could not be written to %s (%s)", folder, error)
+
+    def _save(self, folder: Path) -> None:
         import torch
 
         from tlt.drafter.checkpoint import load_drafter, save_drafter

@@ -92,8 +92,9 @@ async def _run(
                 spot_settings(config, str(engine.drafter)),
                 pool,
                 reservation.beside,
-                bool(config.engine.num_gpus),
-                version,
+                on_gpu=bool(config.engine.num_gpus),
+                colocated=config.placement.kind == "colocated",
+                first_version=version,
             )
             pool.listen(harvest)
         learner = LearnerGroup(
