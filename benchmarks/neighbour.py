@@ -1,0 +1,166 @@
+"""What an engine loses while the core beside it trains the drafter, and how soon that one is free.
+
+    python benchmarks/neighbour.py [--rounds 6] [--seconds 3]
+
+One compiled engine on one core generates all the time, at batch 4 and at batch 1; a trainer on the
+other core works in every second interval of a few seconds. Compared are the engine's median step
+times in neighbouring intervals. After each, the trainer's lease is called back in the middle of its
+work: how long it takes until it has stopped, as the coordinator would see it. Writes benchmarks/results/neighbour.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "neighbour.json"
+MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
+NUM_SAMPLES = 24
+MIN_STEPS = 20
+"""An interval with fewer steps says nothing."""
+
+
+def fill_buffer(folder: str) -> Any:
+    """States of a few worked solutions, as a training pass would leave them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.buffer import BufferSettings, SampleBuffer
+    from tlt.drafter.capture import capture
+    from tlt.drafter.eagle3.config import Eagle3Config
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
+
+    settings = BufferSettings(folder, held_out_share=0.25)
+    buffer = SampleBuffer(settings)
+    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    layers = Eagle3Config.for_target(policy.config).aux_layer_ids
+    chat = Chat(MODEL)
+    for problem in problems("chain_sum", NUM_SAMPLES, 3, "neighbour"):
+        tokens, num_prompt = chat.answered(problem.question, problem.solution)
+        buffer.put(problem.problem_id, 1, capture(policy, tokens, num_prompt, layers))
+    return settings
+
+
+async def all_finished(engine: Any, count: int) -> None:
+    while count > 0:
+        count -= len(await engine.take_finished())
+
+
+async def measure(rounds: int, seconds: float) -> dict[str, Any]:
+    from tlt.config.rollout import EngineConfig
+    from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.drafter.trainer import TrainerSettings
+    from tlt.harvest.spot import SpotSettings
+    from tlt.rollout.actor import RayEngine
+    from tlt.run.trainers import RayTrainer, TrainerPlace
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
+
+    folder = f"/dev/shm/tlt-neighbour-{os.getpid()}"
+    spot = SpotSettings(
+        DRAFTER, MODEL, fill_buffer(folder), TrainerSettings(row_tokens=512, lr=3e-4)
+    )
+    engine = RayEngine(
+        EngineConfig(
+            model=MODEL,
+            drafter=DRAFTER,
+            policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3},
+            engine_args={"max_model_len": 2048, "max_num_seqs": 8, "dtype": "bfloat16"},
+        ),
+        "engine-0",
+    )
+    report = await engine.start()
+    (busy,) = report["cores"]
+    free = next(core for core in os.sched_getaffinity(0) if core != busy)
+    trainer = RayTrainer(spot, TrainerPlace((free,), False, {}), "neighbour")
+    await trainer.start()
+    prompt = Chat(MODEL).prompt(problems("chain_sum", 1, 5, "engine")[0].question)
+    stops: list[float] = []
+    result: dict[str, Any] = {}
+    lease = 0
+    rng = random.Random(0)
+    try:
+        for batch in (4, 1):
+            pairs: list[dict[str, float]] = []
+            for round_ in range(rounds):
+                spec = SamplingSpec(1500, temperature=1.0, ignore_eos=True, logprobs=False)
+                ids = [f"{batch}/{round_}/{i}" for i in range(batch)]
+                await engine.submit([SampleRequest(i, tuple(prompt), spec) for i in ids])
+                done = asyncio.create_task(all_finished(engine, batch))
+                await asyncio.sleep(1.0)
+                found: dict[str, float] = {}
+                beside = bool(round_ % 2)
+                while not done.done():
+                    work = None
+                    if beside:
+                        lease += 1
+                        await trainer.begin(lease, 1000)
+                        work = asyncio.create_task(trainer.train(lease, 1000))
+                    await engine.call("take_trace")
+                    await asyncio.sleep(seconds + rng.random() / 2)
+                    trace = await engine.call("take_trace")
+                    if work is not None:
+                        asked_s = time.monotonic()
+                        await trainer.end(lease)
+                        await work
+                        stops.append(time.monotonic() - asked_s)
+                    steps = [
+                        r.elapsed_s
+                        for r in trace
+                        if r.num_decodes == batch and not r.num_prefill_tokens
+                    ]
+                    if len(steps) >= MIN_STEPS:
+                        found["beside" if beside else "alone"] = statistics.median(steps)
+                    if len(found) == 2:
+                        pairs.append(found)
+                        print(batch, {k: round(1000 * v, 2) for k, v in found.items()}, flush=True)
+                        found = {}
+                    beside = not beside
+            ratios = [p["beside"] / p["alone"] for p in pairs]
+            result[f"batch_{batch}"] = {
+                "pairs_s": pairs,
+                "slow_down": {
+                    "median": statistics.median(ratios),
+                    "low": min(ratios),
+                    "high": max(ratios),
+                },
+            }
+    finally:
+        await trainer.kill()
+        await engine.stop(graceful=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    ordered = sorted(stops)
+    result["stop_s"] = {
+        "count": len(ordered),
+        "median": statistics.median(ordered),
+        "p99": ordered[int(0.99 * len(ordered))],
+        "max": ordered[-1],
+    }
+    return result
+
+
+def main() -> None:
+    from tlt.run.cluster import start_ray
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    options = parser.parse_args()
+    start_ray(2)
+    result = asyncio.run(measure(options.rounds, options.seconds))
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    for name, found in result.items():
+        print(name, found.get("slow_down", found))
+
+
+if __name__ == "__main__":
+    main()
