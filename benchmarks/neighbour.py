@@ -5,7 +5,8 @@
 One compiled engine on one core generates all the time, at batch 4 and at batch 1; a trainer on the
 other core works in every second interval of a few seconds. Compared are the engine's median step
 times in neighbouring intervals. After each, the trainer's lease is called back in the middle of its
-work: how long it takes until it has stopped, as the coordinator would see it. Writes benchmarks/results/neighbour.json.
+work: how long it takes until it has stopped, as the coordinator would see it. Writes
+benchmarks/results/neighbour.json.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class FakeTrainer:
         await self._alive()
         self.taken.append((base, published, policy))
         if base is not None:
-            self.weights = base
+            self.weights = 0.0 if base == "start" else base
 
     async def train(self, lease: int, seconds: float) -> Trained:
         await self._alive()
@@ -211,6 +211,7 @@ def test_a_trainer_that_dies_or_fails_costs_nothing_but_its_work() -> None:
             s.idle("b")
             await asyncio.sleep(0.05)
             assert s.coordinator.tally.faults == 2
+            assert s.coordinator.tally.trainer_restarts == 2
             await s.needed("a")
             await s.needed("b")
 
@@ -307,7 +308,7 @@ def test_another_worker_goes_on_where_the_last_one_stopped() -> None:
             assert learned >= 3
             s.idle("b")
             await asyncio.sleep(0.03)
-            assert s["b"].taken[0] == (learned, None, "policy")
+            assert s["b"].taken[0] == (learned, None, "policy"), "not only what was judged"
             await s.needed("b")
 
     run(scene)
@@ -320,7 +321,6 @@ def test_after_a_death_training_goes_on_from_the_published_drafter() -> None:
             version = await s.coordinator.next_version(2.0)
             assert version is not None
             await s.needed("a")
-            s.coordinator._head = ("a", None)
             await s["a"].kill()
             s.idle("b")
             await asyncio.sleep(0.03)
@@ -342,6 +342,57 @@ def test_a_worker_called_back_while_others_judge_is_free_at_once() -> None:
             s.idle("b")
             await asyncio.sleep(0.12)
             await s.needed("b", within_s=0.1)
+
+    run(scene)
+
+
+def test_weights_that_do_not_come_are_not_waited_for() -> None:
+    """The core of whoever learned last may be busy: others go on from what is known."""
+
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            version = await s.coordinator.next_version(2.0)
+            assert version is not None
+            await asyncio.sleep(0.02)
+            await s.needed("a")  # in the middle: what it has now, only it has
+
+            async def never() -> float:
+                await asyncio.sleep(100)
+                return 0.0
+
+            s["a"].export = never  # type: ignore[method-assign]
+            s.idle("b")
+            await asyncio.sleep(0.1)
+            await s.needed("b", within_s=0.1)
+            s.idle("b")
+            await asyncio.sleep(1.3)
+            assert version.weights in [base for base, _, _ in s["b"].taken]
+            assert not s["b"].dead
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_a_drafter_is_judged_against_the_one_published_meanwhile() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+
+            async def slowly() -> None:
+                await asyncio.sleep(0.2)
+
+            s["a"].at_judge = slowly
+            s.idle("a")
+            await asyncio.sleep(0.08)
+            s.idle("b")  # its round begins while a's is being judged
+            first = await s.coordinator.next_version(2.0)
+            second = await s.coordinator.next_version(2.0)
+            assert first is not None
+            assert second is not None
+            told = [published for _, published, _ in s["b"].taken if published is not None]
+            assert told[:1] == [first.weights]
+            await s.needed("a", within_s=0.5)
+            await s.needed("b")
 
     run(scene)
 

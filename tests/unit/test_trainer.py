@@ -77,7 +77,7 @@ def test_breaking_off_anywhere_equals_never_having_begun() -> None:
     broken_off = 0
     while current.step < 4:
         before = current.step
-        number = next(polls) % 9 + 2
+        number = next(polls) % 20 + 2
         stop = stop_at_poll(number)
         end = stop_after(current, 1)
         current.session(source, lambda stop=stop, end=end: end() or stop())
@@ -87,12 +87,12 @@ def test_breaking_off_anywhere_equals_never_having_begun() -> None:
 
 
 def test_a_session_ends_within_a_pass() -> None:
-    """Before every pass forward, and before it on the way back, it asks whether to stop."""
+    """At every pass and every head, forward and on the way back, it asks whether to stop."""
     one = trainer()
     polls = itertools.count(1)
     one.session(Samples(), lambda: one.step == 1 or next(polls) < 0)
     passes = SETTINGS.num_draft_tokens
-    assert next(polls) - 1 == 1 + passes * 2
+    assert next(polls) - 1 == 1 + passes * 4
 
 
 @pytest.mark.parametrize("stops", [[1], [3, 4], [7, 1, 1]])

@@ -109,10 +109,14 @@ class DrafterTrainer:
         should_stop: ShouldStop,
         on_step: Callable[[int, float], None] = lambda step, loss: None,
         lr_scale: Callable[[], float] = lambda: 1.0,
+        is_over: ShouldStop = lambda: False,
     ) -> int:
-        """Micro-steps until told to stop or nothing is left to learn from; how many."""
+        """Micro-steps until told to stop or nothing is left to learn from; how many.
+
+        `should_stop` breaks a micro-step off, `is_over` lets it finish.
+        """
         done = 0
-        while not should_stop():
+        while not should_stop() and not is_over():
             before = self._rng.getstate()
             row = self.draw(source)
             if row is None:
@@ -178,7 +182,9 @@ class DrafterTrainer:
             drafted, targets = [], []
             for step, hidden_CH in enumerate(outputs):
                 learned_C = row.learned(step)
-                drafted.append(self.drafter.lm_head(hidden_CH[learned_C]))
+                logits_CV = self.drafter.lm_head(hidden_CH[learned_C])
+                watch(logits_CV, should_stop)
+                drafted.append(logits_CV)
                 targets.append(probs_CV[torch.searchsorted(starts, starts[learned_C] + step)])
         return unrolled_loss(drafted, targets)
 
@@ -204,6 +210,7 @@ class DrafterTrainer:
                 logits_CV = self._project(row.final_TH[starts + 1], self._head_VH)
                 reached_C = torch.ones_like(starts, dtype=torch.bool)
                 for step, hidden_CH in enumerate(outputs):
+                    watch(hidden_CH, should_stop)
                     learned_C = row.learned(step)
                     draft_C = vocabulary_V[self.drafter.lm_head(hidden_CH).argmax(-1)]
                     target = torch.searchsorted(starts, starts[learned_C] + step)
@@ -289,23 +296,14 @@ class DrafterTrainer:
         if config.draft_vocab_size == config.vocab_size:
             return False
         counts = vocabulary.count_tokens(responses, config.vocab_size)
-        better = vocabulary.drifted(counts, self.drafter.draft_token_ids())
+        better = vocabulary.drifted(counts, self.drafter.draft_token_ids().cpu())
         if better is not None:
-            self.use_vocabulary(better)
+            self.use_vocabulary(better.to(self._head_VH.device))
         return better is not None
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _unroll(self, row: Row, should_stop: ShouldStop) -> list[torch.Tensor]:
-        def check(_: object = None) -> None:
-            if should_stop():
-                raise Interrupted
-
-        def after_pass(hidden: torch.Tensor) -> None:
-            check()
-            if hidden.requires_grad:
-                hidden.register_hook(check)  # the same place on the way back
-
+    def _unroll(self, row: Row, should_stop: ShouldStop = lambda: False) -> list[torch.Tensor]:
         embeds_TH = self._embedding_VH[row.token_ids_T.roll(-1)].float()
         return self.drafter.unroll(
             row.aux_TA.float(),
@@ -313,7 +311,7 @@ class DrafterTrainer:
             row.position_T,
             row.chains,
             self.settings.num_draft_tokens,
-            after_pass,
+            lambda hidden: watch(hidden, should_stop),
         )
 
     def _project(self, final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -322,6 +320,18 @@ class DrafterTrainer:
     def _autocast(self) -> torch.autocast:
         device = self._head_VH.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.settings.bfloat16)
+
+
+def watch(tensor: torch.Tensor, should_stop: ShouldStop) -> None:
+    """Break off here if told to, and when the backward pass comes by."""
+
+    def check(_: object = None) -> None:
+        if should_stop():
+            raise Interrupted
+
+    check()
+    if tensor.requires_grad:
+        tensor.register_hook(check)
 
 
 def drafter_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

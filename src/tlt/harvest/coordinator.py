@@ -5,8 +5,8 @@ then their results are averaged, judged on held-out samples, and published if th
 Whoever is late, dead or called back in the middle is left out. A worker leased alone is a round of
 one.
 
-What was learned last, published or not, stays with the trainer that learned it, which is the
-`head`; another trainer that goes on from there asks for its weights.
+What was learned last, published or not, stays with the trainer that learned it, the `head`; another
+one that goes on from there asks for its weights, or takes the last ones that are known.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ from tlt.harvest.leases import Begin, End, Freed, Kill, Leases, LeaseSettings
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 30.0
+"""A trainer that does not start is tried again after this time."""
 REST_S = 5.0
 """After a failure, or with nothing to learn, a trainer gets no lease for this long."""
 GRACE_S = 1.0
 """How long after its end a round waits for members that have not answered."""
+EXPORT_S = 1.0
+"""How long to wait for another trainer's weights: its core may be busy with other things."""
 KEEP_STOPS = 4096
 
 
@@ -118,15 +122,23 @@ class Tally:
     """Longest time between calling a lease back and the device being free."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Who learned last, and the weights as far as they are known here."""
+
+    worker: str
+    trainer: TrainerHandle
+    weights: Any = None
+
+
 class _Round:
     def __init__(self, number: int, ends_s: float) -> None:
         self.number = number
         self.ends_s = ends_s
         self.members: dict[str, int] = {}
         """Leases of those at work."""
-        self.results: dict[str, tuple[int, Trained]] = {}
-        """Lease and result of those that are done."""
-        self.broken_off: dict[str, Trained] = {}
+        self.results: dict[str, tuple[int, TrainerHandle, Trained]] = {}
+        """Lease, trainer and result of those that are done, or were called back."""
         self.leader: str | None = None
         """Who makes one drafter of the results."""
         self.closed = asyncio.Event()
@@ -152,8 +164,9 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._round: _Round | None = None
         self._num_rounds = 0
-        self._head: tuple[str, Any] | None = None
-        """Who learned last, and the weights once somebody asked for them."""
+        self._head: _Head | None = None
+        self._known: Any = "start"
+        """The last weights of a head that are known here."""
         self._at_head: set[str] = set()
         """Trainers whose weights are those of the head."""
         self._policy: tuple[int, Any] = (0, None)
@@ -163,19 +176,24 @@ class Coordinator:
         self._versions: asyncio.Queue[Version] = asyncio.Queue()
         self._ending_since: dict[int, float] = {}
         self._called_back: dict[int, asyncio.Event] = {}
+        self._lease_trainers: dict[int, TrainerHandle] = {}
         self._stops: deque[float] = deque(maxlen=KEEP_STOPS)
         self.tally = Tally()
 
     # --- what the run says --------------------------------------------------------------------
 
     def join(self, worker: str) -> None:
-        """A worker, beside which a trainer starts."""
-        if worker not in self._trainers:
+        """A worker, beside which a trainer starts; one that has moved gets another trainer."""
+        if worker in self._trainers:
+            self._start(self._replace(worker, self._trainers[worker]))
+        else:
             self._begin_trainer(worker)
 
     def start_from(self, version: int, weights: Any) -> None:
         """The drafter that the engines have; None is the one they started with."""
         self._published = version, weights
+        if weights is not None:
+            self._known = weights
 
     def idle(self, worker: str, turn: int, for_s: float = math.inf) -> None:
         """The worker has nothing to generate, probably for so long."""
@@ -238,8 +256,7 @@ class Coordinator:
                     called_back.set()
                 self._start(self._tell_end(action))
             elif isinstance(action, Kill):
-                logger.warning("the trainer of %s does not stop and is killed", action.worker)
-                self._start(self._replace(action.worker, self._trainers[action.worker]))
+                self._kill(action)
             else:
                 self._free(action)
         if self._timer is not None:
@@ -271,6 +288,13 @@ class Coordinator:
         with suppress(TrainerGone):  # which its lease notices
             await self._trainers[action.worker].end(action.lease)
 
+    def _kill(self, action: Kill) -> None:
+        """The process that has the lease, whoever has taken its place since."""
+        trainer = self._lease_trainers.pop(action.lease, None)
+        if trainer is not None:
+            logger.warning("the trainer of %s does not stop and is killed", action.worker)
+            self._start(self._replace(action.worker, trainer))
+
     def _begin_trainer(self, worker: str) -> None:
         self._trainers[worker] = trainer = self._spawn(worker)
         self._has[worker] = {}
@@ -280,8 +304,11 @@ class Coordinator:
         try:
             await trainer.start()
         except Exception as error:
-            self.tally.faults += 1
-            logger.warning("no trainer starts beside %s (%r); it is not harvested", worker, error)
+            if self._trainers.get(worker) is trainer:
+                self.tally.faults += 1
+                logger.warning("no trainer starts beside %s (%r); again later", worker, error)
+                await asyncio.sleep(RETRY_S)
+                await self._replace(worker, trainer)
             return
         if self._trainers.get(worker) is trainer:
             self._leases.set_ready(worker, True)
@@ -289,95 +316,117 @@ class Coordinator:
 
     async def _replace(self, worker: str, trainer: TrainerHandle) -> None:
         """Another process for a trainer that is dead or does not answer."""
-        self._leases.set_ready(worker, False)
+        current = self._trainers.get(worker) is trainer
+        if current:
+            self._leases.set_ready(worker, False)
         await trainer.kill()
-        if self._trainers.get(worker) is trainer:
+        if current and self._trainers.get(worker) is trainer:
             self.tally.trainer_restarts += 1
             self._at_head.discard(worker)
+            if self._head is not None and self._head.trainer is trainer:
+                self._head = None  # what it learned last is lost; what is known of it is not
             self._begin_trainer(worker)
-            if self._head is not None and self._head[0] == worker and self._head[1] is None:
-                self._head = None  # what it learned last is lost; the published drafter is not
 
     # --- one lease ----------------------------------------------------------------------------
 
     async def _lease(self, begin: Begin) -> None:
-        worker, trainer, rest_s = begin.worker, self._trainers[begin.worker], 0.0
-        self._called_back[begin.lease] = asyncio.Event()
+        worker, lease = begin.worker, begin.lease
+        trainer, rest_s = self._trainers[worker], 0.0
+        self._called_back[lease] = asyncio.Event()
+        self._lease_trainers[lease] = trainer
         try:
-            if await trainer.begin(begin.lease, begin.seconds):
-                rest_s = await self._work(worker, begin.lease, trainer)
+            if await trainer.begin(lease, begin.seconds):
+                rest_s = await self._work(worker, lease, trainer)
                 await trainer.release()
         except TrainerGone:
             logger.warning("the trainer of %s died; another one starts", worker)
-            self.tally.faults += 1
-            rest_s = REST_S
-            await self._replace(worker, trainer)
+            rest_s = await self._failed(worker, trainer)
         except Exception as error:
-            logger.warning("the trainer of %s failed (%r); harvest goes on later", worker, error)
-            self.tally.faults += 1
-            rest_s = REST_S
-            self._at_head.discard(worker)
-        now_s = self._clock()
-        del self._called_back[begin.lease]
-        if (since_s := self._ending_since.pop(begin.lease, None)) is not None:
-            self._stops.append(now_s - since_s)
-            self.tally.stop_max_s = max(self.tally.stop_max_s, now_s - since_s)
-        self._leases.ended(worker, begin.lease, now_s, rest_s)
-        self._carry_out()
+            # Whether it has let go of the device is not known: another process has.
+            logger.warning("the trainer of %s failed (%r); another one starts", worker, error)
+            rest_s = await self._failed(worker, trainer)
+        finally:
+            now_s = self._clock()
+            del self._called_back[lease]
+            self._lease_trainers.pop(lease, None)
+            if (since_s := self._ending_since.pop(lease, None)) is not None:
+                self._stops.append(now_s - since_s)
+                self.tally.stop_max_s = max(self.tally.stop_max_s, now_s - since_s)
+            self._leases.ended(worker, lease, now_s, rest_s)
+            self._carry_out()
+
+    async def _failed(self, worker: str, trainer: TrainerHandle) -> float:
+        self.tally.faults += 1
+        await self._replace(worker, trainer)
+        return REST_S
 
     async def _work(self, worker: str, lease: int, trainer: TrainerHandle) -> float:
         """Round after round until the lease ends; how long to rest afterwards."""
         while self._leases.lease_of(worker) == lease:
             current = self._join_round(worker, lease)
             try:
-                await self._bring_up_to_date(worker, trainer)
+                await self._bring_up_to_date(worker, lease, trainer)
                 self._at_head.discard(worker)
                 started_s = self._clock()
                 trained = await trainer.train(lease, max(0.0, current.ends_s - started_s))
                 self._count(trained, started_s)
-            except BaseException:
-                self._leave(current, worker, None)
-                raise
+                if trained.num_steps:
+                    current.results[worker] = lease, trainer, trained
+            finally:
+                current.members.pop(worker, None)
+                current.changed.set()
             if trained.starved:
-                self._leave(current, worker, None)
                 return REST_S
-            if self._leases.lease_of(worker) != lease:
-                self._leave(current, worker, trained)
-                return 0.0
-            current.results[worker] = lease, trained
-            self._leave(current, worker, None)
             await _first_of(current.closed, self._called_back[lease])
             if current.leader == worker:
                 await current.closed.wait()  # it may still be judging, if not for long
         return 0.0
 
-    async def _bring_up_to_date(self, worker: str, trainer: TrainerHandle) -> None:
-        has = self._has[worker]
-        policy = published = base = None
-        (policy_version, new_policy), (drafter_version, new_drafter) = self._policy, self._published
-        if has.get("policy", 0) != policy_version:
+    async def _bring_up_to_date(self, worker: str, lease: int, trainer: TrainerHandle) -> None:
+        policy = base = None
+        version, new_policy = self._policy
+        if self._has[worker].get("policy", 0) != version:
             policy = new_policy
-        if has.get("published", 0) != drafter_version:
-            published = new_drafter
         if worker not in self._at_head:
-            base = await self._head_weights(worker)
-        await trainer.take(base, published, policy)
-        has |= {"policy": policy_version, "published": drafter_version}
+            base = await self._base_for(worker, lease)
+        await trainer.take(base, self._news_of_published(worker), policy)
+        self._has[worker]["policy"] = version
 
-    async def _head_weights(self, worker: str) -> Any:
-        """What was learned last, or else what was published last."""
-        if self._head is None:
-            return self._published[1]
-        owner, weights = self._head
-        if weights is None and owner != worker:
-            try:
-                weights = await self._trainers[owner].export()
-                if self._head is not None and self._head[0] == owner:
-                    self._head = owner, weights
-            except TrainerGone:
-                self._head = None
-                return self._published[1]
+    def _news_of_published(self, worker: str) -> Any:
+        """The published drafter, if the trainer does not have it yet."""
+        version, weights = self._published
+        if self._has[worker].get("published", 0) == version:
+            return None
+        self._has[worker]["published"] = version
         return weights
+
+    async def _base_for(self, worker: str, lease: int) -> Any:
+        """What was learned last, or the last of it that is known; None is what the trainer has."""
+        head = self._head
+        if head is None:
+            return self._known
+        if head.weights is not None:
+            return head.weights
+        if head.worker == worker:
+            return None
+        weights = await self._exported(head.trainer, self._called_back[lease])
+        if weights is None:
+            return self._known
+        if self._head is head:
+            self._head = _Head(head.worker, head.trainer, weights)
+            self._known = weights
+        return weights
+
+    async def _exported(self, trainer: TrainerHandle, called_back: asyncio.Event) -> Any:
+        """Another trainer's weights; None if they do not come soon, or the lease is called back."""
+        export = asyncio.create_task(trainer.export())
+        back = asyncio.create_task(called_back.wait())
+        await asyncio.wait({export, back}, timeout=EXPORT_S, return_when=asyncio.FIRST_COMPLETED)
+        back.cancel()
+        if not export.done():
+            export.cancel()
+            return None
+        return None if export.exception() is not None else export.result()
 
     def _count(self, trained: Trained, started_s: float) -> None:
         self.tally.used_s += self._clock() - started_s
@@ -396,25 +445,18 @@ class Coordinator:
         self._round.members[worker] = lease
         return self._round
 
-    def _leave(self, current: _Round, worker: str, broken_off: Trained | None) -> None:
-        current.members.pop(worker, None)
-        if broken_off is not None and broken_off.num_steps:
-            current.broken_off[worker] = broken_off
-        current.changed.set()
-
     async def _close(self, current: _Round) -> None:
         """Wait for the members, then make one drafter of what they learned."""
         try:
             while current.members:
+                # The first result is waited for, however late; the others only for a while.
                 current.changed.clear()
                 left_s = current.ends_s + GRACE_S - self._clock()
-                if left_s <= 0:
+                if left_s <= 0 and current.results:
                     break
-                try:
-                    async with asyncio.timeout(left_s):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(left_s, GRACE_S)):
                         await current.changed.wait()
-                except TimeoutError:
-                    break
             if self._round is current:
                 self._round = None  # whoever comes now starts the next one
             await self._settle(current)
@@ -430,63 +472,75 @@ class Coordinator:
 
     async def _settle(self, current: _Round) -> None:
         holding = {
-            worker: (lease, trained)
-            for worker, (lease, trained) in current.results.items()
-            if self._leases.lease_of(worker) == lease and trained.num_steps
+            worker: (lease, trainer, trained)
+            for worker, (lease, trainer, trained) in current.results.items()
+            if self._leases.lease_of(worker) == lease
         }
         if not holding:
             # All were called back in the middle: the one that got furthest keeps what it has.
-            done = {w: t for w, (_, t) in current.results.items()} | current.broken_off
-            done = {w: t for w, t in done.items() if t.num_steps}
-            if done:
-                self._set_head(max(done, key=lambda w: done[w].num_tokens))
+            tokens = {
+                worker: trained.num_tokens
+                for worker, (_, trainer, trained) in current.results.items()
+                if self._trainers.get(worker) is trainer
+            }
+            if tokens:
+                self._set_head(max(tokens, key=lambda worker: tokens[worker]))
             return
         leader = current.leader = next(iter(holding))
-        lease, _ = holding[leader]
-        trainer = self._trainers[leader]
+        lease, trainer, _ = holding[leader]
         started_s = self._clock()
         if len(holding) > 1:
             await self._merge(holding, leader)
+        if (published := self._news_of_published(leader)) is not None:
+            await trainer.take(None, published, None)
         judged = await trainer.judge(lease)
         self._set_head(leader)
+        if judged is not None:
+            self.tally.length = judged.length
+            await self._keep(leader, lease, trainer, judged)
         self.tally.used_s += self._clock() - started_s
-        if judged is None:
-            return
-        self.tally.length = judged.length
-        if not judged.better:
-            self.tally.refused += 1
-        elif self._settings.publish:
-            await self._publish(leader, lease, judged)
 
-    async def _merge(self, holding: dict[str, tuple[int, Trained]], leader: str) -> None:
-        others = [worker for worker in holding if worker != leader]
+    async def _merge(
+        self, holding: dict[str, tuple[int, TrainerHandle, Trained]], leader: str
+    ) -> None:
+        """Average what the others learned into the leader's weights."""
+        lease, trainer, trained = holding[leader]
+        others = [member for worker, member in holding.items() if worker != leader]
+        called_back = self._called_back[lease]
         exports = await asyncio.gather(
-            *(self._trainers[worker].export() for worker in others), return_exceptions=True
+            *(self._exported(other, called_back) for _, other, _ in others)
         )
         arrived = [
-            (weights, float(holding[worker][1].num_tokens))
-            for worker, weights in zip(others, exports, strict=True)
-            if not isinstance(weights, BaseException)
+            (weights, float(other.num_tokens))
+            for (_, _, other), weights in zip(others, exports, strict=True)
+            if weights is not None
         ]
-        lease, trained = holding[leader]
-        if arrived and await self._trainers[leader].merge(lease, arrived, trained.num_tokens):
+        if arrived and await trainer.merge(lease, arrived, trained.num_tokens):
             self.tally.merges += 1
 
     def _set_head(self, worker: str) -> None:
-        self._head = worker, None
+        self._head = _Head(worker, self._trainers[worker])
         self._at_head = {worker}
 
-    async def _publish(self, leader: str, lease: int, judged: Judged) -> None:
-        weights = await self._trainers[leader].export()
-        # Between the judgement and here the lease may have been called back, or have run out.
-        if not self._leases.may_publish(leader, lease, self._clock()):
+    async def _keep(self, leader: str, lease: int, trainer: TrainerHandle, judged: Judged) -> None:
+        """Remember what was learned, and publish it if it is better."""
+        head = self._head
+        weights = await self._exported(trainer, self._called_back[lease])
+        if weights is None:
             return
-        number = self._published[0] + 1
-        self._published = number, weights
-        if self._head is not None and self._head[0] == leader:
-            self._head = leader, weights
-        self.tally.published += 1
-        self._versions.put_nowait(Version(number, weights, judged.length))
+        if self._head is head:
+            self._head = _Head(leader, trainer, weights)
+        self._known = weights
+        if not judged.better:
+            self.tally.refused += 1
+        # Between the judgement and here the lease may have been called back, or have run out.
+        elif self._settings.publish and self._leases.may_publish(leader, lease, self._clock()):
+            self._published = self._published[0] + 1, weights
+            self._has[leader]["published"] = -1  # to be told: it is judged by its own copy
+            self.tally.published += 1
+            while not self._versions.empty():
+                self._versions.get_nowait()  # nobody wants the one before
+            self._versions.put_nowait(Version(self._published[0], weights, judged.length))
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -143,6 +143,8 @@ class Leases:
         found.turn, found.idle_until_s = turn, until_s
         if found.state is State.BUSY:
             self._to_idle(found, now_s)
+        elif found.state is State.IDLE:
+            self._queue(found)  # the forecast may have changed
         elif found.state is State.ENDING:
             found.wanted = None
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -57,9 +58,9 @@ class SpotTrainer:
             *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
             settings.trainer,
         )
-        self._published = self._trainer.weights()
+        self._initial = self._published = self._trainer.weights()
         self._at_start: dict[str, torch.Tensor] | None = None
-        """While it trains: the weights it began with."""
+        """While it trains or compares: the weights it began with."""
         self._untrained = settings.untrained
         self._held_out: list[Captured] | None = None
         self._published_length: float | None = None
@@ -79,7 +80,9 @@ class SpotTrainer:
 
     def release(self) -> None:
         """Leave the device to the engine."""
-        self._trainer.move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            self._trainer.move(torch.device("cpu"))
+            torch.cuda.empty_cache()
 
     def _ended(self, lease: int) -> bool:
         return not self._holder.holds(lease, time.monotonic())
@@ -88,11 +91,14 @@ class SpotTrainer:
 
     def take(
         self,
-        base: Weights | None = None,
+        base: Weights | Literal["start"] | None = None,
         published: Weights | None = None,
         policy: Weights | None = None,
     ) -> None:
-        """Go on from these drafter weights, be judged against those, follow that policy."""
+        """Go on from these drafter weights, be judged against those, follow that policy.
+
+        `start` are the weights that the engines started with. What is None stays as it is.
+        """
         if policy is not None:
             # With a new policy came new samples: judge by those.
             self._held_out, self._published_length = None, None
@@ -101,7 +107,8 @@ class SpotTrainer:
             self._published = {name: tensor.clone() for name, tensor in published.items()}
             self._published_length = None
         if base is not None:
-            self._trainer.load(base)
+            self._untrained = self._untrained and base == "start"
+            self._trainer.load(self._initial if base == "start" else base)
 
     def train(self, lease: int, seconds: float) -> Trained:
         """Learn from the node's buffer for so long, or until the lease ends."""
@@ -112,8 +119,9 @@ class SpotTrainer:
         try:
             num_steps = self._trainer.session(
                 self._buffer,
-                lambda: time.monotonic() >= until_s or self._ended(lease),
+                lambda: self._ended(lease),
                 lambda step, loss: losses.append(loss),
+                is_over=lambda: time.monotonic() >= until_s,
             )
         finally:
             self._at_start = None
@@ -144,7 +152,7 @@ class SpotTrainer:
 
     def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
         """Average with what others learned, if that is no worse on held-out samples."""
-        merged = averaged([(self._trainer.weights(), own_weight), *others])
+        merged = averaged([(self.export(), own_weight), *others])
         if merged is None:
             return False
         try:
@@ -157,7 +165,7 @@ class SpotTrainer:
         return True
 
     def export(self) -> dict[str, torch.Tensor]:
-        """The drafter as it is now; while it trains, as it was when that began."""
+        """The drafter as it is now; while it works, as it was when that began."""
         weights = self._at_start or self._trainer.weights()
         return {name: tensor.cpu() for name, tensor in weights.items()}
 
@@ -171,12 +179,16 @@ class SpotTrainer:
         if not self._held_out:
             return None
         gate = self._settings.trainer.temperature
-        own = self._trainer.weights()
-        self._trainer.drafter.load_state_dict(own if weights is None else weights)
+        if weights is None:
+            judged = self._trainer.evaluate(self._held_out, [gate], lambda: self._ended(lease))
+            return judged.length(gate)
+        self._at_start = own = self._trainer.weights()
+        self._trainer.drafter.load_state_dict(weights)
         try:
             judged = self._trainer.evaluate(self._held_out, [gate], lambda: self._ended(lease))
         finally:
             self._trainer.drafter.load_state_dict(own)
+            self._at_start = None
         return judged.length(gate)
 
     def _choose_vocabulary(self) -> None:

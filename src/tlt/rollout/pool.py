@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -189,11 +197,25 @@ class RolloutPool:
             )
         return await self._update("update_policy", weights, version)
 
-    async def update_drafter(self, weights: NewWeights, version: int) -> list[float]:
-        """New drafter weights for all engines, at any time; seconds each."""
-        return await self._update("update_drafter", weights, version)
+    async def update_drafter(
+        self, weights: NewWeights, version: int, skip: Collection[str] = ()
+    ) -> list[float]:
+        """New drafter weights for all engines, at any time; seconds each.
 
-    async def _update(self, method: str, new: NewWeights, version: int) -> list[float]:
+        Those that are skipped, because they sleep, get them by `refresh_drafter`.
+        """
+        return await self._update("update_drafter", weights, version, skip)
+
+    async def refresh_drafter(self, engine: str) -> None:
+        """The current drafter for an engine that was skipped."""
+        current, handle = self._weights.get("update_drafter"), self._handles.get(engine)
+        if current is not None and handle is not None:
+            with suppress(EngineGone):
+                await handle.call("update_drafter", current[0].manifest(), current[1])
+
+    async def _update(
+        self, method: str, new: NewWeights, version: int, skip: Collection[str] = ()
+    ) -> list[float]:
         from tlt.rollout.weights import SharedWeights
 
         old = self._weights.get(method)
@@ -203,7 +225,7 @@ class RolloutPool:
         # From here on a starting engine loads these; the running ones follow.
         self._weights[method] = (weights, version)
         try:
-            seconds = await self._load(method, weights.manifest(), version)
+            seconds = await self._load(method, weights.manifest(), version, skip)
         except BaseException:
             del self._weights[method]
             if old is not None:
@@ -214,9 +236,11 @@ class RolloutPool:
             old[0].close()
         return seconds
 
-    async def _load(self, method: str, manifest: dict[str, Any], version: int) -> list[float]:
+    async def _load(
+        self, method: str, manifest: dict[str, Any], version: int, skip: Collection[str]
+    ) -> list[float]:
         """Weights into all engines. One that fails where others succeed is replaced."""
-        handles = dict(self._handles)
+        handles = {name: h for name, h in self._handles.items() if name not in skip}
         calls = [handle.call(method, manifest, version) for handle in handles.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
@@ -37,9 +38,12 @@ logger = logging.getLogger(__name__)
 
 Record = dict[str, float]
 
+VERSION = "version.json"
 MAX_RESTARTS = 3
 ANSWER_S = 5.0
 """How long the coordinator may take to answer, besides stopping a trainer."""
+SWAP_S = 60.0
+"""Engines that have not taken a drafter after this time never will."""
 POLL_S = 30.0
 ALARM_DRAFTS = 200
 ALARM_LENGTH = 1.1
@@ -88,14 +92,18 @@ class Harvest(NoHarvest):
         self._epoch = 0
         self._actor: Any = None
         self._off = False
-        self._places: dict[str, TrainerPlace] = {}
+        self._engines: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """The engine at every worker, and its cores."""
         self._turns: dict[str, int] = {}
         self._idle: dict[str, str] = {}
         """Workers that the coordinator may lease, and their engines."""
         self._freeing: dict[str, asyncio.Task[None]] = {}
         self._forecast = TailForecast()
-        self._published: tuple[int, Any] = (first_version, None)
-        self._weights: dict[str, torch.Tensor] | None = None
+        self._asleep: set[str] = set()
+        """Engines whose memory is the trainers'."""
+        self._published: tuple[int, dict[str, torch.Tensor] | None, Any]
+        self._published = first_version, None, None
+        """Version, weights, and these for other processes; None are those of the start."""
         self._policy: tuple[int, Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
@@ -113,13 +121,15 @@ class Harvest(NoHarvest):
 
     def ready(self, engine: str, report: Mapping[str, Any]) -> None:
         """An engine is there: a trainer starts beside it."""
-        worker = _worker(engine)
-        place = TrainerPlace(
-            tuple(report.get("cores", ())), self._on_gpu, dict(self._place(engine))
-        )
-        if self._places.get(worker) != place:
-            self._places[worker] = place
-            self._say("join", worker, place)
+        worker, cores = _worker(engine), tuple(report.get("cores", ()))
+        known = self._engines.get(worker)
+        self._engines[worker] = engine, cores
+        if known is None or known[1] != cores:
+            self._say("join", worker, self._place_of(worker))
+
+    def _place_of(self, worker: str) -> TrainerPlace:
+        engine, cores = self._engines[worker]
+        return TrainerPlace(cores, self._on_gpu, dict(self._place(engine)))
 
     def idle(self, engine: str) -> None:
         """An engine has nothing to generate while others have."""
@@ -133,6 +143,7 @@ class Harvest(NoHarvest):
 
     async def _sleep(self, engine: str, worker: str, turn: int, remaining_s: float) -> None:
         """On a GPU the engine's memory is what the trainer needs."""
+        self._asleep.add(engine)
         await self._pool.call_engine(engine, "sleep")
         self._say("idle", worker, turn, remaining_s)
 
@@ -140,15 +151,17 @@ class Harvest(NoHarvest):
         """An engine will generate again; returns when its device is free."""
         worker = _worker(engine)
         if self._idle.pop(worker, None) is not None:
-            self._freeing[worker] = asyncio.create_task(self._free(engine, worker, wake))
+            self._freeing[worker] = asyncio.create_task(self._free(worker))
         if (freeing := self._freeing.get(worker)) is not None:
             await asyncio.shield(freeing)
+        if wake and engine in self._asleep:
+            self._asleep.discard(engine)
+            await self._pool.call_engine(engine, "wake")
+            await self._pool.refresh_drafter(engine)
 
-    async def _free(self, engine: str, worker: str, wake: bool) -> None:
+    async def _free(self, worker: str) -> None:
         try:
             await self._ask("needed", worker, self._turn(worker))
-            if self._on_gpu and wake:
-                await self._pool.call_engine(engine, "wake")
         except Exception:
             logger.exception("harvest could not give %s back as it should", worker)
         finally:
@@ -175,8 +188,9 @@ class Harvest(NoHarvest):
         started_s = time.monotonic()
         self._forecast.ended()
         self._rollout.clear()
-        engines = [*self._idle.values()]
+        engines = [*self._idle.values(), *self._asleep]
         await asyncio.gather(*(self.needed(e, wake=not self._colocated) for e in engines))
+        await asyncio.gather(*(asyncio.shield(task) for task in self._freeing.values()))
         async with self._swapping:
             pass
         self._release_max_s = max(self._release_max_s, time.monotonic() - started_s)
@@ -241,20 +255,24 @@ class Harvest(NoHarvest):
         """The published drafter, as engines load it, for a resumed run. No drafter, no harm."""
         try:
             self._save(folder)
-        except OSError as error:
-            logger.warning("the drafter could not be written to %s (%s)", folder, error)
+        except Exception as error:
+            logger.warning("the drafter could not be written to %s (%r)", folder, error)
 
     def _save(self, folder: Path) -> None:
         import torch
 
         from tlt.drafter.checkpoint import load_drafter, save_drafter
 
+        version, weights, _ = self._published
         drafter = load_drafter(Path(self._spot.drafter))
-        if self._weights is not None:
-            drafter.load_state_dict(self._weights)
-        dtype = getattr(torch, self._pool_dtype())
-        save_drafter(drafter, folder, dtype)
-        (folder / "version.json").write_text(json.dumps({"version": self._published[0]}))
+        if weights is not None:
+            drafter.load_state_dict(weights)
+        hidden = folder.with_name(f".{folder.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        save_drafter(drafter, hidden, getattr(torch, self._pool_dtype()))
+        (hidden / VERSION).write_text(json.dumps({"version": version}))
+        shutil.rmtree(folder, ignore_errors=True)
+        hidden.rename(folder)
 
     def _pool_dtype(self) -> str:
         return str(self._drafter_config().get("dtype", "bfloat16"))
@@ -272,7 +290,7 @@ class Harvest(NoHarvest):
     def _start_coordinator(self) -> None:
         self._epoch += 1
         self._before = {}
-        number, weights = self._published
+        number, _, weights = self._published
         self._actor = (
             ray.remote(CoordinatorActor)
             .options(num_cpus=0, max_restarts=0, max_concurrency=1000)
@@ -284,8 +302,8 @@ class Harvest(NoHarvest):
                 (number, [] if weights is None else [weights]),
             )
         )
-        for worker, place in self._places.items():
-            self._say("join", worker, place)
+        for worker in self._engines:
+            self._say("join", worker, self._place_of(worker))
         if self._policy is not None:
             self._say("policy_changed", self._policy[0], [self._policy[1]])
 
@@ -309,9 +327,10 @@ class Harvest(NoHarvest):
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """An answer in time, or none and another coordinator."""
-        if self._off or self._actor is None:
+        async with self._restarting:  # until the trainers of the last one are gone
+            actor = self._actor
+        if self._off or actor is None:
             return None
-        actor = self._actor
         limit_s = self._settings.leases.stop_timeout_s + ANSWER_S
         try:
             async with asyncio.timeout(limit_s):
@@ -331,7 +350,12 @@ class Harvest(NoHarvest):
             self._restarts += 1
             self._failures += 1
             if self._failures > MAX_RESTARTS:
-                self._give_up(f"its coordinator was lost {self._failures} times ({error!r})")
+                self._off = True
+                logger.error(
+                    "harvest is off for the rest of the run: %d coordinators were lost (%r)",
+                    self._failures,
+                    error,
+                )
                 return
             logger.warning("harvest's coordinator is lost (%r); another one starts", error)
             self._start_coordinator()
@@ -340,19 +364,24 @@ class Harvest(NoHarvest):
         """Return only when no trainer is left that could use an engine's device."""
         ray.kill(actor)
         trainers = []
-        for worker in self._places:
+        for worker in self._engines:
             with contextlib.suppress(ValueError):
                 trainers.append(ray.get_actor(trainer_name(self._run, self._epoch, worker)))
         for trainer in trainers:
             ray.kill(trainer)
-        for trainer in trainers:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    await trainer.pid.remote()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await asyncio.gather(
+                    *(trainer.pid.remote() for trainer in trainers), return_exceptions=True
+                )
 
-    def _give_up(self, why: str) -> None:
-        self._off = True
+    async def _give_up(self, why: str) -> None:
+        """Without harvest from here on, and nobody left on the engines' devices."""
         logger.error("harvest is off for the rest of the run: %s", why)
+        async with self._restarting:
+            actor, self._actor, self._off = self._actor, None, True
+            if actor is not None:
+                await self._end_all(actor)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -370,34 +399,42 @@ class Harvest(NoHarvest):
                 continue
             try:
                 version = await actor.next_version.remote(POLL_S)
+                if version is not None and actor is self._actor:
+                    await self._swap(version)
             except ray.exceptions.RayError as error:
                 await self._restart(actor, error)
-                continue
-            if version is None or actor is not self._actor:
-                continue
-            await self._rollout.wait()
-            await self._swap(version)
+            except Exception as error:
+                await self._give_up(f"the engines do not take a new drafter ({error!r})")
 
     async def _swap(self, version: Version) -> None:
+        """Hand a drafter to all engines, between two of their steps."""
+        weights, tensors = await asyncio.to_thread(self._for_engines, await version.weights)
+        while True:
+            await self._rollout.wait()
+            async with self._swapping:
+                if not self._rollout.is_set():
+                    continue  # it ended while we waited
+                async with asyncio.timeout(SWAP_S):
+                    seconds = await self._pool.update_drafter(
+                        tensors.items(), version.number, skip=frozenset(self._asleep)
+                    )
+                break
+        shared = await asyncio.to_thread(lambda: ray.put(pack(weights)))
+        self._published = version.number, weights, shared
+        self._swap_s += max(seconds, default=0.0)
+        logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)
+
+    def _for_engines(
+        self, packed: Packed
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The weights, and as the engines load them."""
         import torch
 
         from tlt.drafter.checkpoint import drafter_weights
 
-        try:
-            weights = unpack(await version.weights)
-            config = Eagle3Config.from_hf(self._drafter_config())
-            tensors = drafter_weights(weights, config, getattr(torch, self._pool_dtype()))
-            async with self._swapping:
-                seconds = await self._pool.update_drafter(tensors.items(), version.number)
-        except ray.exceptions.RayError:
-            return  # lost with its coordinator; the next one will do
-        except Exception as error:
-            self._give_up(f"the engines do not take drafter {version.number} ({error!r})")
-            return
-        self._weights = weights
-        self._published = version.number, ray.put(pack(weights))
-        self._swap_s += max(seconds, default=0.0)
-        logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)
+        weights = unpack(packed)
+        config = Eagle3Config.from_hf(self._drafter_config())
+        return weights, drafter_weights(weights, config, getattr(torch, self._pool_dtype()))
 
 
 def _packed_ends(weights: NewWeights) -> Packed:

@@ -30,7 +30,7 @@ from tlt.rollout.pool import RolloutPool
 from tlt.rollout.weights import remove_abandoned
 from tlt.run.cluster import start_ray, versions
 from tlt.run.folder import RunFolder
-from tlt.run.harvest import Harvest, NoHarvest
+from tlt.run.harvest import VERSION, Harvest, NoHarvest
 from tlt.run.learner import LearnerGroup, LearnerPlan
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
@@ -89,7 +89,9 @@ async def _run(
         if config.tlt.harvests:
             harvest = Harvest(
                 coordinator_settings(config),
-                spot_settings(config, str(engine.drafter)),
+                spot_settings(
+                    config, str(engine.drafter), config.engine.drafter is None and not version
+                ),
                 pool,
                 reservation.beside,
                 on_gpu=bool(config.engine.num_gpus),
@@ -128,13 +130,15 @@ async def _start(
     checkpoint: Path | None,
 ) -> None:
     if config.engine.num_gpus and config.placement.kind == "colocated":
-        await pool.start()  # ranks use the GPUs that Ray gave the engines
+        await pool.start()  # ranks and trainers use the GPUs that Ray gave the engines
         reservation.gpus_of_engines(await pool.call_all("devices"))
         await pool.call_all("sleep")
         await learner.start(checkpoint)
         await pool.call_all("wake")
         return
     await asyncio.gather(pool.start(), learner.start(checkpoint))
+    if config.engine.num_gpus:
+        reservation.gpus_of_engines(await pool.call_all("devices"))
 
 
 def learner_plan(config: TrainConfig) -> LearnerPlan:
@@ -188,10 +192,10 @@ def _with_drafter(
     if not config.tlt.harvests:
         return engine, 0
     start, version = folder.path / "drafter-start", 0
-    if checkpoint is not None and (checkpoint / "drafter").exists():
+    if checkpoint is not None and (checkpoint / "drafter" / VERSION).exists():
         shutil.rmtree(start, ignore_errors=True)
         shutil.copytree(checkpoint / "drafter", start)
-        version = int(json.loads((start / "version.json").read_text())["version"])
+        version = int(json.loads((start / VERSION).read_text())["version"])
     elif engine.drafter is not None:
         return engine, 0
     else:
@@ -227,7 +231,7 @@ def coordinator_settings(config: TrainConfig) -> CoordinatorSettings:
     )
 
 
-def spot_settings(config: TrainConfig, drafter: str) -> SpotSettings:
+def spot_settings(config: TrainConfig, drafter: str, untrained: bool) -> SpotSettings:
     tlt = config.tlt
     return SpotSettings(
         drafter=drafter,
@@ -241,7 +245,7 @@ def spot_settings(config: TrainConfig, drafter: str) -> SpotSettings:
             seed=config.run.seed,
         ),
         held_out_tokens=tlt.held_out_tokens,
-        untrained=config.engine.drafter is None,
+        untrained=untrained,
     )
 
 

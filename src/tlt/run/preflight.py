@@ -119,7 +119,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
             f"{config.sampling.temperature}: the learner would compare other probabilities; "
             "remove it"
         )
-    if engine.num_gpus and config.placement.kind == "colocated":
+    if engine.num_gpus and (config.placement.kind == "colocated" or config.tlt.harvests):
         args.setdefault("enable_sleep_mode", True)
     if config.sampling.seeded and not engine.num_gpus:
         # vLLM 0.32 dies of a seeded prompt in several chunks: it turns the sample's generator back

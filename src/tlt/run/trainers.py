@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -89,9 +89,16 @@ class SpotActor:
     def end(self, lease: int) -> None:
         self._trainer.end(lease)
 
-    def take(self, base: Packed | None, published: Packed | None, policy: Packed | None) -> None:
+    def take(
+        self,
+        base: Packed | Literal["start"] | None,
+        published: Packed | None,
+        policy: Packed | None,
+    ) -> None:
         self._trainer.take(
-            *(None if packed is None else unpack(packed) for packed in (base, published, policy))
+            unpack(base) if isinstance(base, dict) else base,
+            None if published is None else unpack(published),
+            None if policy is None else unpack(policy),
         )
 
     def train(self, lease: int, seconds: float) -> Trained:
