@@ -228,7 +228,7 @@ class TltConfig(Schema):
     min_lease_s: float = Field(default=2.0, ge=0)
     """An engine that will be idle for less is left alone."""
     lease_s: float = Field(default=60.0, gt=0)
-    """A lease ends by itself after this time; an engine that is still idle gets another."""
+    """A lease ends by itself after this time; an engine that will still be idle gets another."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
     """A trainer that has not stopped after this time is killed."""
     max_trainers: int = Field(default=8, ge=1)
