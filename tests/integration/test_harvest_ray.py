@@ -187,7 +187,7 @@ def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
             assert record["harvest/stop_max_s"] < 0.5
             trainers = processes("ray::SpotActor")
             assert len(trainers) == 2
-            cores = {place.cores for place in run.harvest._places.values()}
+            cores = {cores for _, cores in run.harvest._engines.values()}
             assert {tuple(p.cpu_affinity()) for p in trainers} == cores
             assert len(cores) == 2, "each trainer is on the core of its engine"
             await nobody_computes(trainers)

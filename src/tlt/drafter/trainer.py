@@ -72,6 +72,8 @@ class DrafterTrainer:
         self.drafter = drafter
         self.settings = settings
         self.step = 0
+        self.tokens_seen = 0
+        """Since this process began."""
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -170,6 +172,7 @@ class DrafterTrainer:
         if math.isfinite(norm):
             self.optimizer.step()
         self.step += 1
+        self.tokens_seen += len(row.token_ids_T)
         return loss.item()
 
     def loss(self, row: Row, should_stop: ShouldStop = lambda: False) -> torch.Tensor:

@@ -115,6 +115,7 @@ class SpotTrainer:
         until_s = time.monotonic() + seconds
         self._choose_vocabulary()
         losses: list[float] = []
+        seen = self._trainer.tokens_seen
         self._at_start = self._trainer.weights()
         try:
             num_steps = self._trainer.session(
@@ -130,7 +131,7 @@ class SpotTrainer:
             raise FloatingPointError("the drafter's loss is not finite; it starts again")
         return Trained(
             num_steps=num_steps,
-            num_tokens=num_steps * self._settings.trainer.row_tokens,
+            num_tokens=self._trainer.tokens_seen - seen,
             loss=sum(losses) / max(1, len(losses)),
             starved=not self._buffer.sizes(),
         )
