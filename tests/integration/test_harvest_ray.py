@@ -115,7 +115,8 @@ class Run:
         return samples
 
     async def _when_training(self, then: Callable[[], Any]) -> None:
-        while not await self.training():
+        """Once a trainer is at work, of a coordinator that has seen results before."""
+        while not (await self.trained_tokens() and await self.training()):
             await asyncio.sleep(0.05)
         result = then()
         if asyncio.iscoroutine(result):
@@ -263,6 +264,7 @@ async def killed_once(run: Run, victim: Callable[[Run], Awaitable[None]]) -> Non
         num_killed += 1
 
     while num_killed == 0:
+        assert not run.harvest._off
         await run.rollout(strike)
     await run.pool.wait_ready(2)
     await run.harvest.record()  # what it has trained counts for it
