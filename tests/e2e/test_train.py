@@ -133,27 +133,25 @@ def test_everything_switched_on(policy: Path) -> None:
 
 def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy: Path) -> None:
     settings = (
-        f"{RECIPE} run.out=runs/harvest sampling.prompts_per_step=4 sampling.max_tokens=900 "
+        f"{RECIPE} run.out=runs/harvest sampling.prompts_per_step=8 sampling.max_tokens=900 "
         "sampling.forced_lengths={median=20,p95=200,longest=900} engine.core_group=test-train "
         "engine.engine_args={enforce_eager=true,max_model_len=1024,max_num_seqs=64} "
         "eval.every_steps=0 checkpoint.every_steps=2 tlt.enabled=true tlt.min_lease_s=0.1 "
         "tlt.session_s=1 tlt.lr=3e-3"
     )
-    tlt(f"train {settings} run.num_steps=6", policy)
+    tlt(f"train {settings} run.num_steps=12", policy)
     run = policy / "runs" / "harvest"
     found = records(run)
-    assert steps_of(found) == [1, 2, 3, 4, 5, 6]
+    assert steps_of(found) == list(range(1, 13))
     assert sum(r["harvest/published"] for r in found) >= 1
     assert sum(r["harvest/faults"] + r["harvest/kills"] for r in found) == 0
     assert max(r["harvest/stop_max_s"] for r in found) < 1.0
     assert (run / "drafter" / "model.safetensors").exists()
-    saved = json.loads(
-        (run / "checkpoints" / "step-000006" / "drafter" / "version.json").read_text()
-    )
+    checkpoint = run / "checkpoints" / "step-000012"
+    saved = json.loads((checkpoint / "drafter" / "version.json").read_text())
     assert saved["version"] >= found[-1]["drafter_version"] >= 1
-    tlt(f"train {settings} run.num_steps=8 --resume", policy)
-    resumed = records(run)
-    assert steps_of(resumed) == [1, 2, 3, 4, 5, 6, 7, 8]
+    tlt(f"train {settings} run.num_steps=14 --resume", policy)
+    assert steps_of(records(run)) == list(range(1, 15))
     end = json.loads((run / "drafter" / "version.json").read_text())
     assert end["version"] >= saved["version"]
 

@@ -38,6 +38,10 @@ from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
 
 
+HELD_OUT_SHARE = 1 / 8
+"""Of the captured samples: without any, no drafter can be judged, and so none published."""
+
+
 def launch(
     config: TrainConfig,
     resume: bool,
@@ -254,6 +258,7 @@ def buffer_settings(config: TrainConfig) -> BufferSettings:
         folder=str(buffer_folder(config)),
         capacity_bytes=int(config.capture.capacity_gib * 2**30),
         max_sample_tokens=config.capture.max_sample_tokens,
+        held_out_share=HELD_OUT_SHARE,
     )
 
 
