@@ -150,6 +150,7 @@ async def running(tiny: Path, spot: SpotSettings) -> AsyncIterator[Run]:
     settings = CoordinatorSettings(LeaseSettings(min_s=0.2, stop_timeout_s=1.0), session_s=1.0)
     harvest = Harvest(settings, spot, pool, lambda name: {}, on_gpu=False)
     pool.listen(harvest)
+    harvest.open()
     async with pool:
         harvest.start()
         embedding = read_tensors(tiny, [EMBEDDING, "lm_head.weight"])

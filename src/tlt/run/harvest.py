@@ -65,6 +65,7 @@ class NoHarvest:
         return {}
 
     def save(self, folder: Path) -> None: ...
+    def open(self) -> None: ...
     def start(self) -> None: ...
     async def stop(self) -> None: ...
 
@@ -92,6 +93,7 @@ class Harvest(NoHarvest):
         self._epoch = 0
         self._actor: Any = None
         self._off = False
+        self._started = False
         self._engines: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The engine at every worker, and its cores."""
         self._turns: dict[str, int] = {}
@@ -124,7 +126,7 @@ class Harvest(NoHarvest):
         worker, cores = _worker(engine), tuple(report.get("cores", ()))
         known = self._engines.get(worker)
         self._engines[worker] = engine, cores
-        if known is None or known[1] != cores:
+        if self._started and (known is None or known[1] != cores):
             self._say("join", worker, self._place_of(worker))
 
     def _place_of(self, worker: str) -> TrainerPlace:
@@ -283,8 +285,15 @@ class Harvest(NoHarvest):
 
     # --- life ---------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def open(self) -> None:
+        """Start the coordinator's process, while engines start."""
         self._start_coordinator()
+
+    def start(self) -> None:
+        """Trainers beside all engines, which are running."""
+        self._started = True
+        for worker in self._engines:
+            self._say("join", worker, self._place_of(worker))
         self._task(self._publish_versions())
 
     def _start_coordinator(self) -> None:
@@ -302,8 +311,9 @@ class Harvest(NoHarvest):
                 (number, [] if weights is None else [weights]),
             )
         )
-        for worker in self._engines:
-            self._say("join", worker, self._place_of(worker))
+        if self._started:
+            for worker in self._engines:
+                self._say("join", worker, self._place_of(worker))
         if self._policy is not None:
             self._say("policy_changed", self._policy[0], [self._policy[1]])
 

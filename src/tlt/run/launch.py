@@ -37,7 +37,6 @@ from tlt.run.preflight import Prepared, buffer_folder, prepare
 from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
 
-
 HELD_OUT_SHARE = 1 / 8
 """Of the captured samples: without any, no drafter can be judged, and so none published."""
 
@@ -113,6 +112,7 @@ async def _run(
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(harvest.stop)
         show("starting engines and learner", 0, 1)
+        harvest.open()
         await _start(config, pool, learner, reservation, checkpoint)
         harvest.start()
         training = Training(
