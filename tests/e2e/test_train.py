@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 SEEDS = (0, 1, 2)
-ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "2"))
+ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "1"))
 """Kills of each kind; five take a quarter of an hour."""
 STEPS = 4 * (ROUNDS + 1)
 SHORT = (
