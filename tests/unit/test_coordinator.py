@@ -167,6 +167,19 @@ def test_an_idle_worker_trains_and_what_is_better_is_published() -> None:
     run(scene)
 
 
+def test_what_takes_several_short_leases_to_learn_is_judged_in_the_next() -> None:
+    async def scene() -> None:
+        long = CoordinatorSettings(SETTINGS.leases, session_s=0.3)
+        async with Setting(long) as s:
+            for _ in range(4):
+                s.idle("a")
+                await asyncio.sleep(0.1)
+                await s.needed("a")
+            assert s.coordinator.tally.published >= 1
+
+    run(scene)
+
+
 def test_what_is_not_better_or_not_to_be_published_stays_here() -> None:
     async def scene() -> None:
         async with Setting() as s:

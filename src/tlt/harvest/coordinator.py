@@ -164,6 +164,9 @@ class Coordinator:
         self._timer: asyncio.TimerHandle | None = None
         self._round: _Round | None = None
         self._num_rounds = 0
+        self._unjudged_s = 0.0
+        """Of training since the last judgement. Where leases are short, it takes several of them to
+        learn something worth judging; the next lease then begins with that."""
         self._head: _Head | None = None
         self._known: Any = "start"
         """The last weights of a head that are known here."""
@@ -370,7 +373,7 @@ class Coordinator:
                 started_s = self._clock()
                 trained = await trainer.train(lease, max(0.0, current.ends_s - started_s))
                 self._count(trained, started_s)
-                if trained.num_steps:
+                if trained.num_steps or self._unjudged_s:
                     current.results[worker] = lease, trainer, trained
             finally:
                 current.members.pop(worker, None)
@@ -430,6 +433,7 @@ class Coordinator:
 
     def _count(self, trained: Trained, started_s: float) -> None:
         self.tally.used_s += self._clock() - started_s
+        self._unjudged_s += self._clock() - started_s
         self.tally.trained_tokens += trained.num_tokens
         self.tally.trained_steps += trained.num_steps
         if trained.num_steps:
@@ -440,7 +444,8 @@ class Coordinator:
     def _join_round(self, worker: str, lease: int) -> _Round:
         if self._round is None:
             self._num_rounds += 1
-            self._round = _Round(self._num_rounds, self._clock() + self._settings.session_s)
+            left_s = max(0.0, self._settings.session_s - self._unjudged_s)
+            self._round = _Round(self._num_rounds, self._clock() + left_s)
             self._start(self._close(self._round))
         self._round.members[worker] = lease
         return self._round
@@ -496,6 +501,7 @@ class Coordinator:
         judged = await trainer.judge(lease)
         self._set_head(leader)
         if judged is not None:
+            self._unjudged_s = 0.0
             self.tally.length = judged.length
             await self._keep(leader, lease, trainer, judged)
         self.tally.used_s += self._clock() - started_s
