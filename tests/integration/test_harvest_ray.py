@@ -211,7 +211,8 @@ async def until_published(run: Run) -> None:
 
 
 async def two_at_once_are_merged(run: Run) -> None:
-    run.harvest._forecast = TailForecast()
+    run.harvest._forecast = TailForecast()  # nothing is known: it may take long
+    run.harvest.rollout_started(2)
     for engine in ("engine-0", "engine-1"):
         run.harvest.idle(engine)
     async with asyncio.timeout(40):
