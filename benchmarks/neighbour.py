@@ -19,8 +19,11 @@ import random
 import shutil
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from tlt.bench.metrics import spread
 
 RESULT = Path(__file__).parent / "results" / "neighbour.json"
 MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
@@ -129,11 +132,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
             ratios = [p["beside"] / p["alone"] for p in pairs]
             result[f"batch_{batch}"] = {
                 "pairs_s": pairs,
-                "slow_down": {
-                    "median": statistics.median(ratios),
-                    "low": min(ratios),
-                    "high": max(ratios),
-                },
+                "slow_down": asdict(spread(ratios)),
             }
     finally:
         await trainer.kill()

@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from tlt.bench.metrics import spread
 
 RESULT = Path(__file__).parent / "results" / "served.json"
 PORTS = {"plain": 8431, "drafted": 8432}
@@ -111,11 +113,7 @@ def main() -> None:
     result: dict[str, Any] = {"rounds": found}
     for at_once in (1, 4):
         ratios = [r["drafted"] / r["plain"] for r in found if r["at_once"] == at_once]
-        result[f"speed_up_{at_once}"] = {
-            "median": statistics.median(ratios),
-            "low": min(ratios),
-            "high": max(ratios),
-        }
+        result[f"speed_up_{at_once}"] = asdict(spread(ratios))
         print(at_once, "at once:", result[f"speed_up_{at_once}"])
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -31,8 +31,12 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from tlt.bench.metrics import spread
+from tlt.observe.record import read
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -76,8 +80,7 @@ def run(arm: str, repeat: int, options: argparse.Namespace) -> list[Record]:
         started_s = time.monotonic()
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         print(f"{arm} {repeat}: {(time.monotonic() - started_s) / 60:.1f} minutes", flush=True)
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["step"] > 0]
+    return [record for record in read(out / "metrics.jsonl") if record["step"] > 0]
 
 
 def total(records: list[Record], name: str) -> float:
@@ -112,24 +115,21 @@ def figures(records: list[Record]) -> dict[str, Any]:
     return found
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-
-
 def compare(runs: dict[str, list[dict[str, Any]]], base: str) -> dict[str, Any]:
     """Speed-ups over `base`, in pairs of a repeat; also per token, as lengths differ by chance."""
     result = {}
     for arm, found in runs.items():
         pairs = list(zip(runs[base], found, strict=False))
         result[arm] = {
-            "end_to_end": spread([a["step_s"] / b["step_s"] for a, b in pairs]),
-            "rollout": spread([a["rollout_s"] / b["rollout_s"] for a, b in pairs]),
-            "rollout_per_token": spread(
-                [
+            name: asdict(spread(ratios))
+            for name, ratios in {
+                "end_to_end": [a["step_s"] / b["step_s"] for a, b in pairs],
+                "rollout": [a["rollout_s"] / b["rollout_s"] for a, b in pairs],
+                "rollout_per_token": [
                     a["rollout_s"] / a["output_tokens"] * b["output_tokens"] / b["rollout_s"]
                     for a, b in pairs
-                ]
-            ),
+                ],
+            }.items()
         }
     return result
 

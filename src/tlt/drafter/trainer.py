@@ -227,20 +227,17 @@ class DrafterTrainer:
         published: dict[str, torch.Tensor],
         held_out: Sequence[Captured],
         temperatures: Sequence[float] = (),
-        should_stop: ShouldStop = lambda: False,
     ) -> tuple[bool, Acceptance]:
         """Whether the current weights draft longer than `published`; how they are judged.
 
         Both on the same samples: what is held out changes as the policy moves.
         """
         gate = self.settings.temperature
-        new = self.evaluate(held_out, [gate, *temperatures], should_stop)
+        new = self.evaluate(held_out, [gate, *temperatures])
         current = self.weights()
         self.drafter.load_state_dict(published)
-        try:
-            old = self.evaluate(held_out, [gate], should_stop)
-        finally:
-            self.drafter.load_state_dict(current)
+        old = self.evaluate(held_out, [gate])
+        self.drafter.load_state_dict(current)
         return new.length(gate) > old.length(gate), new
 
     # --- state --------------------------------------------------------------------------------

@@ -132,11 +132,10 @@ class _Head:
 
 
 class _Round:
-    def __init__(self, number: int, ends_s: float) -> None:
-        self.number = number
+    def __init__(self, ends_s: float) -> None:
         self.ends_s = ends_s
-        self.members: dict[str, int] = {}
-        """Leases of those at work."""
+        self.members: set[str] = set()
+        """Those at work."""
         self.results: dict[str, tuple[int, TrainerHandle, Trained]] = {}
         """Lease, trainer and result of those that are done, or were called back."""
         self.leader: str | None = None
@@ -163,7 +162,6 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._round: _Round | None = None
-        self._num_rounds = 0
         self._unjudged_s = 0.0
         """Of training since the last judgement. Where leases are short, it takes several of them to
         learn something worth judging; the next lease then begins with that."""
@@ -366,7 +364,7 @@ class Coordinator:
     async def _work(self, worker: str, lease: int, trainer: TrainerHandle) -> float:
         """Round after round until the lease ends; how long to rest afterwards."""
         while self._leases.lease_of(worker) == lease:
-            current = self._join_round(worker, lease)
+            current = self._join_round(worker)
             try:
                 await self._bring_up_to_date(worker, lease, trainer)
                 self._at_head.discard(worker)
@@ -376,7 +374,7 @@ class Coordinator:
                 if trained.num_steps or self._unjudged_s:
                     current.results[worker] = lease, trainer, trained
             finally:
-                current.members.pop(worker, None)
+                current.members.discard(worker)
                 current.changed.set()
             if trained.starved:
                 return REST_S
@@ -441,13 +439,12 @@ class Coordinator:
 
     # --- rounds -------------------------------------------------------------------------------
 
-    def _join_round(self, worker: str, lease: int) -> _Round:
+    def _join_round(self, worker: str) -> _Round:
         if self._round is None:
-            self._num_rounds += 1
             left_s = max(0.0, self._settings.session_s - self._unjudged_s)
-            self._round = _Round(self._num_rounds, self._clock() + left_s)
+            self._round = _Round(self._clock() + left_s)
             self._start(self._close(self._round))
-        self._round.members[worker] = lease
+        self._round.members.add(worker)
         return self._round
 
     async def _close(self, current: _Round) -> None:

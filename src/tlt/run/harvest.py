@@ -292,9 +292,12 @@ class Harvest(NoHarvest):
     def start(self) -> None:
         """Trainers beside all engines, which are running."""
         self._started = True
+        self._join_all()
+        self._task(self._publish_versions())
+
+    def _join_all(self) -> None:
         for worker in self._engines:
             self._say("join", worker, self._place_of(worker))
-        self._task(self._publish_versions())
 
     def _start_coordinator(self) -> None:
         self._epoch += 1
@@ -312,8 +315,7 @@ class Harvest(NoHarvest):
             )
         )
         if self._started:
-            for worker in self._engines:
-                self._say("join", worker, self._place_of(worker))
+            self._join_all()
         if self._policy is not None:
             self._say("policy_changed", self._policy[0], [self._policy[1]])
 

@@ -232,8 +232,5 @@ class CoordinatorActor:
     async def metrics(self) -> dict[str, float]:
         return self._coordinator.metrics()
 
-    async def stop_seconds(self) -> list[float]:
-        return self._coordinator.stop_seconds()
-
     async def shutdown(self) -> None:
         await self._coordinator.shutdown()
