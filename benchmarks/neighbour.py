@@ -1,12 +1,13 @@
 """What an engine loses while the core beside it trains the drafter, and how soon that one is free.
 
-    python benchmarks/neighbour.py [--rounds 6] [--seconds 3]
+    python benchmarks/neighbour.py [--rounds 10] [--seconds 1]
 
-One compiled engine on one core generates all the time, at batch 4 and at batch 1; a trainer on the
-other core works in every second interval of a few seconds. Compared are the engine's median step
-times in neighbouring intervals. After each, the trainer's lease is called back in the middle of its
-work: how long it takes until it has stopped, as the coordinator would see it. Writes
-benchmarks/results/neighbour.json.
+One compiled engine on one core generates all the time, at batch 1 and at batch 4; a trainer on the
+other core works in every second interval of about a second. The machine itself grows faster and
+slower over minutes, so each interval beside a trainer is compared with the two around it: the
+engine's median step time against the mean of theirs. After each, the trainer's lease is called back
+in the middle of its work: how long it takes until it has stopped, as the coordinator would see it.
+Writes benchmarks/results/neighbour.json.
 """
 
 from __future__ import annotations
@@ -14,22 +15,40 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from tlt.bench.metrics import spread
 
 RESULT = Path(__file__).parent / "results" / "neighbour.json"
 MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
 NUM_SAMPLES = 24
-MIN_STEPS = 20
+MIN_STEPS = 8
 """An interval with fewer steps says nothing."""
+
+
+def slow_down(intervals: list[tuple[bool, float]]) -> dict[str, Any]:
+    """Of (beside a trainer?, seconds of a step) in the order of time."""
+    ratios = [
+        beside / statistics.fmean((before, after))
+        for (a, before), (b, beside), (c, after) in zip(
+            intervals, intervals[1:], intervals[2:], strict=False
+        )
+        if b and not a and not c
+    ]
+    logs = [math.log(ratio) for ratio in ratios]
+    error = statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    return {
+        "median": statistics.median(ratios),
+        "mean": math.exp(mean),
+        "interval_95": [math.exp(mean - 1.96 * error), math.exp(mean + 1.96 * error)],
+        "count": len(ratios),
+    }
 
 
 def fill_buffer(folder: str) -> Any:
@@ -93,16 +112,15 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     lease = 0
     rng = random.Random(0)
     try:
-        for batch in (4, 1):
-            pairs: list[dict[str, float]] = []
+        for batch in (1, 4):
+            intervals: list[tuple[bool, float]] = []
             for round_ in range(rounds):
                 spec = SamplingSpec(1500, temperature=1.0, ignore_eos=True, logprobs=False)
                 ids = [f"{batch}/{round_}/{i}" for i in range(batch)]
                 await engine.submit([SampleRequest(i, tuple(prompt), spec) for i in ids])
                 done = asyncio.create_task(all_finished(engine, batch))
                 await asyncio.sleep(1.0)
-                found: dict[str, float] = {}
-                beside = bool(round_ % 2)
+                beside = False
                 while not done.done():
                     work = None
                     if beside:
@@ -110,7 +128,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
                         await trainer.begin(lease, 1000)
                         work = asyncio.create_task(trainer.train(lease, 1000))
                     await engine.call("take_trace")
-                    await asyncio.sleep(seconds + rng.random() / 2)
+                    await asyncio.sleep(seconds * rng.uniform(0.9, 1.1))
                     trace = await engine.call("take_trace")
                     if work is not None:
                         asked_s = time.monotonic()
@@ -123,16 +141,12 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
                         if r.num_decodes == batch and not r.num_prefill_tokens
                     ]
                     if len(steps) >= MIN_STEPS:
-                        found["beside" if beside else "alone"] = statistics.median(steps)
-                    if len(found) == 2:
-                        pairs.append(found)
-                        print(batch, {k: round(1000 * v, 2) for k, v in found.items()}, flush=True)
-                        found = {}
+                        intervals.append((beside, statistics.median(steps)))
                     beside = not beside
-            ratios = [p["beside"] / p["alone"] for p in pairs]
+                print(batch, slow_down(intervals), flush=True)
             result[f"batch_{batch}"] = {
-                "pairs_s": pairs,
-                "slow_down": asdict(spread(ratios)),
+                "slow_down": slow_down(intervals),
+                "alone_s": statistics.median(s for beside, s in intervals if not beside),
             }
     finally:
         await trainer.kill()
@@ -152,8 +166,8 @@ def main() -> None:
     from tlt.run.cluster import start_ray
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=1.0)
     options = parser.parse_args()
     start_ray(2)
     result = asyncio.run(measure(options.rounds, options.seconds))

@@ -7,9 +7,9 @@ time, over the same problems. A run that is complete in runs/e2e is not run agai
 results/e2e/<kind>.json and .png.
 
 Kinds:
-- tail: the regime of the field. 32 samples a step, median 45 tokens, longest 900, the same lengths
-  in all arms: long sums, each response cut off at its length. Speed is all that differs; the reward
-  is a coin, the learning rate next to nothing.
+- tail: the regime of the field. 16 samples a step, median 30 tokens, longest 560, the same lengths
+  in all arms: sums of 60 terms, the longest that policy and drafter know, each response cut off at
+  its length. Speed is all that differs; the reward is a coin, the learning rate next to nothing.
 - equal: 128 samples of 64 tokens: no tail to tame, little to win.
 - moving: lengths as they come, exact rewards, a learning rate at which the policy moves.
 
@@ -53,8 +53,9 @@ ARMS = {
 }
 KINDS = {
     "tail": [
-        "task.parameters={min_digits=1, max_digits=2, min_terms=90, max_terms=90}",
-        "sampling.forced_lengths={median=45, p95=350, longest=900}",
+        "task.parameters={min_digits=1, max_digits=2, min_terms=60, max_terms=60}",
+        "sampling.prompts_per_step=2",
+        "sampling.forced_lengths={median=30, p95=400, longest=560}",
         'reward.function="coin:score"',
     ],
     "equal": [

@@ -2,64 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Before torch starts its threads: tests that run side by side have a core each.
-    _cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {_cores[int(worker.removeprefix("gw")) % len(_cores)]})
 
 from engine_process import EngineProcess
+from workloads import TINY_ARGS, EngineFactory
 
 from tlt.config.rollout import EngineConfig
-
-TINY_ARGS = {
-    "enforce_eager": True,
-    "dtype": "float32",
-    "max_model_len": 512,
-    "max_num_seqs": 64,
-}
-RESTLESS = {
-    "kind": "adaptive",
-    "look_every_steps": 2,
-    "dwell_steps": 1,
-    "margin": 0.0,
-    "probe_share": 1.0,
-    "first_probes_steps": 1e9,
-    "switches_per_s": 1e9,
-}
-"""The adaptive policy without its caution: it looks at every drafter all the time."""
-SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1, 2, 4, 8)]
-
-
-def random_prompts(count: int, seed: int = 0, vocab: tuple[int, int] = (4, 260)) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(*vocab) for _ in range(rng.randint(5, 40))] for _ in range(count)]
-
-
-def greedy(policy, prompts, max_tokens: int) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
-    """The reference: what transformers says, prompt by prompt."""
-    import torch
-
-    tokens = []
-    for prompt in prompts:
-        output = policy.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        tokens.append(tuple(output[0, len(prompt) :].tolist()))
-    return tokens
 
 
 @pytest.fixture(scope="session")
@@ -87,9 +42,6 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tlt.models import smollm2
 
     return smollm2.make(tmp_path_factory.mktemp("models") / "smollm2")
-
-
-EngineFactory = Callable[..., EngineProcess]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def test_asynchronous_engine_on_a_gpu(tiny: Path, tiny_drafter: Path) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    from conftest import TINY_ARGS, random_prompts
+    from workloads import TINY_ARGS, random_prompts
 
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import SampleRequest, SamplingSpec

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY_ARGS, EngineFactory
+from workloads import TINY_ARGS, EngineFactory
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SamplingSpec

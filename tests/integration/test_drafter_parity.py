@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_prompts
+from workloads import random_prompts
 
 pytestmark = pytest.mark.vllm
 

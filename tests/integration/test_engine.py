@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SWITCHING_ARMS, EngineFactory, random_prompts
 from engine_process import EngineProcess
+from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError

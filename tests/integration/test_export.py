@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import greedy, random_prompts
+from workloads import greedy, random_prompts
 
 from tlt.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import TINY_ARGS, random_prompts
+from workloads import TINY_ARGS, random_prompts
 
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec
@@ -152,7 +152,7 @@ async def running(tiny: Path, spot: SpotSettings) -> AsyncIterator[Run]:
     pool.listen(harvest)
     harvest.open()
     async with pool:
-        harvest.start()
+        await harvest.start()
         embedding = read_tensors(tiny, [EMBEDDING, "lm_head.weight"])
         harvest.policy_changed(list(embedding.items()), 1)
         run = Run(pool, harvest)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import EngineFactory, random_prompts
 from engine_process import EngineProcess
+from workloads import EngineFactory, random_prompts
 
 from tlt.contracts import Sample, SamplingSpec
 

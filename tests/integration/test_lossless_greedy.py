@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RESTLESS, SWITCHING_ARMS, EngineFactory, random_prompts
 from engine_process import EngineProcess
+from workloads import RESTLESS, SWITCHING_ARMS, EngineFactory, random_prompts
 
 from tlt.contracts import SamplingSpec
 

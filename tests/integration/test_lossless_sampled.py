@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import RESTLESS, SWITCHING_ARMS, TINY_ARGS, EngineFactory
 from engine_process import EngineProcess
 from two_sample import same_distribution
+from workloads import RESTLESS, SWITCHING_ARMS, TINY_ARGS, EngineFactory
 
 from tlt.contracts import SamplingSpec
 from tlt.errors import EngineUnsafe

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_ARGS, random_prompts
+from workloads import TINY_ARGS, random_prompts
 
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import SampleRequest, SamplingSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import random_prompts
+from workloads import random_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -169,9 +169,9 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     import torch
-    from conftest import SWITCHING_ARMS
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+    from workloads import SWITCHING_ARMS
 
     from tlt.config.rollout import EngineConfig
     from tlt.rollout.vllm.args import engine_args

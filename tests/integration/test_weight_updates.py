@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import EngineFactory, greedy, random_prompts
 from engine_process import EngineProcess
+from workloads import EngineFactory, greedy, random_prompts
 
 from tlt.contracts import SamplingSpec
 from tlt.errors import ConfigError, EngineError

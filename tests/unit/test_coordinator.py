@@ -1,4 +1,4 @@
-"""The coordinator with trainers that can be made to hang, fail and die; real asyncio."""
+"""The coordinator with trainers that can be made to hang, fail and die, in simulated time."""
 
 import asyncio
 import itertools
@@ -14,6 +14,7 @@ from tlt.harvest.coordinator import (
     TrainerGone,
 )
 from tlt.harvest.leases import LeaseSettings
+from tlt.simulate import clock
 
 SETTINGS = CoordinatorSettings(
     LeaseSettings(min_s=0.01, lease_s=30, resend_s=0.05, stop_timeout_s=0.2), session_s=0.05
@@ -112,7 +113,7 @@ class FakeTrainer:
 class Setting:
     def __init__(self, settings: CoordinatorSettings = SETTINGS, workers: str = "ab") -> None:
         self.trainers: dict[str, list[FakeTrainer]] = {}
-        self.coordinator = Coordinator(settings, self._spawn)
+        self.coordinator = Coordinator(settings, self._spawn, clock=clock.now_s)
         for worker in workers:
             self.coordinator.join(worker)
         self.coordinator.policy_changed(1, "policy")
@@ -143,7 +144,7 @@ class Setting:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10))
+    clock.run(asyncio.wait_for(test(), 10))
 
 
 def test_an_idle_worker_trains_and_what_is_better_is_published() -> None:
@@ -437,4 +438,4 @@ def test_many_workers_come_and_go(num_workers: int) -> None:
             await watching
             assert longest < 0.25
 
-    run(scene)
+    asyncio.run(asyncio.wait_for(scene(), 10))  # as fast as it can, not as simulated

@@ -12,24 +12,28 @@ ALLOWED = {
     "__init__": set(),
     "errors": set(),
     "packing": set(),
+    "spans": set(),
     "contracts": set(),
     "config": {"contracts", "errors"},
-    "speculation": {"contracts", "errors", "config"},
+    "speculation": {"contracts", "errors", "config", "spans"},
     "tasks": {"contracts", "errors", "config"},
     "models": {"contracts", "errors", "config"},
     "learner": {"contracts", "errors", "config", "packing"},
     "drafter": {"contracts", "errors", "config"},
-    "rollout": {"contracts", "errors", "config", "speculation"},
-    "harvest": {"contracts", "errors", "config", "drafter"},
-    "observe": {"contracts", "errors", "config"},
+    "rollout": {"contracts", "errors", "config", "speculation", "spans"},
+    "harvest": {"contracts", "errors", "config", "drafter", "spans"},
+    "observe": {"contracts", "errors", "config", "spans"},
+    "simulate": {
+        *("contracts", "errors", "config", "speculation", "harvest", "observe", "tasks", "spans"),
+    },
     "diagnosis": {"contracts", "errors", "config"},
     "bench": {"contracts", "errors", "config", "speculation", "rollout", "tasks"},
 }
-ALLOWED["run"] = {*ALLOWED} - {"bench", "diagnosis"}
+ALLOWED["run"] = {*ALLOWED} - {"bench", "diagnosis", "simulate"}
 ALLOWED["cli"] = {*ALLOWED, "run", "bench"} - {"cli"}
 ALLOWED["__main__"] = {"cli"}
 
-STDLIB_ONLY = {"contracts", "errors", "packing", "__init__"}
+STDLIB_ONLY = {"contracts", "errors", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "speculation"}
 PURE = {ROOT / "harvest" / name for name in ("leases.py", "forecast.py", "coordinator.py")}
 HEAVY = {"torch", "vllm", "ray", "transformers", "numpy"}

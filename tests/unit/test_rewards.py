@@ -136,7 +136,7 @@ def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFixture)
 
 def test_workers_that_do_not_start_end_no_run() -> None:
     async def run(pool: RewardPool) -> None:
-        pool._stalled_s = 0.01
+        pool._stalled_s = 0.0
         assert (await pool.score(problem(), "1")).fault == "crash"
         pool._stalled_s = 30.0
         assert (await pool.score(problem(), "1")).value == 1.0

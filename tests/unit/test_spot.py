@@ -1,5 +1,6 @@
 """The trainer beside an engine: it stops when told, merges what fits, publishes what is better."""
 
+import random
 import threading
 import time
 from pathlib import Path
@@ -15,10 +16,13 @@ from tlt.drafter.buffer import BufferSettings, SampleBuffer  # noqa: E402
 from tlt.drafter.checkpoint import save_drafter  # noqa: E402
 from tlt.drafter.trainer import TrainerSettings  # noqa: E402
 from tlt.harvest.spot import (  # noqa: E402
+    DOUBT_TOKENS,
     EMBEDDING,
+    SURE,
     SpotSettings,
     SpotTrainer,
     averaged,
+    difference,
     head_and_embedding,
     windows,
 )
@@ -64,6 +68,19 @@ def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(settings: Sp
     again = one.judge(1)
     assert again is not None
     assert not again.better, "nothing is better than itself"
+
+
+def test_a_difference_is_told_from_chance() -> None:
+    rng = random.Random(0)
+    sizes = [rng.randint(20, 250) for _ in range(12)]
+    old = [2.5 + rng.gauss(0, 0.5) for _ in sizes]
+    for gain, is_sure in ((0.0, False), (0.02, False), (0.15, True), (-0.15, True)):
+        new = [length + gain + rng.gauss(0, 0.1) for length in old]
+        found, error = difference(new, old, sizes)
+        assert found == pytest.approx(gain, abs=0.08)
+        assert (abs(found) > SURE * error) == is_sure
+    # One window says little, unless it says a lot.
+    assert difference([2.6], [2.5], [200]) == pytest.approx((0.1, DOUBT_TOKENS))
 
 
 def test_without_a_lease_it_does_nothing(settings: SpotSettings) -> None:

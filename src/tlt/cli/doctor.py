@@ -1,17 +1,30 @@
-"""`tlt doctor`: what is here, what works, and the command that fixes what does not."""
+"""`tlt doctor`: what is here, what works, and what to do about what does not."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from tlt.cli.options import print_findings
 from tlt.diagnosis import Status, diagnose
 
 
-def doctor() -> None:
-    """Check hardware, engine and features of this machine."""
+def doctor(
+    run: Annotated[
+        Path | None, typer.Option(help="Folder of a `tlt train`: say what holds it back.")
+    ] = None,
+) -> None:
+    """Check hardware, engine and features of this machine; or, with --run, a run."""
     console = Console()
+    if run is not None:
+        from tlt.observe.report import look_at
+
+        print_findings(console, look_at(run))
+        return
     with console.status("looking around; loading vLLM takes a few seconds"):
         findings = diagnose()
     marks = {Status.OK: "[green]ok[/]", Status.INFO: "[blue]--[/]", Status.BAD: "[red]missing[/]"}

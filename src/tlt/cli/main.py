@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import tlt
-from tlt.cli import bench, doctor, drafter, models, sft, train
+from tlt.cli import bench, doctor, drafter, models, report, sft, simulate, train, watch
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,8 +21,12 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.command("sft")(sft.sft)
 app.command("train")(train.train)
+app.command("watch")(watch.watch)
+app.command("report")(report.report)
 app.add_typer(drafter.app, name="drafter")
 app.add_typer(bench.app, name="bench")
+app.command("calibrate")(simulate.calibrate)
+app.command("simulate")(simulate.simulate)
 
 
 def _version(show: bool) -> None:

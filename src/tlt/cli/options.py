@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from tlt.observe.report import RunView
 
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")]
 
@@ -24,6 +28,16 @@ def require_plots() -> None:
 def command_line() -> str:
     """What the user typed, for the record beside the figures."""
     return "tlt " + " ".join(sys.argv[1:])
+
+
+def print_findings(console: Console, view: RunView) -> None:
+    """What holds a run back, and what to change."""
+    from tlt.observe.bottleneck import findings
+
+    for finding in findings(view):
+        console.print(
+            f"{finding.says}\n[green]->[/] {finding.change}", highlight=False, soft_wrap=True
+        )
 
 
 def result_table(title: str) -> Table:

@@ -198,6 +198,8 @@ class MetricsConfig(Schema):
     """Serve the latest values at this port; 0 takes a free one."""
     prometheus_host: str = "127.0.0.1"
     """Address to serve at: by default only this machine can read it."""
+    timeline: bool = True
+    """Write where every worker's seconds go to `timeline.json`, for Perfetto and `tlt report`."""
     keep_samples: int = Field(default=8, ge=0)
     """Samples of every step that are written down to be read."""
 
@@ -212,8 +214,10 @@ class TltConfig(Schema):
     """Whether idle workers train the drafter: `on`; `unpublished` does all the work but tells the
     engines nothing, to measure what it costs; `off` leaves the drafter as it is, if there is
     one."""
-    lr: float = Field(default=3e-4, gt=0)
-    """Learning rate of the drafter."""
+    lr: float | None = Field(default=None, gt=0, examples=[1e-4])
+    """Learning rate of the drafter; by default 1e-4, or 1e-3 in a run without
+    `engine.drafter`, which makes a new one. An RL step brings little to learn from, and at higher
+    rates a trained drafter forgets more than it learns."""
     row_tokens: int = Field(default=512, ge=16)
     """Tokens of one step of the drafter's training."""
     num_draft_tokens: int = Field(default=4, ge=1, le=16)
@@ -223,7 +227,7 @@ class TltConfig(Schema):
     from `engine.drafter` keeps its own."""
     session_s: float = Field(default=10.0, gt=0)
     """Seconds of training after which a drafter is judged, and published if it is better."""
-    held_out_tokens: int = Field(default=1024, ge=16)
+    held_out_tokens: int = Field(default=2048, ge=16)
     """Tokens it is judged by."""
     min_lease_s: float = Field(default=2.0, ge=0)
     """An engine that will be idle for less is left alone."""

@@ -45,8 +45,9 @@ class BufferSettings:
     """Of longer samples a window of this size is kept, at its true positions."""
     half_life_steps: float = 2.0
     """After so many RL steps a sample counts for half its length when room is made."""
-    held_out_share: float = 1 / 16
-    """Samples set aside to judge drafters by, chosen by a hash of their id."""
+    held_out_share: float = 1 / 8
+    """Samples set aside, chosen by a hash of their id: without any, no drafter can be judged, and
+    so none published."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from tlt.harvest.leases import Begin, End, Freed, Kill, Leases, LeaseSettings
+from tlt.spans import Span, SpanLog
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ class Coordinator:
         self._called_back: dict[int, asyncio.Event] = {}
         self._lease_trainers: dict[int, TrainerHandle] = {}
         self._stops: deque[float] = deque(maxlen=KEEP_STOPS)
+        self._spans: dict[str, SpanLog] = {}
         self.tally = Tally()
 
     # --- what the run says --------------------------------------------------------------------
@@ -231,6 +233,15 @@ class Coordinator:
             "trainers": len(self._leases.leased()),
             "ready": self._leases.num_ready,
         }
+
+    def leased(self) -> list[str]:
+        """Workers that train now."""
+        return self._leases.leased()
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        """When every worker trained since the last call, by the coordinator's clock."""
+        spans, self._spans = self._spans, {}
+        return {worker: log.take() for worker, log in spans.items()}
 
     def stop_seconds(self) -> list[float]:
         """How long it took to free a device, each time."""
@@ -335,6 +346,7 @@ class Coordinator:
         trainer, rest_s = self._trainers[worker], 0.0
         self._called_back[lease] = asyncio.Event()
         self._lease_trainers[lease] = trainer
+        started_s = self._clock()
         try:
             if await trainer.begin(lease, begin.seconds):
                 rest_s = await self._work(worker, lease, trainer)
@@ -355,6 +367,7 @@ class Coordinator:
                 self.tally.stop_max_s = max(self.tally.stop_max_s, now_s - since_s)
             self._leases.ended(worker, lease, now_s, rest_s)
             self._carry_out()
+            self._spans.setdefault(worker, SpanLog()).add(Span("training", started_s, now_s))
 
     async def _failed(self, worker: str, trainer: TrainerHandle) -> float:
         self.tally.faults += 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -28,8 +29,10 @@ from tlt.harvest.leases import Holder
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HELD_OUT_WINDOW = 256
 """Tokens of a held-out sample that are judged at once: a pass over them is soon over."""
-GIVE_UP_SHARE = 0.9
-"""A drafter that has fallen to this share of the published one's length starts again from that."""
+SURE = 2.0
+"""Standard errors by which a drafter must be better to be published, or worse to start again."""
+DOUBT_TOKENS = 0.1
+"""By how much one held-out window may differ by chance: what counts while there are few of them."""
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -42,7 +45,7 @@ class SpotSettings:
     """Folder of the policy that the engines start with."""
     buffer: BufferSettings
     trainer: TrainerSettings
-    held_out_tokens: int = 1024
+    held_out_tokens: int = 2048
     untrained: bool = False
     """The drafter is new: its vocabulary is still to be chosen from what the policy writes."""
 
@@ -63,7 +66,7 @@ class SpotTrainer:
         """While it trains or compares: the weights it began with."""
         self._untrained = settings.untrained
         self._held_out: list[Captured] | None = None
-        self._published_length: float | None = None
+        self._published_lengths: list[float] | None = None
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -101,11 +104,11 @@ class SpotTrainer:
         """
         if policy is not None:
             # With a new policy came new samples: judge by those.
-            self._held_out, self._published_length = None, None
+            self._held_out, self._published_lengths = None, None
             self._trainer.follow(*(t.to(self._device) for t in head_and_embedding(policy)))
         if published is not None:
             self._published = {name: tensor.clone() for name, tensor in published.items()}
-            self._published_length = None
+            self._published_lengths = None
         if base is not None:
             self._untrained = self._untrained and base == "start"
             self._trainer.load(self._initial if base == "start" else base)
@@ -137,19 +140,24 @@ class SpotTrainer:
         )
 
     def judge(self, lease: int) -> Judged | None:
-        """Compare with the published drafter; None when broken off, or nothing is held out."""
+        """Compare with the published drafter; None when broken off, or nothing is held out.
+
+        Both are judged window by window, and only what chance does not explain counts: were every
+        drafter published that seems a little better on a few hundred tokens, most would be worse.
+        """
         try:
-            length = self._length(lease)
-            if length is None:
+            lengths = self._lengths(lease)
+            if not lengths:
                 return None
-            if self._published_length is None:
-                self._published_length = self._length(lease, self._published)
+            if self._published_lengths is None:
+                self._published_lengths = self._lengths(lease, self._published)
         except Interrupted:
             return None
-        assert self._published_length is not None
-        if length < GIVE_UP_SHARE * self._published_length:
+        published, sizes = self._published_lengths, self._window_sizes()
+        gain, error = difference(lengths, published, sizes)
+        if gain < -SURE * error:
             self._trainer.load(self._published)
-        return Judged(length > self._published_length, length, self._published_length)
+        return Judged(gain > SURE * error, fmean(lengths, sizes), fmean(published, sizes))
 
     def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
         """Average with what others learned, if that is no worse on held-out samples."""
@@ -157,10 +165,11 @@ class SpotTrainer:
         if merged is None:
             return False
         try:
-            alone, together = self._length(lease), self._length(lease, merged)
+            alone, together = self._lengths(lease), self._lengths(lease, merged)
         except Interrupted:
             return False
-        if alone is None or together is None or together < alone:
+        sizes = self._window_sizes()
+        if not alone or fmean(together, sizes) < fmean(alone, sizes):
             return False
         self._trainer.load(merged)
         return True
@@ -172,25 +181,32 @@ class SpotTrainer:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _length(self, lease: int, weights: Weights | None = None) -> float | None:
-        """Expected tokens per draft, of the drafter as it is or with other weights."""
+    def _lengths(self, lease: int, weights: Weights | None = None) -> list[float]:
+        """Expected tokens per draft in each held-out window, of the drafter as it is or with other
+        weights."""
         if self._held_out is None:
             samples = self._buffer.held_out(self._settings.held_out_tokens)
-            self._held_out = [part for s in samples for part in windows(s, HELD_OUT_WINDOW)]
-        if not self._held_out:
-            return None
-        gate = self._settings.trainer.temperature
+            parts = [part for s in samples for part in windows(s, HELD_OUT_WINDOW)]
+            self._held_out = [part for part in parts if part.num_chains]
         if weights is None:
-            judged = self._trainer.evaluate(self._held_out, [gate], lambda: self._ended(lease))
-            return judged.length(gate)
+            return self._evaluated(lease)
         self._at_start = own = self._trainer.weights()
         self._trainer.drafter.load_state_dict(weights)
         try:
-            judged = self._trainer.evaluate(self._held_out, [gate], lambda: self._ended(lease))
+            return self._evaluated(lease)
         finally:
             self._trainer.drafter.load_state_dict(own)
             self._at_start = None
-        return judged.length(gate)
+
+    def _evaluated(self, lease: int) -> list[float]:
+        gate = self._settings.trainer.temperature
+        return [
+            self._trainer.evaluate([part], [gate], lambda: self._ended(lease)).length(gate)
+            for part in self._held_out or []
+        ]
+
+    def _window_sizes(self) -> list[int]:
+        return [part.num_chains for part in self._held_out or []]
 
     def _choose_vocabulary(self) -> None:
         """Once, before anything is learned: what trainers have in common must not change later."""
@@ -205,6 +221,16 @@ class SpotTrainer:
 def windows(sample: Captured, size: int) -> list[Captured]:
     """A sample in pieces, at their true positions."""
     return [sample.window(begin, begin + size) for begin in range(0, len(sample), size)]
+
+
+def difference(
+    new: Sequence[float], old: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
+    """How much longer drafts are in the same windows, and the standard error of that."""
+    gains = [a - b for a, b in zip(new, old, strict=True)]
+    gain, size = fmean(gains, weights), fmean(weights, weights)
+    squares = sum((w * (g - gain)) ** 2 for g, w in zip(gains, weights, strict=True))
+    return gain, math.sqrt(squares + (size * DOUBT_TOKENS) ** 2) / sum(weights)
 
 
 def averaged(members: Sequence[tuple[Weights, float]]) -> dict[str, torch.Tensor] | None:

@@ -8,6 +8,7 @@ meet) and about the same number of tokens.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -126,11 +127,12 @@ def rows_by_rank(
     lengths = [block_tokens(block) for block in parts]
     rows = sorted(pack(lengths, budget), key=lambda row: (-sum(lengths[i] for i in row), row))
     dealt: list[list[list[TrainSample]]] = [[] for _ in range(num_ranks)]
-    tokens = [0] * num_ranks
+    next_rank = [(0, 0, rank) for rank in range(num_ranks)]  # a heap of rows, tokens, rank
     for row in rows:
-        rank = min(range(num_ranks), key=lambda r: (len(dealt[r]), tokens[r], r))
+        num_rows, tokens, rank = next_rank[0]
         dealt[rank].append([sample for index in row for sample in parts[index]])
-        tokens[rank] += sum(lengths[i] for i in row)
+        tokens += sum(lengths[i] for i in row)
+        heapq.heapreplace(next_rank, (num_rows + 1, tokens, rank))
     longest = max(len(mine) for mine in dealt)
     for mine in dealt:
         mine.extend([] for _ in range(longest - len(mine)))

@@ -1,4 +1,4 @@
-"""A run's metrics on disk: `metrics.jsonl`, one line a step, each step once.
+"""A run's records on disk, one line a step, each step once: `metrics.jsonl`, `lengths.jsonl`.
 
 A line is on disk when `append` returns. A killed writer leaves at most one torn last line, which
 readers skip and the next writer drops. A resumed run calls `rewind` with the step it goes on from,
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from tlt.observe.metrics import check_names
 
-Lines = list[tuple[bytes, dict[str, float]]]
+Lines = list[tuple[bytes, dict[str, Any]]]
 """As they stand in the file, and what they say."""
 
 
-class MetricsLog:
-    """The one writer of the file."""
+class StepLog:
+    """The one writer of a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -37,13 +39,12 @@ class MetricsLog:
         """Of the last record; None before the first."""
         return self._last_step
 
-    def append(self, record: dict[str, float]) -> None:
-        check_names(record)
+    def append(self, record: Mapping[str, Any]) -> None:
         step = int(record["step"])
         assert self._last_step is None or step > self._last_step, (
             f"step {step} after step {self._last_step}"
         )
-        line = json.dumps(record).encode() + b"\n"
+        line = json.dumps(dict(record)).encode() + b"\n"
         size = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(line) != len(line):
@@ -68,7 +69,15 @@ class MetricsLog:
         self._file.close()
 
 
-def read(path: Path) -> list[dict[str, float]]:
+class MetricsLog(StepLog):
+    """Of records whose every name is declared."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        check_names(record)
+        super().append(record)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
     """All records but a torn last one. Safe while a run writes."""
     return [record for _, record in _complete(path.read_bytes(), path)]
 

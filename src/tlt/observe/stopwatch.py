@@ -15,13 +15,16 @@ class Stopwatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._started_at = self._last = clock()
+        self.started_s = self._last = clock()
         self.seconds = dict.fromkeys(NAMED, 0.0)
+        self.laps: list[tuple[str, float, float]] = []
+        """Stage, start and end, by the clock."""
 
     def lap(self, stage: str) -> None:
         """What passed since the last lap belongs to this stage."""
         now = self._clock()
         self.seconds[stage] += now - self._last
+        self.laps.append((stage, self._last, now))
         self._last = now
 
     def skip(self) -> None:
@@ -29,7 +32,7 @@ class Stopwatch:
         self._last = self._clock()
 
     def record(self) -> dict[str, float]:
-        total = self._clock() - self._started_at
+        total = self._clock() - self.started_s
         named = {f"time/{stage}_s": seconds for stage, seconds in self.seconds.items()}
         return named | {
             "time/step_s": total,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,17 +54,21 @@ class EngineActor:
 
 _shipped: dict[str, Any] = {}
 """The last weights that were put into the object store, by the path of their file."""
+_shipping = threading.Lock()
+"""All engines ask at once, each in a thread; one of them reads and puts, the others wait."""
 
 
 def ship(path: str) -> Any:
     """Weights for engines on other nodes: put into the object store once, fetched once a node."""
     from tlt.rollout.weights import read_weights
 
-    if path not in _shipped:
-        if len(_shipped) > 1:  # the latest policy and the latest drafter
-            _shipped.pop(next(iter(_shipped)))
-        _shipped[path] = ray.put([(name, tensor.clone()) for name, tensor in read_weights(path)])
-    return _shipped[path]
+    with _shipping:
+        if path not in _shipped:
+            if len(_shipped) > 1:  # the latest policy and the latest drafter
+                _shipped.pop(next(iter(_shipped)))
+            tensors = [(name, tensor.clone()) for name, tensor in read_weights(path)]
+            _shipped[path] = ray.put(tensors)
+        return _shipped[path]
 
 
 class RayEngine:

@@ -30,6 +30,7 @@ from tlt.errors import ConfigError, EngineError, EngineUnsafe
 from tlt.rollout.cores import claim_cores
 from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.vllm.args import drafters, engine_args, max_draft_tokens
+from tlt.spans import Span
 from tlt.speculation.policies import PolicySpec, build_policy, complete_policy
 
 logger = logging.getLogger(__name__)
@@ -183,12 +184,12 @@ class RolloutEngine:
                     f"{len(self._in_flight)} samples are running and {len(self._queue)} queued: "
                     "a policy update now would mix two policies in one sample"
                 )
-            started = time.perf_counter()
+            started_s = self._controller.now_s()
             self._llm.collective_rpc("tlt_update_weights", args=(manifest, False))
             # Cached prefixes hold keys and values of the old policy.
             self._llm.reset_prefix_cache()
             self._versions["policy"] = version
-            return time.perf_counter() - started
+            return self._swapped(started_s)
 
         return self._command(update)
 
@@ -198,13 +199,18 @@ class RolloutEngine:
             raise ConfigError("this engine was started without engine.drafter")
 
         def update() -> float:
-            started = time.perf_counter()
+            started_s = self._controller.now_s()
             self._llm.collective_rpc("tlt_update_weights", args=(manifest, True))
             self._versions["drafter"] = version
             self._controller.drafter_version = version
-            return time.perf_counter() - started
+            return self._swapped(started_s)
 
         return self._command(update)
+
+    def _swapped(self, started_s: float) -> float:
+        now_s = self._controller.now_s()
+        self._controller.spans.add(Span("swapping", started_s, now_s))
+        return now_s - started_s
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -219,6 +225,15 @@ class RolloutEngine:
     def take_trace(self) -> list[StepReport]:
         """What each step since the last call did."""
         return self._command(lambda: self._controller.take_trace())
+
+    def take_spans(self, max_spans: int) -> list[Span]:
+        """Where the time since the last call went, in the time of the wall clock."""
+
+        def take() -> list[Span]:
+            shift_s = time.time() - self._controller.now_s()
+            return [span.shifted(shift_s) for span in self._controller.spans.take(max_spans)]
+
+        return self._command(take)
 
     def reset_prefix_cache(self) -> None:
         """Forget prompts and samples seen so far, so that what follows is measured from nothing."""
@@ -258,6 +273,9 @@ class RolloutEngine:
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         for key, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(key, value)
+        if self._args["additional_config"]["tlt"]["ngram"] is not None:
+            # Our proposer, which looks n-grams up, plugs into this model runner only.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         import torch
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

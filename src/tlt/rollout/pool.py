@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -28,6 +29,7 @@ from tlt.config.rollout import PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
+from tlt.spans import Span
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +94,9 @@ class RolloutPool:
         self._started = False
         self._listener: LoadListener | None = None
         self._membership = asyncio.Condition()
+        self._spans_taken_s = time.time()
+        self._absent: dict[str, list[Span]] = {}
+        """When places in the pool were without an engine since the spans were last taken."""
         self.num_restarts = 0
 
     # --- life ---------------------------------------------------------------------------------
@@ -177,6 +182,33 @@ class RolloutPool:
 
     async def stats(self) -> list[EngineStats]:
         return await self.call_all("stats")
+
+    @property
+    def places(self) -> list[str]:
+        """Of engines, which their successors take over."""
+        return [f"engine-{index}" for index in range(self._config.num_engines)]
+
+    def loads(self) -> dict[str, int | None]:
+        """Samples that every place has to generate; None while it is without an engine."""
+        there = {place_of(name): self._dispatcher.outstanding(name) for name in self._handles}
+        return {place: there.get(place) for place in self.places}
+
+    async def take_spans(self, max_spans: int) -> dict[str, list[Span]]:
+        """What every place did since the last call. What a lost engine did is lost with it."""
+        handles = dict(self._handles)
+        calls = [handle.call("take_spans", max_spans) for handle in handles.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        absent, self._absent = self._absent, {}
+        now_s, since_s, self._spans_taken_s = time.time(), self._spans_taken_s, time.time()
+        spans: dict[str, list[Span]] = {place: absent.get(place, []) for place in self.places}
+        silent = set(self.places)
+        for name, answer in zip(handles, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                spans[place_of(name)] += answer
+                silent.discard(place_of(name))
+        for place in silent:
+            spans[place].append(Span("lost", since_s, now_s))
+        return spans
 
     async def set_policy(self, spec: dict[str, Any]) -> None:
         await self.call_all("set_policy", spec)
@@ -282,6 +314,9 @@ class RolloutPool:
             self._handles[name] = handle
             self._membership.notify_all()
         logger.info("%s is ready with %d slots", name, report["slots"])
+        if self._started:
+            lost = Span("lost", self._spans_taken_s, time.time())
+            self._absent.setdefault(place_of(name), []).append(lost)
         if self._listener is not None:
             self._listener.ready(name, report)
         self._pump()
@@ -406,3 +441,8 @@ class RolloutPool:
             return
         self._dispatcher.recalled(name, taken)
         self._pump()
+
+
+def place_of(engine: str) -> str:
+    """The place of an engine, which its successors take over."""
+    return engine.split(".")[0]

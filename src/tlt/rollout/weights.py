@@ -48,7 +48,9 @@ class SharedWeights:
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
         self.path = _new_path()
         self.num_bytes = start + offset
-        with self.path.open("wb+") as file:
+        with os.fdopen(
+            os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb+"
+        ) as file:
             # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
             os.posix_fallocate(file.fileno(), 0, max(self.num_bytes, 1))
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
@@ -121,7 +123,10 @@ def remove_abandoned() -> int:
     for path in SHARED_DIR.glob(f"{PREFIX}*"):
         pid = path.name.removeprefix(PREFIX).split("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except PermissionError:
+                continue  # another user's
             count += 1
     return count
 

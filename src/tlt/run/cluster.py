@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+from collections.abc import Iterable
+from typing import Any
 
 
 def start_ray(num_engines: int) -> None:
@@ -26,6 +30,20 @@ def start_ray(num_engines: int) -> None:
         include_dashboard=False,
         **quiet,
     )
+
+
+async def end_actors(actors: Iterable[Any], limit_s: float = 10.0) -> None:
+    """Kill them, and wait until they hold no core or memory any more."""
+    import ray
+
+    actors = list(actors)
+    for actor in actors:
+        ray.kill(actor)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            # Answered only by failing, when the process is gone.
+            gone = [actor.__ray_ready__.remote() for actor in actors]
+            await asyncio.gather(*gone, return_exceptions=True)
 
 
 def versions() -> dict[str, str]:

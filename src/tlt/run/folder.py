@@ -2,7 +2,9 @@
 
     config.toml      resolved settings            versions.json   libraries and command lines
     metrics.jsonl    one line a step              samples/        responses to read, by step
+    timeline.json    every worker's seconds       lengths.jsonl   of all responses, by step
     checkpoints/     what to resume from          policy/         the trained model, at the end
+    live.json        what happens just now        drafter/        its drafter, if it has one
     run.png          pictures of the metrics      summary.json
 
 A checkpoint is written to a hidden folder and becomes visible by a rename, after its step's line of
@@ -32,6 +34,7 @@ MAY_CHANGE = (
     *("run.num_steps", "checkpoint", "eval", "metrics", "pool", "engine", "placement"),
     *("tlt", "capture"),
     *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),
+    "learner.gradient_checkpointing",
     *("learner.max_restarts", "learner.timeout_s", "reward.num_workers", "reward.timeout_s"),
 )
 """Settings that a resumed run may change; any other would make it a different run."""
@@ -45,6 +48,18 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.json"
+
+    @property
+    def lengths(self) -> Path:
+        return self.path / "lengths.jsonl"
+
+    @property
+    def live(self) -> Path:
+        return self.path / "live.json"
 
     # --- begin and resume ---------------------------------------------------------------------
 

@@ -25,7 +25,8 @@ import ray
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.harvest.coordinator import CoordinatorSettings, Version
 from tlt.harvest.forecast import TailForecast
-from tlt.rollout.pool import RolloutPool
+from tlt.rollout.pool import RolloutPool, place_of
+from tlt.run.cluster import end_actors
 from tlt.run.trainers import CoordinatorActor, Packed, TrainerPlace, pack, trainer_name, unpack
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from tlt.harvest.spot import SpotSettings
     from tlt.rollout.pool import NewWeights
+    from tlt.spans import Span
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,10 @@ ANSWER_S = 5.0
 """How long the coordinator may take to answer, besides stopping a trainer."""
 SWAP_S = 60.0
 """Engines that have not taken a drafter after this time never will."""
+PEEK_S = 1.0
 POLL_S = 30.0
+START_S = 60.0
+"""How long a run waits for its trainers: loading them beside an engine at work would slow it."""
 ALARM_DRAFTS = 200
 ALARM_LENGTH = 1.1
 """A drafter that is accepted less than this over so many drafts in a step is of no use."""
@@ -64,9 +69,15 @@ class NoHarvest:
     async def record(self) -> Record:
         return {}
 
+    async def leased(self) -> list[str]:
+        return []
+
+    async def take_spans(self) -> dict[str, list[Span]]:
+        return {}
+
     def save(self, folder: Path) -> None: ...
     def open(self) -> None: ...
-    def start(self) -> None: ...
+    async def start(self) -> None: ...
     async def stop(self) -> None: ...
 
 
@@ -123,7 +134,7 @@ class Harvest(NoHarvest):
 
     def ready(self, engine: str, report: Mapping[str, Any]) -> None:
         """An engine is there: a trainer starts beside it."""
-        worker, cores = _worker(engine), tuple(report.get("cores", ()))
+        worker, cores = place_of(engine), tuple(report.get("cores", ()))
         known = self._engines.get(worker)
         self._engines[worker] = engine, cores
         if self._started and (known is None or known[1] != cores):
@@ -135,7 +146,7 @@ class Harvest(NoHarvest):
 
     def idle(self, engine: str) -> None:
         """An engine has nothing to generate while others have."""
-        worker, remaining_s = _worker(engine), self._forecast.remaining_s(time.monotonic())
+        worker, remaining_s = place_of(engine), self._forecast.remaining_s(time.monotonic())
         self._idle[worker] = engine
         turn = self._turn(worker)
         if self._on_gpu:
@@ -151,7 +162,7 @@ class Harvest(NoHarvest):
 
     async def needed(self, engine: str, wake: bool = True) -> None:
         """An engine will generate again; returns when its device is free."""
-        worker = _worker(engine)
+        worker = place_of(engine)
         if self._idle.pop(worker, None) is not None:
             self._freeing[worker] = asyncio.create_task(self._free(worker))
         if (freeing := self._freeing.get(worker)) is not None:
@@ -244,13 +255,22 @@ class Harvest(NoHarvest):
             "harvest/held_out_length": now["length"],
         }
 
+    async def leased(self) -> list[str]:
+        """Workers that train now."""
+        return await self._peek("leased") or []
+
+    async def take_spans(self) -> dict[str, list[Span]]:
+        """When every worker trained since the last call."""
+        return await self._peek("take_spans") or {}
+
     def alarm(self, drafts: int, accepted: int) -> None:
         """A drafter that nothing is accepted from is a fault, even if speculation avoids it."""
         length = 1 + accepted / max(1, drafts)
         if drafts >= ALARM_DRAFTS and length < ALARM_LENGTH:
             self._alarms += 1
             logger.warning(
-                "the drafter's acceptance length is %.2f: n-grams draft until it is better", length
+                "the drafter's acceptance length is %.2f: engines do without it until it is better",
+                length,
             )
 
     def save(self, folder: Path) -> None:
@@ -289,11 +309,17 @@ class Harvest(NoHarvest):
         """Start the coordinator's process, while engines start."""
         self._start_coordinator()
 
-    def start(self) -> None:
-        """Trainers beside all engines, which are running."""
+    async def start(self) -> None:
+        """Trainers beside all engines, which are running but have nothing to do yet."""
         self._started = True
         self._join_all()
         self._task(self._publish_versions())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while (found := await self._ask("metrics")) is not None:
+                    if found["ready"] >= len(self._engines):
+                        return
+                    await asyncio.sleep(0.1)
 
     def _join_all(self) -> None:
         for worker in self._engines:
@@ -351,7 +377,20 @@ class Harvest(NoHarvest):
             await self._restart(actor, error)
         return None
 
+    async def _peek(self, method: str) -> Any:
+        """An answer if there is one at once. Looking has no consequences."""
+        if self._off or (actor := self._actor) is None:
+            return None
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(PEEK_S):
+                return await getattr(actor, method).remote()
+        return None
+
     async def _restart(self, actor: Any, error: BaseException) -> None:
+        """Whoever waits for it may give up; the restart goes on."""
+        await asyncio.shield(self._task(self._replace_coordinator(actor, error)))
+
+    async def _replace_coordinator(self, actor: Any, error: BaseException) -> None:
         """End a coordinator that is lost, and its trainers with it; start another."""
         async with self._restarting:
             if self._actor is not actor:
@@ -374,18 +413,11 @@ class Harvest(NoHarvest):
 
     async def _end_all(self, actor: Any) -> None:
         """Return only when no trainer is left that could use an engine's device."""
-        ray.kill(actor)
-        trainers = []
+        doomed = [actor]
         for worker in self._engines:
             with contextlib.suppress(ValueError):
-                trainers.append(ray.get_actor(trainer_name(self._run, self._epoch, worker)))
-        for trainer in trainers:
-            ray.kill(trainer)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                await asyncio.gather(
-                    *(trainer.pid.remote() for trainer in trainers), return_exceptions=True
-                )
+                doomed.append(ray.get_actor(trainer_name(self._run, self._epoch, worker)))
+        await end_actors(doomed, ANSWER_S)
 
     async def _give_up(self, why: str) -> None:
         """Without harvest from here on, and nobody left on the engines' devices."""
@@ -395,10 +427,11 @@ class Harvest(NoHarvest):
             if actor is not None:
                 await self._end_all(actor)
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- new drafters into the engines --------------------------------------------------------
 
@@ -456,8 +489,3 @@ def _packed_ends(weights: NewWeights) -> Packed:
 
     tensors = read_weights(str(weights.path)) if isinstance(weights, SharedWeights) else weights
     return pack({name: tensor for name, tensor in tensors if name in (EMBEDDING, HEAD)})
-
-
-def _worker(engine: str) -> str:
-    """The place of an engine, which its successors take over."""
-    return engine.split(".")[0]

@@ -32,13 +32,15 @@ from tlt.run.cluster import start_ray, versions
 from tlt.run.folder import RunFolder
 from tlt.run.harvest import VERSION, Harvest, NoHarvest
 from tlt.run.learner import LearnerGroup, LearnerPlan
+from tlt.run.live import Live
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
+from tlt.run.timekeeper import NoTimekeeper, Timekeeper
 from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
 
-HELD_OUT_SHARE = 1 / 8
-"""Of the captured samples: without any, no drafter can be judged, and so none published."""
+DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
+"""Of drafters that were trained before, and of new ones."""
 
 
 def launch(
@@ -114,11 +116,20 @@ async def _run(
         show("starting engines and learner", 0, 1)
         harvest.open()
         await _start(config, pool, learner, reservation, checkpoint)
-        harvest.start()
-        training = Training(
-            config, prepared, folder, pool, learner, rewards, sinks, harvest, show, on_record
+        await harvest.start()
+        own_learner = config.placement.kind == "separate"
+        times = (
+            Timekeeper(folder, pool, harvest, own_learner)
+            if config.metrics.timeline
+            else NoTimekeeper(folder)
         )
-        await training.run(resume)
+        live = Live(folder.live, config.run.num_steps, pool, harvest)
+        training = Training(
+            config, prepared, folder, pool, learner, rewards, sinks, harvest, times,
+            live.showing(show), live.recording(on_record),
+        )  # fmt: skip
+        async with live:
+            await training.run(resume)
         harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
@@ -244,7 +255,7 @@ def spot_settings(config: TrainConfig, drafter: str, untrained: bool) -> SpotSet
         trainer=TrainerSettings(
             num_draft_tokens=tlt.num_draft_tokens,
             row_tokens=tlt.row_tokens,
-            lr=tlt.lr,
+            lr=tlt.lr or (NEW_DRAFTER_LR if config.engine.drafter is None else DRAFTER_LR),
             temperature=config.sampling.temperature,
             seed=config.run.seed,
         ),
@@ -258,7 +269,6 @@ def buffer_settings(config: TrainConfig) -> BufferSettings:
         folder=str(buffer_folder(config)),
         capacity_bytes=int(config.capture.capacity_gib * 2**30),
         max_sample_tokens=config.capture.max_sample_tokens,
-        held_out_share=HELD_OUT_SHARE,
     )
 
 

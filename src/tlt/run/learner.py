@@ -7,7 +7,6 @@ ever, so the driver kills them all and starts anew from the last checkpoint.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from tlt.errors import LearnerLost
 from tlt.learner.batch import TrainSample, rows_by_rank
 from tlt.rollout.cores import bind_process, claim_cores
 from tlt.rollout.weights import SharedWeights
+from tlt.run.cluster import end_actors
 
 if TYPE_CHECKING:
     import torch
@@ -273,12 +273,7 @@ class LearnerGroup:
     async def stop(self) -> None:
         """End all ranks, and wait until they hold no core or memory any more."""
         ranks, self._ranks = self._ranks, []
-        for rank in ranks:
-            ray.kill(rank)
-        for rank in ranks:
-            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-                async with asyncio.timeout(10):
-                    await rank.address.remote()
+        await end_actors(ranks)
 
     # --- the update ---------------------------------------------------------------------------
 

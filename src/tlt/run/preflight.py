@@ -128,8 +128,11 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
     if engine.drafter is not None:
         _check_drafter(Path(engine.drafter), model)
     engine = engine.model_copy(update={"engine_args": args})
+    checked = engine
+    if config.tlt.harvests and engine.drafter is None:
+        checked = engine.model_copy(update={"drafter": "made by the run"})
     try:
-        engine_args(engine)
+        engine_args(checked)
     except ConfigError as error:
         raise type(error)(f"engine: {error}") from error
     except (ValueError, TypeError) as error:

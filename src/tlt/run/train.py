@@ -36,7 +36,7 @@ from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, Show
 from tlt.errors import LearnerLost
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
-from tlt.observe.record import MetricsLog
+from tlt.observe.record import MetricsLog, StepLog
 from tlt.observe.sinks import Sinks
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
@@ -45,6 +45,8 @@ from tlt.run.folder import RunFolder
 from tlt.run.harvest import NoHarvest
 from tlt.run.learner import LearnerGroup
 from tlt.run.preflight import Prepared
+from tlt.run.timekeeper import NoTimekeeper, Timekeeper
+from tlt.spans import Span
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward, RewardPool
 from tlt.tasks.tail import HeavyTail, length_summary
@@ -80,6 +82,7 @@ class Training:
         rewards: RewardPool,
         sinks: Sinks,
         harvest: NoHarvest,
+        times: Timekeeper | NoTimekeeper,
         show: ShowProgress,
         on_record: Callable[[Record], None],
     ) -> None:
@@ -91,16 +94,19 @@ class Training:
         self._rewards = rewards
         self._sinks = sinks
         self._harvest = harvest
+        self._times = times
         self._show = show
         self._on_record = on_record
         self._log = MetricsLog(folder.metrics)
+        self._lengths = StepLog(folder.lengths)
         self._weighting = Weighting(config.algorithm.mean_over, config.sampling.max_tokens)
         self._version = 0
         self._captured = 0
         self._learner_restarts = 0
         self._failures = 0
         """Restarts of the learner since the last checkpoint: what fails every time must end."""
-        self._streamed_s = 0.0
+        self._streamed: list[Span] = []
+        """Updates that were computed while the rollout went on."""
         self._checkpoint: asyncio.Task[None] | None = None
 
     async def run(self, resume: bool) -> None:
@@ -109,10 +115,12 @@ class Training:
         if resume:
             _, done = self._folder.last_checkpoint()
             await self._go_on_from(done)
-        self._log.rewind(done if done else -1)
+        self._rewind(done if done else -1)
         if done == 0 and self._config.eval.every_steps:
             watch = Stopwatch()
-            self._append({"step": 0, **await self._evaluate(0, watch), **watch.record()})
+            record = await self._evaluate(0, watch)
+            await self._times.step_ended(0, watch, [])
+            self._append({"step": 0, **record, **watch.record()})
         while done < self._config.run.num_steps:
             try:
                 await self._step(done + 1)
@@ -127,6 +135,12 @@ class Training:
                         await self._finish_checkpoint()
                 raise
         self._log.close()
+        self._lengths.close()
+
+    def _rewind(self, step: int) -> None:
+        """Forget what was recorded after this step: it is done again."""
+        for log in (self._log, self._lengths, self._times):
+            log.rewind(step)
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -162,6 +176,10 @@ class Training:
         record["rollout/engine_restarts"] = self._pool.num_restarts - restarts_before
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         self._folder.write_samples(step, self._to_read(scored))
+        lengths = [len(s.sample.token_ids) for s in scored]
+        group_size = self._config.sampling.group_size
+        self._lengths.append({"step": step, "group_size": group_size, "tokens": lengths})
+        await self._times.step_ended(step, watch, self._streamed)
         self._append({"step": step, **record, **watch.record()})
         if hidden is not None:
             self._checkpoint = asyncio.create_task(self._end_checkpoint(hidden, step))
@@ -243,6 +261,7 @@ class Training:
             return scored
 
         scoring = []
+        self._show(f"step {label}: generating", 0, len(requests))
         self._harvest.rollout_started(len(requests))
         async for sample in self._pool.generate([request for _, request in requests.values()]):
             scoring.append(asyncio.create_task(score(sample)))
@@ -291,13 +310,13 @@ class Training:
         streaming = self._config.placement.kind == "separate" and learner.updates_per_step == 1
         enough = learner.row_tokens * learner.num_ranks
         waiting: list[TrainSample] = []
-        self._streamed_s = 0.0
+        self._streamed = []
         while (group := await complete.get()) is not None:
             waiting += [s for s in group if s.advantage != 0 or self._config.algorithm.kl_weight]
             if streaming and complete.empty() and sum(map(len, waiting)) >= enough:
-                started_at = time.monotonic()
+                started_s = time.monotonic()
                 await self._learner.accumulate(waiting, step)
-                self._streamed_s += time.monotonic() - started_at
+                self._streamed.append(Span("updating", started_s, time.monotonic()))
                 waiting = []
         return sorted(waiting, key=lambda s: s.sample_id)
 
@@ -336,6 +355,7 @@ class Training:
         learned = max(1.0, sum(u.sums.learned_tokens for u in updates))
         computed = sum(u.sums.computed_tokens for u in updates)
         rows = sum(u.sums.rows for u in updates)
+        streamed_s = sum(span.seconds for span in self._streamed)
         captured, self._captured = self._captured, reports[-1][1]
         capture = {
             "capture/samples": reports[-1][1] - captured,
@@ -351,7 +371,7 @@ class Training:
             "learner/capped_share": sum(u.sums.capped_tokens for u in updates) / learned,
             "learner/gap_mean": sum(u.sums.gap for u in updates) / learned,
             "learner/tokens": tokens,
-            "learner/tokens_per_s": tokens / max(watch.seconds["update"] + self._streamed_s, 1e-9),
+            "learner/tokens_per_s": tokens / max(watch.seconds["update"] + streamed_s, 1e-9),
             "learner/rows": rows,
             "learner/row_fill_share": computed / max(1, rows * self._config.learner.row_tokens),
             "learner/shared_share": 1 - computed / max(1.0, tokens),
@@ -427,7 +447,7 @@ class Training:
             await self._go_on_from(done)
         except LearnerLost as again:
             return await self._revive_learner(again)
-        self._log.rewind(done)
+        self._rewind(done)
         return done
 
     # --- what is written down -----------------------------------------------------------------
@@ -453,6 +473,7 @@ class Training:
             "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5,
             "reward/groups_with_signal_share": groups.num_with_signal / max(1, groups.num_groups),
             "reward/faults": sum(s.reward.fault is not None for s in scored),
+            "prompt/mean_tokens": _mean([len(s.request.prompt_token_ids) for s in scored]),
             "response/mean_tokens": _mean(lengths),
             **{f"response/{name}": value for name, value in summary.items()},
             "response/truncated_share": _mean([s.sample.finish_reason == "length" for s in scored]),

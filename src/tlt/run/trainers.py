@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,12 +19,14 @@ from tlt.harvest.coordinator import (
     Version,
 )
 from tlt.rollout.cores import bind_process
+from tlt.run.cluster import end_actors
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
     from tlt.harvest.spot import SpotSettings
+    from tlt.spans import Span
 
 Packed = dict[str, tuple[str, "np.ndarray[Any, Any]"]]
 """Tensors as Ray hands them on without copying: dtype and bytes."""
@@ -169,10 +170,7 @@ class RayTrainer:
         await self._await(self._actor.release.remote())
 
     async def kill(self) -> None:
-        ray.kill(self._actor)
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(10):
-                await self._actor.pid.remote()
+        await end_actors([self._actor])
 
     async def _await(self, call: Any) -> Any:
         try:
@@ -231,6 +229,17 @@ class CoordinatorActor:
 
     async def metrics(self) -> dict[str, float]:
         return self._coordinator.metrics()
+
+    async def leased(self) -> list[str]:
+        return self._coordinator.leased()
+
+    async def take_spans(self) -> dict[str, list[Span]]:
+        """In the time of the wall clock."""
+        shift_s = time.time() - time.monotonic()
+        return {
+            worker: [span.shifted(shift_s) for span in spans]
+            for worker, spans in self._coordinator.take_spans().items()
+        }
 
     async def shutdown(self) -> None:
         await self._coordinator.shutdown()

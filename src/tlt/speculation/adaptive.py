@@ -4,15 +4,17 @@
 
 Both halves are learned while the engine works (`estimates`). Acceptance is shared by all draft
 lengths of a drafter and step times by all batch sizes, so that few arms ever need to be tried.
-Three rules keep it calm and safe:
+Four rules keep it calm and safe:
 
 - **Hysteresis and dwell.** It changes the arm only for a gain of more than `margin`, keeps it for
   some steps, and changes at most `switches_per_s` times a second.
 - **Probes have a budget.** An arm that might be better is tried for a few steps, but the time lost
-  to all such trials stays below `probe_share` of the engine's time. That bounds what a bad drafter
-  can cost, whatever the model believes.
-- **News is looked at.** A new version of the drafter is trusted no longer than its first few
-  verified drafts, and what has not been looked at for long grows uncertain again.
+  to such trials stays below `probe_share` of the engine's time, and as much for looks at drafters
+  that are not in use. That bounds what a bad drafter can cost, whatever the model believes.
+- **Like is compared with like.** Text turns from easy to hard within a response, for all drafters
+  alike. The draft length follows the text of the moment; drafters are compared over all text.
+- **News is looked at.** A new version of the drafter is soon judged by its own drafts, and what is
+  not in use is looked at from time to time, ever more rarely if it is no better.
 
 There is no clock but the seconds that steps report and no random choice: the same reports give the
 same decisions.
@@ -21,11 +23,17 @@ same decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport
 from tlt.speculation.estimates import MAX_RATIO, Acceptance, StepTime, batch_bucket
+
+Times = Mapping[Arm, tuple[float, float]]
+"""Of every arm: seconds of a step, and their relative error."""
+PRIOR = {"eagle3": 0.7, "ngram": 0.3}
+"""Chance that a draft token is accepted, before anything is known: a draft model was trained for
+this, n-grams stand in for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,10 @@ class Caution:
     first_probes_steps: float = 4.0
     """What trying may cost at a batch size that is new, or after a new drafter, in plain steps."""
     look_every_steps: int = 64
-    """Steps after which an unused drafter is looked at again, if the budget allows."""
+    """Steps after which an unused drafter is looked at again, if the budget allows. Beside another
+    drafter each look in vain doubles them, up to 64 times as many."""
+    known_drafts: int = 50
+    """Verified drafts after which a drafter is tried by such looks alone, beside another one."""
 
 
 @dataclass(slots=True)
@@ -65,11 +76,12 @@ class Adaptive:
             if arm != OFF:
                 self._lengths.setdefault(arm.drafter, []).append(arm)
         self._acceptance = {
-            drafter: Acceptance(arms[-1].num_draft_tokens)
+            drafter: Acceptance(arms[-1].num_draft_tokens, PRIOR[drafter])
             for drafter, arms in self._lengths.items()
         }
         self._time = StepTime(frozenset(self._arms))
         self._current = OFF
+        self._settled = OFF
         self._probing = False
         self._steps_left = 0
         self._chosen_for = 0
@@ -82,6 +94,8 @@ class Adaptive:
         self._version: int | None = None
         self._steps = 0
         self._looked_at: dict[str, int] = {}
+        self._champions: dict[str, Arm] = {}
+        self._vain_looks: dict[str, int] = {}
 
     def arms(self) -> frozenset[Arm]:
         return frozenset(self._arms)
@@ -122,7 +136,11 @@ class Adaptive:
         if num_decodes <= 0 or not self._time.known:
             return self._current
         grown = num_decodes > 2 * self._chosen_for  # a new rollout: what was right no longer is
-        if self._steps_left > 0 and not grown:
+        if grown:
+            self._chosen_for = num_decodes
+            for acceptance in self._acceptance.values():
+                acceptance.expect_other_text()
+        elif self._steps_left > 0:
             return self._current
         if context.num_prefills > context.num_decodes and self._current == OFF:
             return OFF  # the batch is still filling up: no time to try things
@@ -132,6 +150,8 @@ class Adaptive:
             self._current = arm
             self._chosen_for = num_decodes
             self._probing = probing
+            if not probing:
+                self._settled = arm
             self._steps_left = self._trial_steps(arm) if probing else self._caution.dwell_steps
         elif arm == self._current:
             self._chosen_for = num_decodes
@@ -141,24 +161,62 @@ class Adaptive:
 
     def _choose(self, num_decodes: int) -> tuple[Arm, bool]:
         """The best arm, or one that might be better and may be tried; and which of the two."""
-        rates = {arm: self.predict(num_decodes, arm) for arm in self._arms}
-        tried = [a for a in self._arms if a == OFF or self._time.visits(num_decodes, a) >= 1]
-        best = max(tried, key=lambda arm: rates[arm][0])
-        best_rate = rates[best][0]
+        times = {arm: self._expected_s(num_decodes, arm) for arm in self._arms}
+        rates = {arm: self._rate(num_decodes, arm, times) for arm in self._arms}
+        best = self._best(num_decodes, {arm: rate for arm, (rate, _) in rates.items()}, times)
+        self._best_rate = rates[best][0]
+        hopes = {
+            arm: self._hope(num_decodes, arm, best, times)
+            for arm in self._arms
+            if arm.drafter != "off"
+        }
+        hopes[OFF] = rates[OFF][1] / self._best_rate
         worth = 1 + self._caution.margin
-        stay = self._current in tried and not self._probing
-        if stay and rates[self._current][0] * worth >= best_rate:
-            best = self._current
-        self._best_rate = best_rate
-        hopeful = [arm for arm in self._arms if rates[arm][1] >= worth * best_rate]
-        hopeful.sort(key=lambda arm: -rates[arm][1])
+        hopeful = sorted((a for a in hopes if hopes[a] >= worth), key=lambda a: -hopes[a])
         for arm, looks_good in [(a, False) for a in self._overlooked()] + [
             (a, True) for a in hopeful
         ]:
             if arm != best and self._may_be_tried(arm, num_decodes, rates[arm][0], looks_good):
                 self._looking = not looks_good
+                if self._looking:
+                    self._vain_looks[arm.drafter] = self._vain_looks.get(arm.drafter, 0) + 1
                 return arm, True
+        self._vain_looks[best.drafter] = 0
         return best, False
+
+    def _best(self, num_decodes: int, rates: dict[Arm, float], times: Times) -> Arm:
+        """Of every drafter the length that suits the text of the moment; of these the best in usual
+        text; and that one only if, at the moment, it is better than none."""
+        kept, margin = self._settled, self._caution.margin
+        champions = self._champions = {
+            drafter: max(tried, key=lambda arm: rates[arm] * (1 + margin * (arm == kept)))
+            for drafter, lengths in self._lengths.items()
+            if (tried := [arm for arm in lengths if self._time.visits(num_decodes, arm) >= 1])
+        }
+        if not champions:
+            return OFF
+
+        def in_usual_text(arm: Arm) -> float:
+            rate = self._rate(num_decodes, arm, times, usual=True)[0]
+            return rate * (1 + margin * (arm.drafter == kept.drafter))
+
+        champion = max(champions.values(), key=in_usual_text)
+        favour = 1 + margin * (1 if kept == OFF else -1)
+        return champion if rates[champion] >= favour * rates[OFF] else OFF
+
+    def _hope(self, num_decodes: int, arm: Arm, best: Arm, times: Times) -> float:
+        """How many times as fast as the best arm a draft might be.
+
+        Once a drafter is known, it is no longer tried because of hopes beside another drafter, but
+        looked at from time to time: hopes rise where the text is hard for the one in use, and such
+        text is hard for all.
+        """
+        if best != OFF and arm.drafter != best.drafter:
+            if self._acceptance[arm.drafter].num_verified >= self._caution.known_drafts:
+                return 0.0
+            hoped = self._rate(num_decodes, arm, times, usual=True)[1]
+            return hoped / self._rate(num_decodes, best, times, usual=True)[0]
+        return self._rate(num_decodes, arm, times, in_use=best)[1] / self._best_rate
 
     def _trial_steps(self, arm: Arm) -> int:
         """Long enough to verify a dozen drafts, and, unless it is the first look at all, for
@@ -169,11 +227,14 @@ class Adaptive:
 
     def _overlooked(self) -> list[Arm]:
         """Drafters that were not looked at for long: they, or the text, may have changed."""
-        return [
-            self._lengths[drafter][0]
-            for drafter in self._lengths
-            if self._steps - self._looked_at.get(drafter, 0) > self._caution.look_every_steps
-        ]
+        overlooked = []
+        for drafter, lengths in self._lengths.items():
+            # With none in use, text that has become easy is worth looking for.
+            in_vain = min(6 if self._settled != OFF else 2, self._vain_looks.get(drafter, 0))
+            steps = self._steps - self._looked_at.get(drafter, 0)
+            if steps > self._caution.look_every_steps << in_vain:
+                overlooked.append(self._champions.get(drafter, lengths[0]))
+        return overlooked
 
     def _may_be_tried(self, arm: Arm, num_decodes: int, rate: float, looks_good: bool) -> bool:
         """Shorter drafts go first, they are cheaper and tell about the longer ones; and no trial
@@ -193,22 +254,35 @@ class Adaptive:
         first_s = self._caution.first_probes_steps * self._time.expected_s(num_decodes, 0, OFF)[0]
         return here.probes_s + cost_s <= first_s + share * here.busy_s
 
-    def predict(self, num_decodes: int, arm: Arm) -> tuple[float, float]:
-        """Tokens per second of an arm: expected, and the most that may be hoped for."""
-        gained = hoped = 1.0
+    def _expected_s(self, num_decodes: int, arm: Arm) -> tuple[float, float]:
+        """Seconds of a step, and their relative error. The dear half of a rate, and the same in
+        whatever text."""
         draft_tokens = 0.0
         if arm.num_draft_tokens:
+            share = self._acceptance[arm.drafter].drafted_share
+            draft_tokens = num_decodes * arm.num_draft_tokens * share
+        return self._time.expected_s(num_decodes, draft_tokens, arm)
+
+    def _rate(
+        self, num_decodes: int, arm: Arm, times: Times, usual: bool = False, in_use: Arm = OFF
+    ) -> tuple[float, float]:
+        """Tokens per second of an arm, in the text of the moment or in all text: expected, and the
+        most that may be hoped for, beside the arm in use."""
+        gained = hoped = 1.0
+        if arm.num_draft_tokens:
             acceptance = self._acceptance[arm.drafter]
-            gained, hoped = acceptance.expected_tokens(arm.num_draft_tokens)
-            draft_tokens = num_decodes * arm.num_draft_tokens * acceptance.drafted_share
-        seconds, error = self._time.expected_s(num_decodes, draft_tokens, arm)
+            gained, hoped = (
+                acceptance.usual_tokens(arm.num_draft_tokens)
+                if usual
+                else acceptance.recent_tokens(arm.num_draft_tokens, in_use.num_draft_tokens)
+            )
+        seconds, error = times[arm]
         return num_decodes * gained / seconds, num_decodes * hoped / (seconds * (1 - 0.5 * error))
 
     def _meet_new_drafter(self, version: int) -> None:
         if self._version is not None and "eagle3" in self._acceptance:
-            self._acceptance["eagle3"].forget(weight=4.0)
+            self._acceptance["eagle3"].forget(weight=24.0)
             self._steps_left = 0
             self._looked_at.pop("eagle3", None)
-            for spent in self._spent.values():
-                spent.probes_s = 0.0
+            self._vain_looks.pop("eagle3", None)
         self._version = version

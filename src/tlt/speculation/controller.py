@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+from tlt.spans import Span, SpanLog
 
 TRACE_STEPS = 20_000
 """Latest steps that are kept to be looked at: some megabytes."""
@@ -58,9 +59,14 @@ class DraftController:
         self.drafter_version = 0
         self.totals = Totals()
         self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
+        self.spans = SpanLog()
+        """What the engine did, by this clock."""
 
     def set_policy(self, policy: DraftPolicy) -> None:
         self._policy = policy
+
+    def now_s(self) -> float:
+        return self._clock()
 
     def take_trace(self) -> list[StepReport]:
         """Steps since the last call, the latest `TRACE_STEPS` of them."""
@@ -97,8 +103,9 @@ class DraftController:
         self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
     ) -> StepReport:
         """Report a finished step. `drafts` holds (drafted, accepted) of each drafted request."""
-        now = self._clock()
-        elapsed_s = now - max(record.started_s, self._last_finished_s)
+        now = self.now_s()
+        started_s = max(record.started_s, self._last_finished_s)
+        elapsed_s = now - started_s
         self._last_finished_s = now
         depth = max((accepted for _, accepted in drafts), default=0)
         accepted_at = [0] * depth
@@ -124,6 +131,18 @@ class DraftController:
             ended_s=now,
         )
         self._trace.append(report)
+        self.spans.add(
+            Span(
+                "generating",
+                started_s,
+                now,
+                running=float(record.context.num_decodes + record.context.num_prefills),
+                arm=str(record.verified),
+                tokens=num_output_tokens,
+                drafts=len(drafts),
+                accepted=accepted_tokens,
+            )
+        )
         totals = self.totals
         totals.steps += 1
         totals.drafts += len(drafts)

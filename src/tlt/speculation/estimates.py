@@ -8,7 +8,9 @@ milliseconds, and memory does not grow with time.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tlt.contracts import Arm, DrafterName, StepReport
 
@@ -18,85 +20,121 @@ is no news about an arm, yet a lasting change is followed."""
 
 
 class Acceptance:
-    """How often one drafter's token at each position is accepted.
+    """How often one drafter's tokens are accepted, position by position.
 
-    The rate of position i is the share of requests whose draft is accepted at least up to there. It
-    does not depend on the draft length, so that every length teaches all shorter ones.
+    What is learned is the chance that a position is accepted once those before it are. It does not
+    depend on the draft length: every length teaches all shorter ones, and where text turns hard,
+    the first positions say so for the later ones, which shorter drafts do not reach.
+
+    Two memories. The short one follows the text, which turns from easy to hard within a response:
+    it tells the lengths of one drafter apart. The long one tells drafters apart: one that was last
+    tried on easy text must not seem better than the one that has hard text to draft now.
     """
 
-    WINDOW = 400.0
-    """Verified requests that are remembered: enough for 2.5% precision, few enough to follow a
-    drafter that is being trained or text that changes."""
-    ALARM, ALARM_WINDOW = 4.0, 40.0
-    """Standard deviations, over so many requests, at which the past no longer counts."""
-    PRIOR = 0.3
-    PRIOR_WEIGHT = 2.0
+    RECENT, USUAL = 120.0, 2000.0
+    """Verified requests that are remembered."""
+    OTHER_TEXT = 16.0
+    """Verified requests that usual text counts for, where other requests have started."""
 
-    def __init__(self, max_draft_tokens: int) -> None:
-        self._seen = [0.0] * max_draft_tokens
-        self._accepted = [0.0] * max_draft_tokens
+    def __init__(self, max_draft_tokens: int, prior: float = 0.3) -> None:
+        self._recent = _Chances(max_draft_tokens, self.RECENT, prior)
+        self._usual = _Chances(max_draft_tokens, self.USUAL, prior)
+        self._verified = [0.0] * max_draft_tokens
+        """Requests whose draft was at least so long."""
         self._offered = 0.0
         self._drafted = 0.0
-        self._surprise = 0.0
-        self._surprise_variance = 0.0
 
     def observe(self, report: StepReport) -> None:
         """Learn from the drafts that a step verified."""
-        length = min(report.verified.num_draft_tokens, len(self._seen))
+        length = min(report.verified.num_draft_tokens, len(self._verified))
         num_requests = max(report.num_decodes, report.num_drafts)
         if length == 0 or num_requests <= 0:
             return
-        self._watch_for_change(num_requests, report.accepted_at[0] if report.accepted_at else 0)
-        keep = math.exp(-num_requests / self.WINDOW)
+        reached = [num_requests]
         for position in range(length):
             accepted = report.accepted_at[position] if position < len(report.accepted_at) else 0
-            self._seen[position] = keep * self._seen[position] + num_requests
-            self._accepted[position] = keep * self._accepted[position] + accepted
+            reached.append(min(accepted, reached[-1]))
+            self._verified[position] += num_requests
+        self._recent.observe(reached)
+        self._usual.observe(reached)
+        keep = math.exp(-num_requests / self.USUAL)
         self._offered = keep * self._offered + num_requests * length
         self._drafted = keep * self._drafted + min(
             report.num_draft_tokens, num_requests * report.verified.num_draft_tokens
         )
 
-    def _watch_for_change(self, num_requests: int, accepted: int) -> None:
-        """Start afresh when the first position does far better or worse than it used to."""
-        keep = math.exp(-num_requests / self.ALARM_WINDOW)
-        rate = (self._accepted[0] + 0.5) / (self._seen[0] + 1)
-        self._surprise = keep * self._surprise + accepted - num_requests * rate
-        self._surprise_variance = keep * self._surprise_variance + num_requests * max(
-            rate * (1 - rate), 0.02
-        )
-        if self._surprise**2 > self.ALARM**2 * self._surprise_variance and self._seen[0] > 16:
-            self.forget(weight=0.5)
-            self._surprise = self._surprise_variance = 0.0
+    @property
+    def num_verified(self) -> float:
+        return self._verified[0]
 
     def seen(self, arm: Arm) -> bool:
         """Whether enough drafts of this length were verified to judge it."""
-        return self._seen[arm.num_draft_tokens - 1] >= 4
+        return self._verified[arm.num_draft_tokens - 1] >= 4
 
     def forget(self, weight: float) -> None:
         """Keep the rates but trust them no more than `weight` requests: the drafter has changed."""
-        for position, seen in enumerate(self._seen):
-            if seen > weight:
-                self._accepted[position] *= weight / seen
-                self._seen[position] = weight
+        self._recent.forget(weight)
+        self._usual.forget(weight)
+
+    def expect_other_text(self) -> None:
+        """Other requests are running: usual text until they say otherwise."""
+        self._recent.become(self._usual, self.OTHER_TEXT)
 
     @property
     def drafted_share(self) -> float:
         """Drafted tokens per token asked for: 1 for a model, less for a lookup without a match."""
         return self._drafted / self._offered if self._offered > 0 else 1.0
 
-    def expected_tokens(self, num_draft_tokens: int) -> tuple[float, float]:
-        """Tokens a request gains by a step with this draft length: expected, and optimistic."""
-        expected = optimistic = 1.0
-        rate, ratio, hope = 1.0, self.PRIOR, 1.0
-        for position in range(min(num_draft_tokens, len(self._seen))):
-            weight = self._seen[position] + self.PRIOR_WEIGHT
-            guess = rate * ratio  # an unseen position loses as much as the one before it did
-            here = (self._accepted[position] + self.PRIOR_WEIGHT * guess) / weight
-            here = min(rate, max(0.0, here))
-            spread = math.sqrt(max(here * (1 - here), 0.05) / weight)
-            ratio = here / rate if rate > 0 else 0.0
-            rate, hope = here, min(hope, here + 1.5 * spread)
+    def recent_tokens(self, num_draft_tokens: int, in_use: int = 0) -> tuple[float, float]:
+        """Tokens a request gains by a step with this draft length, in the text of the moment:
+        expected, and what might be hoped for beside drafts of the length in use, which share
+        their first positions, for better or worse."""
+        return self._recent.tokens(num_draft_tokens, in_use)
+
+    def usual_tokens(self, num_draft_tokens: int) -> tuple[float, float]:
+        """The same over all text, beside other drafters."""
+        return self._usual.tokens(num_draft_tokens, 0)
+
+
+class _Chances:
+    """Of each draft position: the chance to be accepted once those before it are."""
+
+    PRIOR_WEIGHT = 6.0
+
+    def __init__(self, num_positions: int, window: float, prior: float) -> None:
+        self._window = window
+        self._prior = prior
+        self._reached = [0.0] * num_positions
+        self._accepted = [0.0] * num_positions
+
+    def observe(self, reached: list[int]) -> None:
+        """Of so many drafts, so many were accepted up to each position."""
+        keep = math.exp(-reached[0] / self._window)
+        for position, (before, accepted) in enumerate(pairwise(reached)):
+            self._reached[position] = keep * self._reached[position] + before
+            self._accepted[position] = keep * self._accepted[position] + accepted
+
+    def forget(self, weight: float) -> None:
+        keep = min(1.0, weight / max(self._reached[0], 1.0))
+        self._reached = [keep * reached for reached in self._reached]
+        self._accepted = [keep * accepted for accepted in self._accepted]
+
+    def become(self, other: _Chances, weight: float) -> None:
+        self._reached, self._accepted = list(other._reached), list(other._accepted)
+        self.forget(weight)
+
+    def tokens(self, num_draft_tokens: int, num_given: int) -> tuple[float, float]:
+        """Expected, and optimistic about all but the first `num_given` positions."""
+        expected = optimistic = rate = hope = 1.0
+        chance, variance = self._prior, 0.0
+        for position in range(min(num_draft_tokens, len(self._reached))):
+            weight = self._reached[position] + self.PRIOR_WEIGHT
+            # Until it is known, a position does as the one before it.
+            chance = (self._accepted[position] + self.PRIOR_WEIGHT * chance) / weight
+            rate *= chance
+            if position >= num_given:
+                variance += max(chance * (1 - chance), 0.05) / weight / max(chance, 0.05) ** 2
+            hope = min(hope, rate * (1 + 1.5 * math.sqrt(variance)))
             expected += rate
             optimistic += hope
         return expected, optimistic
@@ -107,13 +145,18 @@ class StepTime:
 
     A sum of parts, each proportional to one figure of the step and never negative, is fitted to all
     steps; it speaks for arms and batch sizes that were never tried. Where an arm was tried, what
-    its steps really took corrects it.
+    its steps really took corrects it. All of it is relative to the pace of the moment: machines are
+    shared and contexts grow, and an arm that was last timed in a slow minute is no slower for it.
     """
 
     HALF_LIFE = 1000.0
     """Steps after which the fit trusts an observation half as much."""
-    CELL_WINDOW = 40.0
+    CELL_WINDOW = 160.0
     """Steps of one arm and batch size that its correction remembers."""
+    CELL_PRIOR = 5.0
+    """Steps that the fit counts for, beside those of one arm and batch size."""
+    PACE_WINDOW, PACE_STEPS = 24.0, 12.0
+    """Steps over which the pace is taken, of arms that were timed at least so often."""
     SOLVE_EVERY = 4
     """Steps between two solutions of the fit, once it has seen some dozens."""
     ROWS, PREFILL = 64.0, 512.0
@@ -125,6 +168,7 @@ class StepTime:
         self._target = [0.0] * size
         self._parts = [0.0] * size
         self._scale = 0.0
+        self._pace = 1.0
         self._growth = 1.0
         self._unsolved = 0
         self._cells: dict[tuple[int, Arm], _Cell] = {}
@@ -149,32 +193,56 @@ class StepTime:
         if not self.known:
             self._start(elapsed_s)
         fitted_s = self._fit(inputs)
+        elapsed_s /= self._pace
         elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
-        prefill_s = self.prefill_s(report.num_prefill_tokens)
+        prefill_s = self._prefill_s(report.num_prefill_tokens)
         if steady and report.num_decodes > 0 and prefill_s < 0.5 * min(elapsed_s, fitted_s):
+            self._follow_pace(report, elapsed_s - prefill_s)
             self._correct(report, elapsed_s - prefill_s, fitted_s - prefill_s)
         self._refit(inputs, elapsed_s)
 
+    def _follow_pace(self, report: StepReport, elapsed_s: float) -> None:
+        """By a step whose time is known well: the rest would make its own error everyone's."""
+        if self.visits(report.num_decodes, report.proposed) >= self.PACE_STEPS:
+            expected_s = self._usual_s(
+                report.num_decodes, report.num_draft_tokens, report.proposed
+            )[0]
+            surprise = min(0.4, max(-0.4, math.log(elapsed_s / expected_s)))
+            self._pace *= math.exp(surprise / self.PACE_WINDOW)
+
     def prefill_s(self, num_prefill_tokens: int) -> float:
         """Seconds of a step that went into prompts."""
+        return self._pace * self._prefill_s(num_prefill_tokens)
+
+    def _prefill_s(self, num_prefill_tokens: int) -> float:
         return self._parts[3] * num_prefill_tokens / self.PREFILL
 
     def expected_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
         """Seconds of a step without prefills, and the relative error to expect of that."""
-        inputs = self._inputs(num_decodes, draft_tokens, 0, arm)
-        fitted_s = self._fit(inputs)
-        cell = self._cells.get((batch_bucket(num_decodes), arm))
-        error = self._error[arm.drafter]
-        if cell is None:
-            return fitted_s, error
-        ratio = cell.seconds / self._fit(self._inputs(cell.num_decodes, cell.draft_tokens, 0, arm))
-        trust = cell.weight / (cell.weight + 1)
-        return fitted_s * (1 + trust * (ratio - 1)), error / math.sqrt(1 + cell.weight)
+        seconds, error = self._usual_s(num_decodes, draft_tokens, arm)
+        return self._pace * seconds, error
+
+    def _usual_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
+        fitted_s = self._fit(self._inputs(num_decodes, draft_tokens, 0, arm))
+        weight = total = 0.0
+        for near, cell in self._near(num_decodes, arm):
+            inputs = self._inputs(cell.num_decodes, cell.draft_tokens, 0, arm)
+            weight += near * cell.weight
+            total += near * cell.weight * cell.seconds / self._fit(inputs)
+        ratio = (total + self.CELL_PRIOR) / (weight + self.CELL_PRIOR)
+        return fitted_s * ratio, self._error[arm.drafter] / math.sqrt(1 + weight)
 
     def visits(self, num_decodes: int, arm: Arm) -> float:
-        """Steps of this arm seen at about this batch size."""
-        cell = self._cells.get((batch_bucket(num_decodes), arm))
-        return cell.weight if cell else 0.0
+        """Steps of this arm seen at about this batch size, or, counting less, at others near."""
+        return sum(near * cell.weight for near, cell in self._near(num_decodes, arm))
+
+    def _near(self, num_decodes: int, arm: Arm) -> Iterator[tuple[float, _Cell]]:
+        bucket = batch_bucket(num_decodes)
+        beside = (batch_bucket(bucket * 2 // 3), batch_bucket(bucket + 1))
+        for place, near in ((bucket, 1.0), (beside[0], 0.5), (beside[1], 0.5)):
+            cell = self._cells.get((place, arm))
+            if cell is not None:
+                yield near, cell
 
     def _inputs(
         self, num_decodes: float, draft_tokens: float, num_prefill_tokens: int, proposed: Arm

@@ -26,6 +26,11 @@ class HeavyTail:
                 f"{self.longest}; e.g. 60, 500, 1500"
             )
 
+    @property
+    def sigma(self) -> float:
+        """Of the logarithm."""
+        return math.log(self.p95 / self.median) / 1.645
+
     def draw(self, rng: random.Random) -> int:
         return self._at(rng.gauss(0, 1))
 
@@ -39,8 +44,7 @@ class HeavyTail:
         return [self._at(NormalDist().inv_cdf(place)) for place in places]
 
     def _at(self, deviations: float) -> int:
-        sigma = math.log(self.p95 / self.median) / 1.645
-        size = round(self.median * math.exp(sigma * deviations))
+        size = round(self.median * math.exp(self.sigma * deviations))
         return max(1, min(self.longest, size))
 
 

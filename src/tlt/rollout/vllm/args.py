@@ -74,6 +74,9 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     }
     if on_gpu:
         args["tensor_parallel_size"] = config.num_gpus
+        if config.num_gpus > 1:
+            # In a placement group vLLM would take its Ray executor, which wants one GPU a bundle.
+            args["distributed_executor_backend"] = "mp"
     else:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     user = dict(config.engine_args)

@@ -1,7 +1,7 @@
 """vLLM's weight-transfer API over shared memory: backend `tlt_shm`.
 
-Carries policy and drafter weights to all workers of a node, on CPU and for colocated processes.
-GPU-to-GPU transfers use vLLM's own `ipc` and `nccl` backends through the same three calls.
+Carries policy and drafter weights to all workers of a node, through the host's memory also on GPUs.
+vLLM's own `ipc` and `nccl` backends would go through the same three calls.
 """
 
 from __future__ import annotations

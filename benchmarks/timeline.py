@@ -1,0 +1,98 @@
+"""What the timeline costs.
+
+    python benchmarks/timeline.py [--repeats 4] [--steps 12]
+
+Twice: by itself (time to note an engine step, and to write an RL step of many engines), and in
+runs of configs/tiny_tail_cpu.toml with and without it, in turns. Its engine steps are about the
+shortest there are, so its share is largest there. Needs models/tiny-sft (see the recipe). Writes
+results/timeline.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tlt.bench.metrics import spread
+from tlt.observe.record import read
+from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
+from tlt.spans import Span, SpanLog
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "timeline.json"
+
+
+def noting_us(count: int = 200_000) -> float:
+    """Microseconds to note an engine step, with arms and loads that change now and then."""
+    log = SpanLog()
+    started_s = time.perf_counter()
+    for step in range(count):
+        at_s = step * 0.004
+        log.add(
+            Span(
+                "generating", at_s, at_s + 0.004, float(step // 50 % 16), f"ngram:{step // 20 % 4}"
+            )
+        )
+    return (time.perf_counter() - started_s) / count * 1e6
+
+
+def writing_ms(num_engines: int, folder: Path) -> float:
+    """Milliseconds to put together and write an RL step with as many spans as there may be."""
+    spans = max_engine_spans(num_engines)
+    workers = [f"engine-{n}" for n in range(num_engines)]
+    log = TimelineLog(folder / "timeline.json", workers)
+    log.rewind(-1)
+    engines = {
+        worker: [Span("generating", n, n + 0.9, n % 7, "ngram:2", 9, 5, 3) for n in range(spans)]
+        for worker in workers
+    }
+    started_s = time.perf_counter()
+    log.append(step_timeline(1, 0, spans, [("rollout", 0, spans)], engines, {}))
+    return (time.perf_counter() - started_s) * 1e3
+
+
+def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str, Any]]:
+    out = folder / f"{timeline}-{repeat}"
+    command = [sys.executable, "-m", "tlt", "train", "configs/tiny_tail_cpu.toml"]
+    command += [f'run.out="{out}"', f"run.num_steps={steps}", f"run.seed={repeat}"]
+    command += [f"metrics.timeline={str(timeline).lower()}", "engine.policy={kind='off'}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return read(out / "metrics.jsonl")[1:]  # the first step warms up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    options = parser.parse_args()
+    result: dict[str, Any] = {"noting_us": statistics.median(noting_us() for _ in range(3))}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        result["writing_ms"] = {n: writing_ms(n, folder) for n in (2, 64, 1024)}
+        print(result, flush=True)
+        ratios, step_s = [], []
+        for repeat in range(options.repeats):
+            order = (False, True) if repeat % 2 else (True, False)
+            found = {on: run(on, repeat, options.steps, folder) for on in order}
+            pairs = zip(found[True], found[False], strict=True)
+            ratios.append(statistics.median(a["time/step_s"] / b["time/step_s"] for a, b in pairs))
+            step_s += [record["time/step_s"] for record in found[True]]
+            print(f"{ratios[-1]:.4f}", flush=True)
+    result |= {
+        "step_s": statistics.median(step_s),
+        "with_over_without": asdict(spread(ratios)),
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

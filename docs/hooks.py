@@ -1,0 +1,43 @@
+"""Brings pages that live beside the docs into the site, and points links outside to the source.
+
+Pages read the same in the repository and on the site: what they call `../benchmarks/README.md` is
+part of the site, what they call `../src/...` or `../configs/...` is shown as a path.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BESIDE = ("benchmarks/README.md",)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    pictures = sorted(
+        p.relative_to(ROOT).as_posix() for p in ROOT.glob("benchmarks/results/**/*.png")
+    )
+    for path in (*BESIDE, *pictures):
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links out of the docs folder: to what `on_files` brought in, else as plain text."""
+    depth = "../" if page.file.src_uri.startswith("benchmarks/") else ""
+
+    def link(found: re.Match[str]) -> str:
+        text, target = found[1], found[2]
+        path, _, anchor = target.partition("#")
+        inside = path.removeprefix("../")
+        if path.startswith("../docs/"):
+            inside = path.removeprefix("../docs/")
+            return f"[{text}]({depth}{inside}{'#' + anchor if anchor else ''})"
+        if files.get_file_from_path(inside) is not None:
+            return f"[{text}]({depth}{inside}{'#' + anchor if anchor else ''})"
+        return f"{text} (`{inside}`)" if inside not in text else text
+
+    return re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)", link, markdown)

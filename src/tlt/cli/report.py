@@ -1,0 +1,63 @@
+"""`tlt report`: runs as one page to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tlt.cli.options import print_findings, result_table
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of `tlt train`; others are compared to the first.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write; by default report.html in the last run.")
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(help="Also write the charts there, each as an SVG file.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as JSON instead of a page.")
+    ] = False,
+) -> None:
+    """Show where the time of runs went, what holds them back, and how they compare."""
+    from tlt.observe.page import as_html, as_json
+    from tlt.observe.page import pictures as charts
+    from tlt.observe.report import compare, look_at
+
+    views = [look_at(run) for run in runs]
+    if len({view.name for view in views}) < len(views):
+        for run, view in zip(runs, views, strict=True):
+            view.name = str(run)
+    if json:
+        typer.echo(as_json(views))
+        return
+    console = Console()
+    for view in views:
+        console.print(f"[bold]{view.name}[/]: {len(view.records)} steps", highlight=False)
+        print_findings(console, view)
+    if len(views) > 1:
+        table = result_table(f"speed-up over {views[0].name}")
+        for heading in ("run", "all steps", "a step", "its rollout", "rollout, per token"):
+            table.add_column(heading, justify="left" if heading == "run" else "right")
+        for other in views[1:]:
+            found = compare(views[0], other)
+            cells = [
+                f"{found[name]['median']:.2f}x" if found[name] else "-"
+                for name in ("step", "rollout", "rollout_per_token")
+            ]
+            table.add_row(other.name, f"{found['whole']:.2f}x", *cells)
+        console.print(table)
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        for view in views:
+            for name, svg in charts(view).items():
+                (pictures / f"{view.name.replace('/', '-')}-{name}.svg").write_text(svg)
+    page = out or runs[-1] / "report.html"
+    page.write_text(as_html(views))
+    console.print(f"[green]wrote[/] {page}", highlight=False, soft_wrap=True)

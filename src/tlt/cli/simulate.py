@@ -1,0 +1,130 @@
+"""`tlt simulate` and `tlt calibrate`: what TLT would bring on a cluster that is not here."""
+
+from __future__ import annotations
+
+import itertools
+import json as json_library
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tlt.cli.options import result_table
+
+COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "rollout")
+
+
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of `tlt train`, with timelines.")],
+    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("calibration.json"),
+) -> None:
+    """Learn from runs how fast their machine is, for `tlt simulate`."""
+    from tlt.contracts import OFF
+    from tlt.observe.report import look_at
+    from tlt.simulate.calibrate import calibrate as learn
+
+    found = learn([look_at(run) for run in runs])
+    found.save(out)
+    console = Console()
+    engine = found.engine
+    console.print(
+        "a step of 1 / 8 / 32 requests takes "
+        + " / ".join(f"{1e3 * float(engine.step_s(OFF, n, 500)):.1f}" for n in (1, 8, 32))
+        + f" ms; the learner trains on {found.learner.tokens_per_s:,.0f} tokens/s",
+        highlight=False,
+    )
+    for drafter, rates in found.drafting.rates.items():
+        console.print(f"{drafter}: {rates[0]:.0%} of first draft tokens accepted", highlight=False)
+    console.print(f"[green]wrote[/] {out}", highlight=False)
+
+
+def simulate(
+    scenario: Annotated[Path | None, typer.Argument(help="TOML file of a scenario.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(help="Folder of a `tlt train`: its machine and its lengths.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="section.key=a,b,c: simulate all of them. Repeat it for a grid."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for simulation.json.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print numbers only.")] = False,
+) -> None:
+    """Simulate RL steps on a cluster: without speculation, with a frozen drafter, with TLT."""
+    from tlt.config.load import apply_overrides, check, read_toml
+    from tlt.simulate.answer import figures, in_words, speed_ups
+    from tlt.simulate.scenario import ScenarioConfig
+    from tlt.simulate.scenario import simulate as play
+
+    changes = list(overrides or [])
+    if scenario is not None and "=" in scenario.name:
+        scenario, changes = None, [str(scenario), *changes]
+    folder = out or Path("runs/simulation")
+    folder.mkdir(parents=True, exist_ok=True)
+    if from_run is not None:
+        changes = [*_like(from_run, folder), *changes]
+    grid = [_values(text) for text in sweep or []]
+    results: list[dict[str, Any]] = []
+    for point in itertools.product(*grid):
+        tree = read_toml(scenario) if scenario is not None else {}
+        config = check(ScenarioConfig, apply_overrides(tree, [*changes, *point]), "scenario")
+        found = {name: figures(records) for name, records in play(config).items()}
+        results.append({"point": list(point), "modes": found, "speed_up": speed_ups(found)})
+    (folder / "simulation.json").write_text(json_library.dumps(results, indent=2))
+    if json:
+        typer.echo(json_library.dumps(results, indent=2))
+        return
+    console = Console()
+    table = result_table("simulated")
+    table.add_column("")
+    table.add_column("mode")
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    for result in results:
+        for name, of in result["modes"].items():
+            gained = result["speed_up"][name]
+            table.add_row(
+                " ".join(result["point"]),
+                name,
+                f"{of['step_s']:.1f}",
+                f"{of['rollout_s']:.1f}",
+                f"{of['rollout_share']:.0%}",
+                f"{of['idle_share']:.0%}",
+                f"{gained['end_to_end']:.2f}x",
+                f"{gained['rollout']:.2f}x",
+            )
+    console.print(table)
+    if len(results) == 1:
+        console.print(in_words(results[0]["modes"]), highlight=False, soft_wrap=True)
+    console.print(f"[green]wrote[/] {folder}/simulation.json", highlight=False)
+
+
+def _like(run: Path, folder: Path) -> list[str]:
+    """Settings that make a scenario of a run."""
+    from tlt.observe.report import look_at
+    from tlt.simulate.calibrate import as_scenario
+    from tlt.simulate.calibrate import calibrate as learn
+
+    view = look_at(run)
+    learn([view]).save(folder / "calibration.json")
+    own = as_scenario(view)
+    engines = own.pop("num_engines")
+    return [
+        f"cluster.num_engines={engines}",
+        f'cluster.calibration="{folder / "calibration.json"}"',
+        f'workload.trace="{run / "lengths.jsonl"}"',
+        *(f"workload.{key}={value}" for key, value in own.items()),
+    ]
+
+
+def _values(text: str) -> list[str]:
+    from tlt.errors import ConfigError
+
+    key, _, values = text.partition("=")
+    if not key or not values:
+        raise ConfigError(f"--sweep {text}: give section.key=a,b,c")
+    return [f"{key}={value}" for value in values.split(",")]

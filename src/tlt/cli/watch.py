@@ -1,0 +1,118 @@
+"""`tlt watch`: a run in progress, in a terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = {
+    "generating": "blue",
+    "training": "green",
+    "idle": "yellow",
+    "updating": "magenta",
+    "lost": "red",
+}
+MAX_ROWS = 24
+STALE_S = 15.0
+"""A live file older than this is of a run that was killed."""
+LAST_STEP = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("acceptance length", "rollout/acceptance_length", "{:.2f}"),
+    ("tokens/s", "rollout/tokens_per_s", "{:.0f}"),
+    ("seconds", "time/step_s", "{:.1f}"),
+    ("policy", "policy_version", "v{:.0f}"),
+    ("drafter", "drafter_version", "v{:.0f}"),
+)
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="Folder of a `tlt train` in progress.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+) -> None:
+    """Watch a run: what every worker does now, how long the tail will take, what comes out."""
+    from rich.live import Live
+
+    from tlt.errors import ConfigError
+
+    if not (run / "config.toml").exists():
+        raise ConfigError(f"{run} holds no run of `tlt train`; give the folder that run.out named")
+    console = Console()
+    if once:
+        console.print(_view(run))
+        return
+    seen = False
+    with Live(_view(run), console=console, refresh_per_second=2) as live:
+        try:
+            while True:
+                going_on = _read(run) is not None
+                seen = seen or going_on
+                # Starting takes minutes: wait for it, unless the run is over.
+                if not going_on and (seen or (run / "summary.json").exists()):
+                    break
+                time.sleep(0.5)
+                live.update(_view(run))
+        except KeyboardInterrupt:
+            return
+    console.print(f"the run is not in progress; see: tlt report {run}", highlight=False)
+
+
+def _read(run: Path) -> dict[str, Any] | None:
+    """What the run says of itself; None when it says nothing, or was killed."""
+    try:
+        found: dict[str, Any] = json.loads((run / "live.json").read_text())
+    except FileNotFoundError:
+        return None
+    return found if time.time() - found["at_s"] < STALE_S else None
+
+
+def _view(run: Path) -> RenderableType:
+    now = _read(run)
+    if now is None:
+        return Text(f"{run}: no step is under way (starting up, or ended)")
+    return Group(_headline(now), _workers(now["workers"], now["total"]), _last(now["record"]))
+
+
+def _headline(now: Mapping[str, Any]) -> Text:
+    text = Text(f"{now['what']} of {now['num_steps']} steps", style="bold")
+    text.append(f"  {now['done']:.0f} of {now['total']:.0f}", style="")
+    text.append(f"  for {now['at_s'] - now['since_s']:.0f} s", style="dim")
+    if "generating" in now["what"] and now["remaining_s"] is not None:
+        text.append(f"  about {now['remaining_s']:.0f} s to the end of the tail", style="yellow")
+    return text
+
+
+def _workers(workers: Mapping[str, Mapping[str, Any]], total: float) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("worker", "state", "requests", ""):
+        table.add_column(heading, justify="right" if heading == "requests" else "left")
+    most = max([1, *(worker["running"] for worker in workers.values())])
+    # The busiest first where there are too many to show.
+    shown = list(workers.items())
+    if len(shown) > MAX_ROWS:
+        shown = sorted(shown, key=lambda item: -item[1]["running"])[:MAX_ROWS]
+    for name, worker in shown:
+        colour = COLOURS.get(worker["state"], "dim")
+        bar = "█" * round(30 * worker["running"] / max(most, total / max(1, len(workers))))
+        table.add_row(
+            name, f"[{colour}]{worker['state']}[/]", str(worker["running"]), f"[{colour}]{bar}[/]"
+        )
+    if len(workers) > MAX_ROWS:
+        states = [worker["state"] for worker in workers.values()]
+        counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+        table.add_row(f"... {len(workers)} in all", counts, "", "")
+    return table
+
+
+def _last(record: Mapping[str, float]) -> Text:
+    if "reward/mean" not in record:
+        return Text("no step is done yet", style="dim")
+    cells = [f"{title} {form.format(record[n])}" for title, n, form in LAST_STEP if n in record]
+    return Text(f"step {record['step']:.0f}: " + ", ".join(cells))

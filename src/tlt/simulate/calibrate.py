@@ -1,0 +1,215 @@
+"""A machine's figures from runs made on it: `timeline.json`, `lengths.jsonl` and `metrics.jsonl`.
+
+Nothing has to be measured for it: spans of a timeline say how many requests ran, how they were
+decoded, how many tokens came out and how long it took. Every request of a step gets one token and
+what of its draft is accepted, so steps x running = tokens - accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from tlt.contracts import Arm, DrafterName
+from tlt.errors import ConfigError
+from tlt.observe.report import RunView, rollouts
+from tlt.observe.timeline import LEARNER
+from tlt.simulate.cluster import Learner
+from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
+
+MIN_STEPS = 3
+"""Engine steps that a span must hold to say how long one takes."""
+MAX_POSITIONS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A machine and a model on it."""
+
+    engine: EngineModel
+    drafting: Drafting
+    learner: Learner
+    prompt_tokens: float
+    source: str = ""
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Calibration:
+        try:
+            found = json.loads(path.read_text())
+            rates = {name: tuple(rates) for name, rates in found["drafting"]["rates"].items()}
+            return cls(
+                EngineModel(**found["engine"]),
+                Drafting(rates, found["drafting"]["power"]),
+                Learner(**found["learner"]),
+                found["prompt_tokens"],
+                found["source"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is no result of `tlt calibrate` ({error!r}); make one with "
+                "`tlt calibrate RUN --out calibration.json`"
+            ) from error
+
+
+def calibrate(views: Sequence[RunView]) -> Calibration:
+    """What these runs say together. Their first steps, which warm up, are left out."""
+    found = [o for view in views for o in observations(view)]
+    if not found:
+        raise ConfigError(
+            "the runs have no timeline to calibrate from; run them with metrics.timeline = true, "
+            "for at least three steps"
+        )
+    try:
+        engine = fit(found, _prefill_speed(views))
+    except ValueError as error:
+        raise ConfigError(f"{error}; give runs with other batches or draft lengths too") from error
+    return Calibration(
+        engine,
+        Drafting(acceptance(views)),
+        learner(views),
+        fmean(prompt_tokens(view) for view in views),
+        ", ".join(view.name for view in views),
+    )
+
+
+def observations(view: RunView) -> list[Observation]:
+    """Engine steps of a run, with their number of requests and their context."""
+    found = []
+    prompt = prompt_tokens(view)
+    for timeline in view.timelines[1:]:
+        for start_s, end_s in rollouts(timeline):
+            for worker, spans in timeline.rows.items():
+                position, first = 0.0, True
+                for span in spans:
+                    if worker == LEARNER or not start_s <= span.start_s < end_s or not span.tokens:
+                        continue
+                    gained = span.tokens / max(1.0, span.running)
+                    context = prompt + position + gained / 2
+                    position += gained
+                    steps = (span.tokens - span.accepted) / max(1.0, span.running)
+                    if not first and not span.mixed and steps >= MIN_STEPS:
+                        step_s = span.seconds / steps
+                        arm = parse_arm(span.arm)
+                        found.append(Observation(arm, span.running, context, step_s, span.seconds))
+                    first = False  # the first one also reads the prompts
+    return found
+
+
+def parse_arm(text: str) -> Arm:
+    drafter, _, length = text.partition(":")
+    name: DrafterName = drafter  # type: ignore[assignment]
+    return Arm(name, int(length)) if length else Arm()
+
+
+def prompt_tokens(view: RunView) -> float:
+    """Of a prompt, the mean."""
+    records = [r for r in view.records if r.get("prompt/mean_tokens")]
+    return fmean(r["prompt/mean_tokens"] for r in records) if records else 0.0
+
+
+def acceptance(views: Iterable[RunView]) -> dict[str, tuple[float, ...]]:
+    """Rates by position, from how much each draft length gained.
+
+    Rates are taken to fall by the same factor from position to position: what a length gains then
+    has one rate that explains it, and the lengths' rates are averaged by how often each was used.
+    """
+    gained: dict[tuple[str, int], list[float]] = {}
+    for view in views:
+        for timeline in view.timelines[1:]:
+            for worker, spans in timeline.rows.items():
+                for span in spans:
+                    if worker != LEARNER and span.drafts and not span.mixed:
+                        arm = parse_arm(span.arm)
+                        of = gained.setdefault((arm.drafter, arm.num_draft_tokens), [0.0, 0.0])
+                        of[0] += span.accepted
+                        # Of requests, also those that found nothing to draft.
+                        of[1] += span.tokens - span.accepted
+    weighted: dict[str, list[tuple[float, float]]] = {}
+    for (drafter, length), (accepted, verified) in gained.items():
+        if length and verified >= 20:
+            rate = _rate_for(accepted / verified, length)
+            weighted.setdefault(drafter, []).append((rate, verified))
+    rates = {}
+    for drafter, pairs in weighted.items():
+        rate = sum(r * n for r, n in pairs) / sum(n for _, n in pairs)
+        rates[drafter] = powers(rate, MAX_POSITIONS)
+    return rates
+
+
+def _rate_for(gained: float, length: int) -> float:
+    """The factor whose first powers add up to so much."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(powers(middle, length)) < gained:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def learner(views: Iterable[RunView]) -> Learner:
+    """A line through the updates' tokens and seconds; medians of the rest."""
+    records: list[dict[str, float]] = []
+    points: list[tuple[float, float]] = []
+    whole = 0.0
+    for view in views:
+        samples = view.setting("sampling.prompts_per_step", 1) * view.setting(
+            "sampling.group_size", 1
+        )
+        for record in view.records[1:]:
+            records.append(record)
+            whole += record["rollout/output_tokens"] + samples * prompt_tokens(view)
+            if record.get("learner/tokens", 0.0) > 0:
+                points.append((record["learner/tokens"], record.get("time/update_s", 0.0)))
+    if not points:
+        raise ConfigError("no step of the runs updated the policy: there is no learner to model")
+    mean_t, mean_s = fmean(t for t, _ in points), fmean(s for _, s in points)
+    variance = sum((t - mean_t) ** 2 for t, _ in points)
+    slope = sum((t - mean_t) * (s - mean_s) for t, s in points) / variance if variance else 0.0
+    if not 0 < slope * mean_t <= mean_s:  # noise, or all updates alike: all of it by the token
+        slope = mean_s / mean_t
+    return Learner(
+        tokens_per_s=1 / slope,
+        step_s=mean_s - slope * mean_t,
+        trained_share=min(1.0, sum(t for t, _ in points) / max(1.0, whole)),
+        reward_s=median(r.get("time/reward_wait_s", 0.0) for r in records),
+        sync_s=median(r.get("time/sync_s", 0.0) for r in records),
+        other_s=fmean(
+            r.get("time/other_s", 0.0) + r.get("time/checkpoint_s", 0.0) for r in records
+        ),
+    )
+
+
+def _prefill_speed(views: Iterable[RunView]) -> float:
+    """Prompt tokens per second, from how long the first span of a rollout takes longer."""
+    speeds: list[float] = []
+    for view in views:
+        group = max(1, int(view.setting("sampling.group_size", 1)))
+        prompt = prompt_tokens(view)
+        for timeline in view.timelines[1:]:
+            for start_s, _ in rollouts(timeline):
+                for worker, spans in timeline.rows.items():
+                    first = next((s for s in spans if s.tokens and s.start_s >= start_s), None)
+                    if worker == LEARNER or first is None or first.running < 1:
+                        continue
+                    seconds = max(1e-3, first.start_s - start_s + first.seconds)
+                    speeds.append(max(1.0, first.running / group) * prompt / seconds)
+    return median(speeds) if speeds and median(speeds) > 0 else 1e9
+
+
+def as_scenario(view: RunView) -> dict[str, Any]:
+    """A run's own workload, to start a what-if from."""
+    return {
+        "prompts_per_step": int(view.setting("sampling.prompts_per_step", 1)),
+        "group_size": int(view.setting("sampling.group_size", 1)),
+        "prompt_tokens": prompt_tokens(view),
+        "num_engines": int(view.setting("pool.num_engines", 1)),
+    }

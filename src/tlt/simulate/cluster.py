@@ -1,0 +1,358 @@
+"""RL steps of a cluster in simulated time.
+
+Modelled: engines, learner, rewards, weights, trainers, failures. Real: the draft policy (`pace`),
+the coordinator with its leases, the forecast of the tail. Not modelled: a better drafter helps from
+the next rollout on, not in the middle of one; samples that do not fit an engine's slots at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tlt.contracts import OFF, Arm, DraftPolicy
+from tlt.harvest.coordinator import (
+    Coordinator,
+    CoordinatorSettings,
+    Judged,
+    Trained,
+    TrainerGone,
+)
+from tlt.harvest.forecast import TailForecast
+from tlt.harvest.leases import Holder
+from tlt.simulate.clock import now_s
+from tlt.simulate.model import Drafting, EngineModel
+from tlt.simulate.pace import Pace, Player
+from tlt.simulate.workload import Workload, ends, spread_over
+
+Record = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """The policy update, and what else a step does besides the rollout."""
+
+    tokens_per_s: float
+    """Trained on, by all ranks."""
+    step_s: float = 0.0
+    """Of an update, however small."""
+    trained_share: float = 1.0
+    """Of the samples: groups with equal rewards teach nothing and are not computed."""
+    prompt_share: float = 1.0
+    """Of the prompts' tokens that are computed: samples of a group may share them."""
+    reward_s: float = 0.0
+    """From the last sample to the last reward."""
+    sync_s: float = 0.0
+    other_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the policy moves away from a drafter, and how training brings it back."""
+
+    drift: float = 0.0
+    """Added to the power of acceptance rates by every policy update."""
+    tokens: float = 1e6
+    """Trained on, that take away all but 1/e of what can be learned."""
+    best_power: float = 1.0
+    """Of a drafter that has learned all it can."""
+    tokens_per_s: float = 1000.0
+    """Of one trainer."""
+    start_s: float = 20.0
+    stop_s: float = 0.05
+    """From being called back to a free device: about a micro-step."""
+    judge_s: float = 0.5
+    deaths_per_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    engine: EngineModel
+    drafting: Drafting
+    num_engines: int
+    learner: Learner
+    training: Training = field(default_factory=Training)
+    engine_deaths_per_hour: float = 0.0
+    engine_start_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to run: off, static, TLT."""
+
+    name: str
+    policy: Callable[[], DraftPolicy]
+    harvest: CoordinatorSettings | None = None
+
+
+# --- a drafter as it is known here ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Skill:
+    """A drafter's weights: how good they were for the policy of some step."""
+
+    power: float
+    policy: int
+
+    def now(self, policy: int, training: Training) -> float:
+        return self.power + training.drift * (policy - self.policy)
+
+
+class SimTrainer:
+    """A trainer beside an engine, without anything to compute."""
+
+    def __init__(self, run: Simulation, worker: str) -> None:
+        self._run = run
+        self._worker = worker
+        self._training = run.cluster.training
+        self._holder = Holder()
+        self._skill = run.start
+        self._published = run.start
+        self._ended = asyncio.Event()
+        self._dead = False
+
+    async def start(self) -> None:
+        await asyncio.sleep(self._training.start_s)
+
+    async def begin(self, lease: int, seconds: float) -> bool:
+        self._check()
+        self._ended.clear()
+        return self._holder.begin(lease, seconds, now_s())
+
+    async def end(self, lease: int) -> None:
+        self._check()
+        self._holder.end(lease)
+        self._ended.set()
+
+    async def take(self, base: Any, published: Any, policy: Any) -> None:
+        self._check()
+        if isinstance(base, Skill):
+            self._skill = base
+        elif base == "start":
+            self._skill = self._run.start
+        if published is not None:
+            self._published = published
+
+    async def train(self, lease: int, seconds: float) -> Trained:
+        self._check()
+        started_s = now_s()
+        if self._holder.holds(lease, started_s) and seconds > 0:
+            dies_s = math.inf
+            if self._training.deaths_per_hour:
+                dies_s = self._run.rng.exponential(3600 / self._training.deaths_per_hour)
+            try:
+                async with asyncio.timeout(min(seconds, dies_s)):
+                    await self._ended.wait()
+                await asyncio.sleep(self._training.stop_s)
+            except TimeoutError:
+                self._dead = self._dead or dies_s < seconds
+            self._check()
+        tokens = int((now_s() - started_s) * self._training.tokens_per_s)
+        policy = self._run.policy
+        ahead = self._skill.now(policy, self._training) - self._training.best_power
+        ahead *= math.exp(-tokens / self._training.tokens)
+        self._skill = Skill(self._training.best_power + ahead, policy)
+        return Trained(max(1, tokens // 512) if tokens else 0, tokens, 0.0, starved=False)
+
+    async def judge(self, lease: int) -> Judged | None:
+        self._check()
+        if not self._holder.holds(lease, now_s()):
+            return None
+        await asyncio.sleep(self._training.judge_s)
+        mine = self._skill.now(self._run.policy, self._training)
+        theirs = self._published.now(self._run.policy, self._training)
+        length, other = (self._run.length(power) for power in (mine, theirs))
+        return Judged(length > 1.002 * other, length, other)
+
+    async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
+        self._check()
+        policy = self._run.policy
+        parts = [(self._skill.now(policy, self._training), own_weight)]
+        parts += [(skill.now(policy, self._training), weight) for skill, weight in others]
+        total = sum(weight for _, weight in parts) or 1.0
+        self._skill = Skill(sum(power * weight for power, weight in parts) / total, policy)
+        return True
+
+    async def export(self) -> Any:
+        self._check()
+        return self._skill
+
+    async def release(self) -> None:
+        self._check()
+
+    async def kill(self) -> None:
+        self._dead = True
+        self._ended.set()
+
+    def _check(self) -> None:
+        if self._dead:
+            raise TrainerGone(self._worker)
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """A run of one mode. `await run(...)` on a `clock.VirtualLoop`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        mode: Mode,
+        seed: int = 0,
+        start_power: float = 1.0,
+    ) -> None:
+        self.cluster = cluster
+        self.rng = np.random.default_rng(seed)
+        self.start = Skill(start_power, 0)
+        self.policy = 0
+        """Updates so far."""
+        self._workload = workload
+        self._mode = mode
+        self._seed = seed
+        self._published = self.start
+        self._version = 0
+        self._player = Player(mode.policy(), cluster.engine, seed)
+        self._forecast = TailForecast()
+        self._turn = 0
+        self._coordinator: Coordinator | None = None
+        self._before: Record = {}
+        self.events = 0
+        """That the coordinator was told."""
+        self.generating: set[str] = set()
+        """Workers whose engines have the device."""
+
+    def length(self, power: float) -> float:
+        """Tokens per draft of four, of a drafter with this power."""
+        return self.cluster.drafting.at(power).tokens(Arm("eagle3", 4))
+
+    async def run(self, num_steps: int) -> list[Record]:
+        if self._mode.harvest is not None:
+            self._coordinator = Coordinator(self._mode.harvest, self.make_trainer, clock=now_s)
+            for worker in self._workers():
+                self._coordinator.join(worker)
+            await asyncio.sleep(self.cluster.training.start_s)
+        try:
+            return [await self._step(step) for step in range(1, num_steps + 1)]
+        finally:
+            if self._coordinator is not None:
+                await self._coordinator.shutdown()
+
+    def make_trainer(self, worker: str) -> SimTrainer:
+        return SimTrainer(self, worker)
+
+    def _workers(self) -> list[str]:
+        return [f"engine-{n}" for n in range(self.cluster.num_engines)]
+
+    async def _step(self, step: int) -> Record:
+        started_s = now_s()
+        lengths = self._workload.of_step(step, self._seed)
+        sample_ends, pace = self._rollout_ends(lengths)
+        engine_ends = sample_ends[:, -1]
+        await self._rollout(engine_ends, np.sort(sample_ends[sample_ends > 0]))
+        rollout_s = now_s() - started_s
+        learner = self.cluster.learner
+        await asyncio.sleep(learner.reward_s)
+        tokens = lengths.sum() + len(lengths) * self._workload.prompt_tokens * learner.prompt_share
+        update_s = float(learner.step_s + tokens * learner.trained_share / learner.tokens_per_s)
+        await asyncio.sleep(update_s + learner.sync_s + learner.other_s)
+        self.policy += 1
+        if self._coordinator is not None:
+            self._coordinator.policy_changed(self.policy, None)
+            while (version := await self._coordinator.next_version(0.0)) is not None:
+                self._published, self._version = version.weights, version.number
+        busy_s = float(engine_ends.sum())
+        return {
+            "step": step,
+            "time/step_s": now_s() - started_s,
+            "time/rollout_s": rollout_s,
+            "time/update_s": update_s,
+            "time/sync_s": learner.sync_s,
+            "rollout/output_tokens": float(lengths.sum()),
+            "rollout/idle_share": float(1 - busy_s / (self.cluster.num_engines * rollout_s)),
+            "rollout/tail_ratio": float(pace.ratios[1]),
+            "drafter_version": self._version,
+            "harvest/held_out_length": self.length(self._power()),
+            **self._harvest_record(),
+        }
+
+    def _power(self) -> float:
+        return self._published.now(self.policy, self.cluster.training)
+
+    def _rollout_ends(self, lengths: Any) -> tuple[Any, Pace]:
+        """When every sample ends, by engine, since the rollout began."""
+        cluster, workload = self.cluster, self._workload
+        dealt = np.sort(spread_over(lengths, cluster.num_engines), axis=1)
+        most = dealt.shape[1]
+        context = workload.prompt_tokens + float(np.median(dealt[:, -1])) / 2
+        drafting = cluster.drafting.at(self._power())
+        pace = self._player.rollout(drafting, self._version, most, context)
+
+        def seconds(running: Any, low: Any, high: Any) -> Any:
+            # Step times are linear in the context, so the middle stands for all of a stretch.
+            middle = workload.prompt_tokens + (low + high) / 2
+            return (high - low) * cluster.engine.step_s(OFF, running, middle) * pace.ratios[running]
+
+        found = ends(dealt, seconds)
+        prompts = max(1.0, most / workload.group_size) * workload.prompt_tokens
+        found = found + prompts / cluster.engine.prefill_tokens_per_s + pace.trying_s
+        return self._with_deaths(np.where(dealt > 0, found, 0.0)), pace
+
+    def _with_deaths(self, found: Any) -> Any:
+        """An engine that dies starts its samples again, when another one has taken its place."""
+        rate = self.cluster.engine_deaths_per_hour / 3600
+        if rate:
+            dies_s = self.rng.exponential(1 / rate, len(found))
+            dead = dies_s < found[:, -1]
+            found[dead] += (dies_s[dead] + self.cluster.engine_start_s)[:, None]
+        return found
+
+    async def _rollout(self, engine_ends: Any, sample_ends: Any) -> None:
+        """Wait for the last sample; meanwhile engines that are done are idle."""
+        started_s = now_s()
+        end_s = float(engine_ends.max())
+        if self._coordinator is None:
+            await asyncio.sleep(end_s)
+            return
+        workers = self._workers()
+        self.generating = set(workers)
+        self._forecast.started(len(sample_ends), started_s)
+        told = 0
+        idle: list[str] = []
+        for index in np.argsort(engine_ends, kind="stable"):
+            at_s = float(engine_ends[index])
+            if at_s >= end_s:
+                break
+            if (wait_s := started_s + at_s - now_s()) > 0:
+                await asyncio.sleep(wait_s)
+            finished = int(np.searchsorted(sample_ends, at_s, side="right"))
+            self._forecast.finished(finished - told, now_s())
+            told = finished
+            self._turn += 1
+            remaining_s = self._forecast.remaining_s(now_s())
+            self.generating.discard(workers[index])
+            self._coordinator.idle(workers[index], self._turn, remaining_s)
+            self.events += 1
+            idle.append(workers[index])
+        await asyncio.sleep(max(0.0, started_s + end_s - now_s()))
+        self._forecast.finished(len(sample_ends) - told, now_s())
+        self._forecast.ended()
+        self._turn += 1
+        self.events += len(idle)
+        await asyncio.gather(*(self._coordinator.needed(w, self._turn) for w in idle))
+        self.generating = set(workers)  # or the learner has it
+
+    def _harvest_record(self) -> Record:
+        if self._coordinator is None:
+            return {}
+        now = self._coordinator.metrics()
+        before, self._before = self._before, now
+        names = ("idle_s", "coverable_s", "used_s", "trained_tokens", "published", "faults")
+        return {f"harvest/{name}": now[name] - before.get(name, 0.0) for name in names}

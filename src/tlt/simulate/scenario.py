@@ -1,0 +1,198 @@
+"""What a user asks: a cluster, a workload, ways to run it. Read from TOML like every config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tlt.config.schema import Schema
+from tlt.config.train import SizesConfig
+from tlt.contracts import DraftPolicy
+from tlt.harvest.coordinator import CoordinatorSettings
+from tlt.harvest.leases import LeaseSettings
+from tlt.simulate import clock
+from tlt.simulate.calibrate import Calibration
+from tlt.simulate.cluster import Cluster, Learner, Mode, Record, Simulation, Training
+from tlt.simulate.model import Drafting, powers
+from tlt.simulate.profiles import BEFORE, FLOPS, MODELS, h100, published_drafting
+from tlt.simulate.workload import Workload, read_trace
+from tlt.speculation.policies import build_policy
+from tlt.tasks.tail import HeavyTail
+
+ModeName = Literal["off", "static", "ngram", "tlt"]
+
+
+class ClusterConfig(Schema):
+    """What it runs on."""
+
+    num_engines: int = Field(default=8, ge=1)
+    """Engines; each generates on its own."""
+    calibration: str | None = None
+    """Result of `tlt calibrate`: a machine that was measured."""
+    model: Literal["qwen2.5-7b", "qwen2.5-32b", "llama-3-70b"] = "qwen2.5-7b"
+    """On H100s, from published figures, where there is no calibration."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs of an engine."""
+    engine_deaths_per_hour: float = Field(default=0.0, ge=0)
+    """Of one engine."""
+    engine_start_s: float = Field(default=120.0, ge=0)
+    """Until another one takes its place."""
+
+
+class WorkloadConfig(Schema):
+    """What a step generates."""
+
+    prompts_per_step: int = Field(default=64, ge=1)
+    """Problems."""
+    group_size: int = Field(default=16, ge=1)
+    """Samples of each."""
+    prompt_tokens: float = Field(default=300.0, ge=0)
+    """Length of a prompt."""
+    lengths: SizesConfig = Field(
+        default_factory=lambda: SizesConfig(median=2500, p95=12000, longest=32768)
+    )
+    """Of responses: median, 95th percentile, longest."""
+    trace: str | None = None
+    """`lengths.jsonl` of a run, instead of `lengths`."""
+
+
+class LearnerSection(Schema):
+    """The rest of a step; by default that of the calibration, or calculated for the model."""
+
+    tokens_per_s: float | None = Field(default=None, gt=0)
+    """Trained on, by all ranks."""
+    trained_share: float | None = Field(default=None, ge=0, le=1)
+    """Of the samples that are in groups with different rewards."""
+    reward_s: float | None = Field(default=None, ge=0)
+    """From the last sample to the last reward."""
+    sync_s: float | None = Field(default=None, ge=0)
+    """New weights into the engines."""
+
+
+class DrafterSection(Schema):
+    """How good the drafter is, how the policy moves away from it, how training brings it back."""
+
+    acceptance: float | None = Field(default=None, gt=0, lt=1)
+    """Share of first draft tokens accepted; later positions by its powers."""
+    start_power: float = Field(default=1.0, gt=0)
+    """Of the rates at the start: more than 1 is a drafter that is behind."""
+    drift: float = Field(default=0.0, ge=0)
+    """Added to that power by every policy update."""
+    best_power: float = Field(default=1.0, gt=0)
+    """That training can reach."""
+    training_tokens: float = Field(default=1e6, gt=0)
+    """That take away all but 1/e of what can be learned."""
+    training_tokens_per_s: float = Field(default=10_000.0, gt=0)
+    """Of one trainer."""
+
+
+class ScenarioConfig(Schema):
+    """A what-if."""
+
+    num_steps: int = Field(default=20, ge=1)
+    """RL steps."""
+    seed: int = 0
+    """Of lengths and noise."""
+    modes: list[ModeName] = Field(default=["off", "static", "tlt"], min_length=1)
+    """Ways to run; all are compared to the first."""
+    draft_tokens: list[int] = Field(default_factory=lambda: [1, 2, 3, 4, 6, 8])
+    """Draft lengths that TLT chooses from."""
+    static_draft_tokens: int = Field(default=3, ge=1)
+    """Of the static mode."""
+    static_drafter: Literal["eagle3", "ngram"] = "eagle3"
+    """Of the static mode."""
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
+    learner: LearnerSection = Field(default_factory=LearnerSection)
+    drafter: DrafterSection = Field(default_factory=DrafterSection)
+
+    @model_validator(mode="after")
+    def _check(self) -> ScenarioConfig:
+        if any(not 1 <= n <= 64 for n in self.draft_tokens):
+            raise ValueError("draft_tokens should be from 1 to 64, e.g. [1, 2, 4, 8]")
+        return self
+
+
+def cluster_of(config: ScenarioConfig) -> Cluster:
+    drafter = config.drafter
+    if config.cluster.calibration is not None:
+        found = Calibration.load(Path(config.cluster.calibration))
+        engine, drafting, learner = found.engine, found.drafting, found.learner
+    else:
+        parameters, kv_bytes = MODELS[config.cluster.model]
+        engine = h100(parameters, kv_bytes, config.cluster.tensor_parallel)
+        drafting = published_drafting(BEFORE)
+        gpus = config.cluster.num_engines * config.cluster.tensor_parallel
+        # Three times the two operations of a forward pass; weights through 200 Gbit/s.
+        learner = Learner(
+            tokens_per_s=gpus * FLOPS / (6 * parameters), sync_s=2 * parameters / 25e9
+        )
+    if drafter.acceptance is not None:
+        drafting = Drafting(drafting.rates | {"eagle3": powers(drafter.acceptance)})
+    changed = {k: v for k, v in config.learner.model_dump().items() if v is not None}
+    return Cluster(
+        engine,
+        drafting,
+        config.cluster.num_engines,
+        replace(learner, **changed),
+        Training(
+            drift=drafter.drift,
+            tokens=drafter.training_tokens,
+            best_power=drafter.best_power,
+            tokens_per_s=drafter.training_tokens_per_s,
+        ),
+        config.cluster.engine_deaths_per_hour,
+        config.cluster.engine_start_s,
+    )
+
+
+def workload_of(config: ScenarioConfig) -> Workload:
+    workload = config.workload
+    sizes = workload.lengths
+    return Workload(
+        workload.prompts_per_step,
+        workload.group_size,
+        workload.prompt_tokens,
+        HeavyTail(sizes.median, sizes.p95, sizes.longest),
+        read_trace(Path(workload.trace)) if workload.trace else (),
+    )
+
+
+def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
+    harvest = None
+    if name == "off":
+        spec: dict[str, Any] = {"kind": "off"}
+    elif name == "static":
+        length = config.static_draft_tokens
+        spec = {"kind": "fixed", "drafter": config.static_drafter, "num_draft_tokens": length}
+    else:
+        drafters = [d for d in drafting.rates if name == "tlt" or d == "ngram"]
+        arms = [[drafter, n] for drafter in drafters for n in config.draft_tokens]
+        spec = {"kind": "adaptive", "arms": [["off", 0], *arms]}
+        if name == "tlt":
+            harvest = CoordinatorSettings(LeaseSettings())
+
+    def policy() -> DraftPolicy:
+        return build_policy(spec)
+
+    return Mode(name, policy, harvest)
+
+
+def simulate(config: ScenarioConfig) -> dict[str, list[Record]]:
+    """Records of every step, by mode."""
+    cluster, workload = cluster_of(config), workload_of(config)
+    return {
+        name: clock.run(
+            Simulation(
+                cluster,
+                workload,
+                mode_of(name, config, cluster.drafting),
+                config.seed,
+                config.drafter.start_power,
+            ).run(config.num_steps)
+        )
+        for name in config.modes
+    }

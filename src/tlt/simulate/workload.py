@@ -1,0 +1,86 @@
+"""Which responses a step wants: how many, how long, on which engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from tlt.errors import ConfigError
+from tlt.observe.record import read
+from tlt.tasks.tail import HeavyTail
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths of a step's responses: drawn, or taken from the steps of a real run in turn."""
+
+    prompts: int
+    group_size: int
+    prompt_tokens: float
+    lengths: HeavyTail | None = None
+    trace: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        return self.prompts * self.group_size
+
+    def of_step(self, step: int, seed: int) -> Any:
+        """Lengths of all samples, an array."""
+        if self.trace:
+            taken = self.trace[(step - 1) % len(self.trace)]
+            rng = np.random.default_rng((seed, step))
+            if len(taken) == self.num_samples:
+                return np.array(taken, dtype=float)
+            return rng.choice(np.array(taken, dtype=float), self.num_samples)
+        assert self.lengths is not None
+        return spread(self.lengths, self.num_samples, np.random.default_rng((seed, step)))
+
+
+_PLACES = 1 / (1 + np.exp(-np.linspace(-16, 16, 4001)))
+_DEVIATIONS = np.array([NormalDist().inv_cdf(float(place)) for place in _PLACES])
+
+
+def spread(lengths: HeavyTail, count: int, rng: Any) -> Any:
+    """As `HeavyTail.spread`, for many at once: one from each equally likely part."""
+    places = (np.arange(count) + rng.uniform(0.01, 0.99, count)) / count
+    sizes = lengths.median * np.exp(lengths.sigma * np.interp(places, _PLACES, _DEVIATIONS))
+    rng.shuffle(sizes)
+    return np.clip(np.round(sizes), 1, lengths.longest)
+
+
+def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
+    """Lengths by step, from `lengths.jsonl` of a run."""
+    try:
+        return tuple(tuple(line["tokens"]) for line in read(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds no lengths of a run ({error!r}); give lengths.jsonl of a `tlt train`"
+        ) from error
+
+
+def spread_over(lengths: Any, num_engines: int) -> Any:
+    """Samples on engines as the dispatcher deals them: one after another, row by row.
+
+    An array of engines by places; places that nobody has are 0.
+    """
+    per_engine = -(-len(lengths) // num_engines)
+    dealt = np.zeros(per_engine * num_engines)
+    dealt[: len(lengths)] = lengths
+    return dealt.reshape(per_engine, num_engines).T
+
+
+def ends(sorted_lengths: Any, seconds_per_token: Any) -> Any:
+    """When each sample of each engine ends.
+
+    `sorted_lengths`: engines by places, rising. `seconds_per_token(running, low, high)`: seconds
+    for all of so many requests to get from one length to another.
+    """
+    places = sorted_lengths.shape[1]
+    low = np.concatenate([np.zeros((len(sorted_lengths), 1)), sorted_lengths[:, :-1]], axis=1)
+    running = np.arange(places, 0, -1)[None, :]
+    # Places that nobody has come first and take no time.
+    return np.cumsum(seconds_per_token(running, low, sorted_lengths), axis=1)

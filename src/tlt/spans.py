@@ -1,0 +1,161 @@
+"""Where a worker's time goes, as spans of one state each. Pure; standard library only.
+
+Engines keep their own log of what they do, step by step, and merge it as it grows, so that hours
+of decoding fit into a few hundred spans. What others know of the worker (a lease, an update) is
+laid under it by `covered`, until every moment has one state.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+State = Literal["generating", "idle", "training", "swapping", "updating", "waiting", "lost"]
+
+STATES: dict[State, str] = {
+    "generating": "the engine decodes",
+    "training": "the worker is leased and trains the drafter",
+    "idle": "nothing left to generate while others still do",
+    "updating": "the policy is updated on the worker's device",
+    "swapping": "new weights go into the engine",
+    "waiting": "for rewards, for the learner, for a checkpoint",
+    "lost": "the engine died, and another one starts",
+}
+"""Every state of a worker, and what it says."""
+
+GAP_S = 0.03
+"""Engine steps closer together than this follow each other without a pause."""
+MAX_SPANS = 256
+"""Of one engine between two calls of `take`."""
+
+
+@dataclass(slots=True)
+class Span:
+    """A time in one state. The numbers are those of an engine that generates."""
+
+    state: State
+    start_s: float
+    """Wall-clock seconds since the epoch, as is the end."""
+    end_s: float
+    running: float = 0.0
+    """Requests at once, the mean."""
+    arm: str = ""
+    """How most of the time was decoded."""
+    tokens: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    mixed: bool = False
+    """Not all of it was decoded in that way."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+    def shifted(self, by_s: float) -> Span:
+        """The same by a clock that is so much ahead."""
+        return replace(self, start_s=self.start_s + by_s, end_s=self.end_s + by_s)
+
+
+class SpanLog:
+    """What an engine did. Steps alike become one span; when there are too many, short ones join
+    their neighbours."""
+
+    def __init__(self, max_spans: int = MAX_SPANS) -> None:
+        self._max_spans = max_spans
+        self._spans: list[Span] = []
+        self._shortest_s = 0.0
+        """Spans shorter than this have been joined to others."""
+
+    def add(self, span: Span) -> None:
+        """In the order of time."""
+        if self._spans and _alike(self._spans[-1], span, self._shortest_s):
+            _join(self._spans[-1], span)
+            return
+        if self._spans and 0 < span.start_s - self._spans[-1].end_s <= GAP_S:
+            self._spans[-1].end_s = span.start_s  # what lies between two steps belongs to them
+        self._spans.append(span)
+        if len(self._spans) > self._max_spans:
+            self._thin_out(self._max_spans)
+
+    def take(self, max_spans: int | None = None) -> list[Span]:
+        """All spans since the last call, at most so many if that can be."""
+        if max_spans is not None:
+            self._thin_out(max_spans)
+        spans, self._spans, self._shortest_s = self._spans, [], 0.0
+        return spans
+
+    def _thin_out(self, max_spans: int) -> None:
+        while len(self._spans) > max_spans and self._shortest_s < 3600:
+            self._shortest_s = max(0.01, self._shortest_s * 2)
+            kept: list[Span] = []
+            for span in self._spans:
+                if kept and _alike(kept[-1], span, self._shortest_s):
+                    _join(kept[-1], span)
+                else:
+                    kept.append(span)
+            self._spans = kept
+
+
+def _alike(last: Span, new: Span, shortest_s: float) -> bool:
+    if last.state != new.state or new.start_s - last.end_s > GAP_S:
+        return False
+    same = last.arm == new.arm and round(last.running) == round(new.running)
+    return same or last.seconds < shortest_s
+
+
+def _join(last: Span, new: Span) -> None:
+    last.mixed = last.mixed or new.mixed or last.arm != new.arm
+    seconds = last.seconds + new.seconds
+    if seconds > 0:
+        share = new.seconds / seconds
+        last.running += (new.running - last.running) * share
+        last.arm = new.arm if share > 0.5 else last.arm
+    last.end_s = max(last.end_s, new.end_s)
+    last.tokens += new.tokens
+    last.drafts += new.drafts
+    last.accepted += new.accepted
+
+
+def covered(start_s: float, end_s: float, layers: Sequence[Iterable[Span]]) -> list[Span]:
+    """One state at a time from start to end, where layers before others hide them.
+
+    The last layer should cover it all. Spans that follow each other in the same state, and in which
+    nothing is counted, become one.
+    """
+    found: list[Span] = []
+    for layer in layers:
+        taken = sorted((span.start_s, span.end_s) for span in found)
+        free_s = start_s  # clocks of other machines may make a layer overlap itself
+        for span in sorted(layer, key=lambda s: s.start_s):
+            found += _uncovered(span, max(free_s, span.start_s), min(end_s, span.end_s), taken)
+            free_s = max(free_s, span.end_s)
+    merged: list[Span] = []
+    for span in sorted(found, key=lambda s: s.start_s):
+        last = merged[-1] if merged else None
+        if last and last.state == span.state and not last.running and not span.running:
+            last.end_s = span.end_s
+        else:
+            merged.append(span)
+    return merged
+
+
+def _uncovered(
+    span: Span, start_s: float, end_s: float, taken: Sequence[tuple[float, float]]
+) -> list[Span]:
+    """The pieces of a span that are not taken; what it counts goes with the first of them."""
+    pieces: list[Span] = []
+    index = max(0, bisect_left(taken, (start_s,)) - 1)
+    for taken_start_s, taken_end_s in [*taken[index:], (end_s, end_s)]:
+        if taken_start_s >= end_s:
+            taken_start_s = taken_end_s = end_s
+        if taken_start_s > start_s:
+            piece = replace(span, start_s=start_s, end_s=taken_start_s)
+            if pieces:
+                piece.tokens = piece.drafts = piece.accepted = 0
+            pieces.append(piece)
+        start_s = max(start_s, taken_end_s)
+        if start_s >= end_s:
+            break
+    return pieces

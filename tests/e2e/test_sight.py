@@ -1,0 +1,91 @@
+"""What users see of a run: the timeline, the report, the live view, and what holds a run back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import command, tlt
+from trace_events import check_trace
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+SMALL = (
+    "run.num_steps=3 sampling.prompts_per_step=8 eval.every_steps=0 checkpoint.every_steps=100 "
+    "pool.num_engines=1 engine.core_group=test-sight"
+)
+ROOM = (
+    "sampling.max_tokens=400 "
+    "engine.engine_args={enforce_eager=true,max_model_len=640,max_num_seqs=64}"
+)
+TAIL = f"{ROOM} sampling.forced_lengths={{median=15,p95=150,longest=400}}"
+EVEN = f"{ROOM} sampling.forced_lengths={{median=200,p95=200,longest=200}}"
+SLOW_RUNS = {
+    "no_speculation": TAIL,
+    "reward_bound": 'reward.function="slow_reward:score" reward.num_workers=1',
+    "learner_bound": "learner.row_tokens=96 algorithm.kl_weight=0.01 learner.updates_per_step=4 "
+    "run.num_steps=5",
+    "no_tail": EVEN,
+    "weak_drafter": f"{TAIL} tlt.enabled=true tlt.harvest=unpublished "
+    "engine.policy.kind=fixed engine.policy.drafter=eagle3 engine.policy.num_draft_tokens=3",
+    "speculation_does_not_pay": f"{EVEN} sampling.temperature=2.0 "
+    "engine.ngram.min_match=1 engine.ngram.max_match=1 engine.ngram.history_tokens=0 "
+    """'engine.policy={kind="random",seed=0,arms=[["off",0],["ngram",24]]}'""",
+    "too_little_room": "sampling.max_tokens=6 sampling.prompts_per_step=32",
+}
+"""Runs that are slow in one way each, and what must be said of them."""
+
+
+@pytest.mark.parametrize("kind", SLOW_RUNS)
+def test_what_holds_a_run_back_is_named(
+    policy: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (policy / "slow_reward.py").write_text(
+        "import time\n\ndef score(problem, text):\n    time.sleep(0.2)\n"
+        "    return float(len(text) % 2)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(policy))
+    tlt(f"train {RECIPE} run.out=runs/{kind} {SMALL} {SLOW_RUNS[kind]}", policy)
+    run = policy / "runs" / kind
+    found = json.loads(tlt(f"report {run} --json", policy))["runs"][0]
+    assert found["findings"][0]["kind"] == kind, found["findings"]
+    assert found["findings"][0]["change"].split(".")[0] in tlt(f"doctor --run {run}", policy)
+    # Seconds by the file's own format are those of the report.
+    seconds = check_trace(run / "timeline.json")
+    for worker, of in found["workers"].items():
+        for state, value in of.items():
+            assert value == pytest.approx(seconds[worker].get(state, 0.0), abs=1e-3)
+
+
+def test_two_runs_side_by_side(policy: Path) -> None:
+    """After the ones above: whatever they were, they can be compared."""
+    runs = [policy / "runs" / name for name in ("no_speculation", "weak_drafter")]
+    output = tlt(f"report {runs[0]} {runs[1]} --out page.html", policy)
+    assert "speed-up over no_speculation" in output
+    page = (policy / "page.html").read_text()
+    assert page.count("<svg") >= 12
+    assert "<script" not in page
+
+
+def test_watching_a_run(policy: Path) -> None:
+    arguments = f"train {RECIPE} run.out=runs/watched {SMALL} {TAIL} run.num_steps=4"
+    run = policy / "runs" / "watched"
+    seen: set[str] = set()
+    with subprocess.Popen(command(arguments), cwd=policy, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if (run / "live.json").exists() and len(seen) < 3:
+                shown = tlt(f"watch {run} --once", policy)
+                seen |= {word for word in ("engine-0", "generating", "reward") if word in shown}
+            time.sleep(0.3)
+    assert process.returncode == 0
+    assert {"engine-0", "generating", "reward"} <= seen
+    assert not (run / "live.json").exists()
+    after = tlt(f"watch {run} --once", policy)
+    assert "no step is under way" in " ".join(after.split())
