@@ -47,12 +47,13 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tlt.drafter.buffer import BufferSettings, SampleBuffer
+    from tlt.drafter.capture import Captured
     from tlt.drafter.eagle3.config import Eagle3Config
+    from tlt.drafter.keeper import StateKeeper
     from tlt.learner.batch import TrainSample, Weighting, rows_by_rank
     from tlt.learner.policy_loss import PolicyLossSettings, policy_loss
     from tlt.learner.rank import LearnerRank, RankSettings
     from tlt.run.cluster import versions
-    from tlt.run.learner import StateKeeper
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
@@ -88,8 +89,12 @@ def main() -> None:
     shared = tempfile.mkdtemp(prefix="tlt-bench-", dir="/dev/shm")
     keeper = StateKeeper(SampleBuffer(BufferSettings(folder=shared, capacity_bytes=2**30)))
 
+    def keep_states(sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
+        captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
+        keeper.keep(sample.sample_id, 0, captured)
+
     def update(rows: list[list[TrainSample]], keep: bool) -> None:
-        rank.keep_states = keeper.keep if keep else None
+        rank.keep_states = keep_states if keep else None
         rank.accumulate(rows)
         rank.step(denominator)
         if keep:

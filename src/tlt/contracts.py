@@ -48,6 +48,8 @@ class SampleRequest:
     group_id: str = ""
     expected_tokens: int | None = None
     """Guess of the response's length, for balancing; the token limit where nothing is known."""
+    rl_step: int | None = None
+    """The training step it is for: engines that capture states keep its own under that number."""
 
     @property
     def work_tokens(self) -> int:
@@ -99,6 +101,8 @@ class EngineStats:
     queued: int = 0
     policy_version: int = 0
     drafter_version: int = 0
+    captured_samples: int = 0
+    """Samples whose hidden states were kept for the drafter."""
 
     @property
     def acceptance_length(self) -> float:

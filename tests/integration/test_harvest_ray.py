@@ -194,7 +194,27 @@ def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
             assert len(cores) == 2, "each trainer is on the core of its engine"
             await nobody_computes(trainers)
             await two_at_once_are_merged(run)
-            await refused_drafters_end_harvest_and_nothing_else(run)
+        assert not processes("ray::SpotActor")
+
+    asyncio.run(scene())
+
+
+def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
+    tiny: Path, spot_settings: SpotSettings
+) -> None:
+    async def refuse(*args: object, **kwargs: object) -> list[float]:
+        raise ValueError("weights of another model")
+
+    async def scene() -> None:
+        async with running(tiny, spot_settings) as run:
+            run.pool.update_drafter = refuse  # type: ignore[method-assign]
+            for _ in range(12):
+                await run.rollout()
+                if run.harvest._off:
+                    break
+            assert run.harvest._off
+            assert (await run.harvest.record())["harvest/enabled"] == 0.0
+            await run.rollout()
         assert not processes("ray::SpotActor")
 
     asyncio.run(scene())
@@ -228,20 +248,6 @@ async def nobody_computes(trainers: list[psutil.Process]) -> None:
     await asyncio.sleep(0.5)
     now = [sum(p.cpu_times()[:2]) for p in trainers]
     assert max(b - a for a, b in zip(used, now, strict=True)) < 0.1
-
-
-async def refused_drafters_end_harvest_and_nothing_else(run: Run) -> None:
-    async def refuse(*args: object) -> list[float]:
-        raise ValueError("weights of another model")
-
-    run.pool.update_drafter = refuse  # type: ignore[method-assign]
-    for _ in range(12):
-        await run.rollout()
-        if run.harvest._off:
-            break
-    assert run.harvest._off
-    assert (await run.harvest.record())["harvest/enabled"] == 0.0
-    await run.rollout()
 
 
 def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(

@@ -522,6 +522,12 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"e\.g\. \d+\.\d\d",
     ),
     (
+        "a capture by engines that compute no such states",
+        settings("capture.enabled=true", "capture.by=engines"),
+        r"capture\.by = 'engines' needs .* harvest",
+        r"e\.g\. 'learner'",
+    ),
+    (
         "a capture of too few layers",
         settings("capture.enabled=true"),
         r"capture\.enabled: .* has 2 layers",

@@ -20,7 +20,7 @@ ALLOWED = {
     "models": {"contracts", "errors", "config"},
     "learner": {"contracts", "errors", "config", "packing"},
     "drafter": {"contracts", "errors", "config"},
-    "rollout": {"contracts", "errors", "config", "speculation", "spans"},
+    "rollout": {"contracts", "errors", "config", "speculation", "drafter", "spans"},
     "harvest": {"contracts", "errors", "config", "drafter", "spans"},
     "observe": {"contracts", "errors", "config", "spans"},
     "simulate": {

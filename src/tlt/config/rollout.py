@@ -54,6 +54,8 @@ class EngineConfig(EngineSettings):
 
     model: str
     """Folder of the policy, in Hugging Face format."""
+    capture: dict[str, Any] | None = None
+    """The node's buffer for hidden states of the engine's passes, as fields of `BufferSettings`."""
 
 
 class PoolConfig(Schema):

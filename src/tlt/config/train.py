@@ -147,10 +147,14 @@ class LearnerConfig(Schema):
 
 
 class CaptureConfig(Schema):
-    """Hidden states of the training pass, kept for the drafter."""
+    """Hidden states of the policy's own passes, kept for the drafter."""
 
     enabled: bool = False
     """Keep them."""
+    by: Literal["engines", "learner"] | None = None
+    """Whose passes: the engines', over all samples, while they are generated; or the learner's,
+    over the samples that it learns from. By default the engines' where harvest is on and engines
+    run on CPU cores, the only ones that can; otherwise the learner's."""
     capacity_gib: float = Field(default=1.0, gt=0)
     """Memory of a node for them."""
     folder: str = "/dev/shm"
@@ -271,5 +275,6 @@ def switched_on(config: TrainConfig) -> TrainConfig:
     if engine.policy == EngineSettings().policy:
         engine = engine.model_copy(update={"policy": {"kind": "adaptive"}})
     if config.tlt.harvests:
-        capture = capture.model_copy(update={"enabled": True})
+        by = capture.by or ("learner" if engine.num_gpus else "engines")
+        capture = capture.model_copy(update={"enabled": True, "by": by})
     return config.model_copy(update={"engine": engine, "capture": capture})

@@ -28,6 +28,19 @@ class Captured:
     first_position: int = 0
     """Where the sample starts in the policy's context: above 0 for a window of a long one."""
 
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        aux_TA: torch.Tensor,
+        final_TH: torch.Tensor,
+    ) -> Captured:
+        """A whole sample."""
+        token_ids = torch.tensor([*prompt_ids, *response_ids])
+        mask = torch.arange(len(token_ids)) >= len(prompt_ids)
+        return cls(token_ids, mask, aux_TA, final_TH)
+
     def __len__(self) -> int:
         return len(self.token_ids_T)
 
@@ -35,6 +48,11 @@ class Captured:
     def num_chains(self) -> int:
         """Positions where a draft can be learned from: the token after next is learned."""
         return int(self.loss_mask_T[2:].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states."""
+        return self.aux_TA.nbytes + self.final_TH.nbytes
 
     def to(self, device: torch.device) -> Captured:
         return Captured(

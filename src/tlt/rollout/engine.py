@@ -60,6 +60,8 @@ class RolloutEngine:
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._finished: list[Sample] = []
         self._in_flight: dict[str, tuple[SampleRequest, float, float]] = {}
+        self._vllm_ids: dict[str, str] = {}
+        """What vLLM calls the requests in flight."""
         self._paused = False
         self._stopping = False
         self._turn_started_s = time.monotonic()
@@ -67,6 +69,7 @@ class RolloutEngine:
         self._versions = {"policy": 0, "drafter": 0}
         self._safe_to_sample = True
         self._asleep = False
+        self._captured_samples = 0
         self._cores: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, name=f"tlt-{name}", daemon=True)
         self._ready: Future[dict[str, Any]] = Future()
@@ -220,6 +223,7 @@ class RolloutEngine:
             queued=len(self._queue),
             policy_version=self._versions["policy"],
             drafter_version=self._versions["drafter"],
+            captured_samples=self._captured_samples,
         )
 
     def take_trace(self) -> list[StepReport]:
@@ -289,6 +293,8 @@ class RolloutEngine:
         self._controller = active_controller(scheduler)
         self._slots = int(self._llm.vllm_config.scheduler_config.max_num_seqs)
         self._max_model_len = int(self._llm.model_config.max_model_len)
+        if self.config.capture is not None:
+            self._llm.collective_rpc("tlt_capture", args=(self.config.capture,))
         return self._verify()
 
     def _verify(self) -> dict[str, Any]:
@@ -350,7 +356,7 @@ class RolloutEngine:
     def _admit(self, request: SampleRequest) -> None:
         from vllm.inputs.engine import tokens_input
 
-        self._llm.add_request(
+        self._vllm_ids[request.sample_id] = self._llm.add_request(
             request.sample_id,
             tokens_input(list(request.prompt_token_ids)),
             sampling_params(request.sampling),
@@ -365,6 +371,9 @@ class RolloutEngine:
             completion = output.outputs[0]
             now = time.time()
             logprobs = completion.logprobs.logprobs if request.sampling.logprobs else ()
+            vllm_id = self._vllm_ids.pop(request.sample_id)
+            if self.config.capture is not None:
+                self._keep_states(vllm_id, request, completion.token_ids)
             samples.append(
                 Sample(
                     sample_id=request.sample_id,
@@ -383,6 +392,15 @@ class RolloutEngine:
             with self._lock:
                 self._finished.extend(samples)
                 self._lock.notify_all()
+
+    def _keep_states(self, vllm_id: str, request: SampleRequest, token_ids: Sequence[int]) -> None:
+        """What the engine computed over a sample, for the drafter to learn from."""
+        text = [*request.prompt_token_ids, *token_ids]
+        sample = request.sample_id if request.rl_step is not None else None
+        kept = self._llm.collective_rpc(
+            "tlt_keep_states", args=(vllm_id, sample, request.rl_step or 0, text)
+        )
+        self._captured_samples = kept[0]
 
     # --- helpers ------------------------------------------------------------------------------
 

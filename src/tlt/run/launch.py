@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ async def _run(
         stack.callback(rewards.close)
         checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
         engine, version = _with_drafter(config, prepared.engine, folder, checkpoint)
+        if config.capture.by == "engines":
+            engine = engine.model_copy(update={"capture": asdict(buffer_settings(config))})
         pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine))
         harvest = NoHarvest()
         if config.tlt.harvests:
@@ -161,8 +164,10 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
     colocated = config.placement.kind == "colocated"
     buffer = None
     aux_layers: tuple[int, ...] = ()
+    by_engines = config.capture.by == "engines"
     if config.capture.enabled:
         buffer = buffer_settings(config)
+    if config.capture.enabled and not by_engines:
         aux_layers = tuple(Eagle3Config.for_target(_model_config(config)).aux_layer_ids)
     return LearnerPlan(
         num_ranks=learner.num_ranks,
@@ -190,6 +195,7 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
         core_group=config.engine.core_group + ("-learner" if colocated else ""),
         timeout_s=learner.timeout_s,
         buffer=buffer,
+        captures=not by_engines,
     )
 
 

@@ -10,10 +10,8 @@ import asyncio
 import json
 import logging
 import os
-import queue
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +22,7 @@ import ray
 
 from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.capture import Captured
+from tlt.drafter.keeper import StateKeeper
 from tlt.errors import LearnerLost
 from tlt.learner.batch import TrainSample, rows_by_rank
 from tlt.rollout.cores import bind_process, claim_cores
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEEPER_BYTES = 512 * 2**20
-"""States waiting to be stored; beyond this they are dropped rather than slowing the update."""
 Rows = list[list[TrainSample]]
 
 
@@ -55,52 +52,9 @@ class LearnerPlan:
     """Ranks that share the engines' cores in turn with them are a group of their own."""
     timeout_s: float
     buffer: BufferSettings | None = None
-    """Where captured states go; None captures nothing."""
-
-
-class StateKeeper:
-    """Stores captured states beside the update, in a thread; drops them when it falls behind."""
-
-    def __init__(self, buffer: SampleBuffer) -> None:
-        self.buffer = buffer
-        self.rl_step = 0
-        self.num_kept = 0
-        self.num_dropped = 0
-        self._waiting_bytes = 0
-        self._queue: queue.SimpleQueue[tuple[str, int, Captured]] = queue.SimpleQueue()
-        self._lock = threading.Condition()
-        threading.Thread(target=self._run, name="tlt-capture", daemon=True).start()
-
-    def keep(self, sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
-        import torch
-
-        num_bytes = 2 * (aux_TA.numel() + final_TH.numel())
-        with self._lock:
-            if self._waiting_bytes + num_bytes > KEEPER_BYTES:
-                self.num_dropped += 1
-                return
-            self._waiting_bytes += num_bytes
-        token_ids = torch.tensor(sample.prompt_ids + sample.response_ids)
-        mask = torch.arange(len(token_ids)) >= len(sample.prompt_ids)
-        captured = Captured(token_ids, mask, aux_TA, final_TH)
-        self._queue.put((sample.sample_id, self.rl_step, captured))
-
-    def drain(self) -> None:
-        """Wait until everything handed over is stored."""
-        with self._lock:
-            self._lock.wait_for(lambda: self._waiting_bytes == 0)
-
-    def _run(self) -> None:
-        while True:
-            sample_id, rl_step, captured = self._queue.get()
-            try:
-                self.num_kept += self.buffer.put(sample_id, rl_step, captured)
-            except Exception:  # a full disk must not end a training run
-                logger.exception("captured states of %s could not be stored", sample_id)
-                self.num_dropped += 1
-            with self._lock:
-                self._waiting_bytes -= 2 * (captured.aux_TA.numel() + captured.final_TH.numel())
-                self._lock.notify_all()
+    """The node's captured states, which checkpoints hold; None where nothing is captured."""
+    captures: bool = True
+    """Whether the states are those of the update's own pass; otherwise engines fill the buffer."""
 
 
 class LearnerActor:
@@ -109,6 +63,7 @@ class LearnerActor:
     def __init__(self, plan: LearnerPlan, rank: int) -> None:
         self._plan = plan
         self._rank_index = rank
+        self._rl_step = 0
 
     def _bind(self, ranks_here: int) -> None:
         """Cores of its own for this rank and all its threads."""
@@ -149,16 +104,20 @@ class LearnerActor:
         if self._plan.buffer is not None:
             self._keeper = StateKeeper(SampleBuffer(self._plan.buffer))
         device = torch.device("cuda" if self._plan.on_gpu else "cpu")
-        keep = self._keeper.keep if self._keeper else None
+        keep = self._keep if self._keeper and self._plan.captures else None
         self._rank = LearnerRank(self._plan.rank, device, keep)
         if restore is not None:
             self._rank.restore(Path(restore))
         return os.getpid()
 
     def accumulate(self, rows: Rows, rl_step: int) -> None:
-        if self._keeper is not None:
-            self._keeper.rl_step = rl_step
+        self._rl_step = rl_step
         self._rank.accumulate(rows)
+
+    def _keep(self, sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
+        assert self._keeper is not None
+        captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
+        self._keeper.keep(sample.sample_id, self._rl_step, captured)
 
     def remember_logprobs(self, rows: Rows) -> None:
         self._rank.remember_logprobs(rows)

@@ -201,6 +201,11 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
         raise ConfigError(
             f"capture.folder = {str(folder)!r} is not a folder that can be written; e.g. '/dev/shm'"
         )
+    if config.capture.by == "engines" and (config.engine.num_gpus or not config.tlt.harvests):
+        raise ConfigError(
+            "capture.by = 'engines' needs engines on CPU cores (engine.num_gpus = 0) and harvest "
+            "(tlt.enabled = true), whose drafter makes them compute these states; e.g. 'learner'"
+        )
     own = sum(file.stat().st_size for file in buffer_folder(config).glob("*"))
     free = (shutil.disk_usage(folder).free + own) / 2**30
     if config.capture.capacity_gib > free:

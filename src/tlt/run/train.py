@@ -220,7 +220,7 @@ class Training:
 
         return await self._generate(
             f"{step}", problems, sampling.group_size, sampling.temperature, watch, "rollout",
-            on_scored,
+            on_scored, rl_step=step,
         )  # fmt: skip
 
     async def _generate(
@@ -232,6 +232,7 @@ class Training:
         watch: Stopwatch,
         stage: str,
         on_scored: Callable[[Scored], None] = lambda scored: None,
+        rl_step: int | None = None,
     ) -> list[Scored]:
         """Samples of every problem, each scored as it ends."""
         requests: dict[str, tuple[Problem, SampleRequest]] = {}
@@ -248,7 +249,7 @@ class Training:
                     ignore_eos=ends_forced,
                 )
                 group_id = f"{label}/{number:05d}"
-                request = SampleRequest(sample_id, prompt, spec, group_id)
+                request = SampleRequest(sample_id, prompt, spec, group_id, rl_step=rl_step)
                 requests[sample_id] = problem, request
 
         async def score(sample: Sample) -> Scored:
@@ -357,10 +358,9 @@ class Training:
         rows = sum(u.sums.rows for u in updates)
         streamed_s = sum(span.seconds for span in self._streamed)
         captured, self._captured = self._captured, reports[-1][1]
-        capture = {
-            "capture/samples": reports[-1][1] - captured,
-            "capture/bytes": reports[-1][2],
-        }
+        capture = {"capture/bytes": reports[-1][2]}
+        if self._config.capture.by != "engines":
+            capture["capture/samples"] = reports[-1][1] - captured
         return {
             "learner/loss": _mean([u.sums.loss for u in updates]),
             "learner/grad_norm": _mean([u.grad_norm for u in updates]),
@@ -487,6 +487,11 @@ class Training:
             ),
             "rollout/idle_share": max(0.0, 1 - busy_s / (rollout_s * max(1, len(after)))),
             "drafter_version": max((s.drafter_version for s in after), default=0),
+            **(
+                {"capture/samples": past.captured_samples}
+                if self._config.capture.by == "engines"
+                else {}
+            ),
         }
 
     def _to_read(self, scored: Sequence[Scored]) -> list[dict[str, Any]]:
@@ -523,6 +528,7 @@ def _difference(before: Sequence[EngineStats], after: Sequence[EngineStats]) -> 
         ),
         model_first_accepted=sum(b.model_first_accepted - a.model_first_accepted for a, b in pairs),
         busy_s=sum(b.busy_s - a.busy_s for a, b in pairs),
+        captured_samples=sum(b.captured_samples - a.captured_samples for a, b in pairs),
     )
 
 

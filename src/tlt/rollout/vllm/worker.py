@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from tlt.drafter.buffer import BufferSettings, SampleBuffer
+from tlt.drafter.keeper import StateKeeper
 from tlt.rollout.vllm import compat, plugin, selftest
 from tlt.rollout.vllm.proposer import SwitchingProposer
+from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.sampler import LeanRejectionSampler
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
 from tlt.rollout.weights import check_weights
+
+logger = logging.getLogger(__name__)
 
 
 class _Adaptive:
@@ -75,7 +81,50 @@ class _Adaptive:
             drafter.missed.forget(scheduler_output.finished_req_ids)
         if (lookup := self._history_lookup()) is not None:
             lookup.requests_ended(scheduler_output.finished_req_ids)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self._recorder is not None:
+            self._record(scheduler_output)
+        return output
+
+    # --- hidden states for the drafter's training ---------------------------------------------
+
+    _recorder: StateRecorder | None = None
+    _keeper: StateKeeper | None = None
+
+    def tlt_capture(self, settings: dict[str, Any]) -> None:
+        """Keep the states of all samples from now on, in the buffer of this node."""
+        block_size = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+        self._recorder = StateRecorder(block_size)
+        self._keeper = StateKeeper(SampleBuffer(BufferSettings(**settings)))
+
+    def _record(self, scheduler_output: Any) -> None:
+        """Between the pass and the sampling, vLLM's runner holds the states."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        state = runner.execute_model_state
+        if state is None or state.aux_hidden_states is None:
+            return
+        assert self._recorder is not None
+        try:
+            self._recorder.record(
+                runner.input_batch,
+                scheduler_output.num_scheduled_tokens,
+                state.aux_hidden_states,
+                state.hidden_states,
+            )
+        except Exception:
+            logger.exception("states of the engine's passes are not kept any more")
+            self._recorder = None
+
+    def tlt_keep_states(
+        self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
+    ) -> int:
+        """Store the states of a request that has ended, or drop them; samples stored so far."""
+        if self._recorder is None or self._keeper is None:
+            return 0
+        captured = self._recorder.take(request_id, token_ids)
+        if captured is not None and sample_id is not None:
+            self._keeper.keep(sample_id, rl_step, captured)
+        return self._keeper.num_kept
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """What this process runs: asked of every worker before the first request."""
@@ -116,6 +165,8 @@ class _Adaptive:
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
         if isinstance(drafter, SwitchingProposer):
             drafter.missed.clear()
+        if self._recorder is not None:
+            self._recorder.clear()
 
 
 class AdaptiveCPUWorker(_Adaptive, CPUWorker):

@@ -1,0 +1,144 @@
+"""A run over two nodes with addresses of their own, one of which is cut off and comes back."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import network
+from commands import command
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
+STEPS, PROMPTS, GROUP = 14, 4, 4
+PORT = 6399
+DELAY_S = 0.005
+LIMIT_S = 120.0
+"""No step may take longer, whatever happens to the other node."""
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.ray,
+    pytest.mark.two_cores,
+    pytest.mark.skipif(not network.possible(), reason="needs root, `ip` and /dev/net/tun"),
+]
+
+RAY = {
+    "RAY_worker_niceness": "0",
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "5",
+}
+"""A node is given up after some 5 s of silence."""
+
+
+@contextmanager
+def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
+    """A Ray node of one core; host 0 is the head."""
+    head = network.ADDRESSES[0]
+    where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+    options = where if host == 0 else [f"--address={head}:{PORT}"]
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
+    ray += [f"--node-ip-address={network.ADDRESSES[host]}", "--disable-usage-stats", *options]
+    process = subprocess.Popen(
+        hosts.command(host, ray),
+        env=os.environ | RAY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for title in ("ray::", "raylet", "gcs_server", "ray/"):
+            end_all(hosts, host, title)
+
+
+def end_all(hosts: network.TwoHosts, host: int, title: str) -> None:
+    for process in there(hosts, host, title):
+        process.kill()
+
+
+def there(hosts: network.TwoHosts, host: int, title: str) -> list[psutil.Process]:
+    """Processes of this kind on a host."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if title in " ".join(process.cmdline()) and hosts.host_of(process.pid) == host:
+                found.append(process)
+        except (psutil.Error, FileNotFoundError):
+            continue
+    return found
+
+
+def steps_done(run: Path) -> list[int]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def until(happens: Callable[[], bool], training: subprocess.Popen[str], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not happens():
+        if training.poll() is not None:
+            pytest.fail(f"the run ended before {what}: {training.communicate()[0][-3000:]}")
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
+    run = policy / "runs" / "nodes"
+    settings = (
+        f"train {RECIPE} run.out={run} run.num_steps={STEPS} tlt.enabled=true "
+        f"sampling.prompts_per_step={PROMPTS} sampling.group_size={GROUP} "
+        "sampling.max_tokens=1200 sampling.forced_lengths={median=60,p95=500,longest=1200} "
+        "pool.health_timeout_s=8 pool.max_restarts=10 checkpoint.every_steps=1 "
+        "engine.core_group=test-nodes"
+    )
+    with network.TwoHosts(DELAY_S) as hosts, node(hosts, 0):
+        training = None
+        try:
+            with node(hosts, 1):
+                time.sleep(8)
+                training = subprocess.Popen(
+                    hosts.command(0, command(settings)),
+                    cwd=policy,
+                    env=os.environ | RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                until(lambda: len(steps_done(run)) >= 2, training, "two steps")
+                assert there(hosts, 0, "ray::EngineActor")
+                assert there(hosts, 1, "ray::EngineActor")
+                time.sleep(1)  # into the middle of a rollout
+                hosts.cut()
+                done = len(steps_done(run))
+                until(lambda: len(steps_done(run)) >= done + 2, training, "steps without the node")
+            hosts.mend()
+            with node(hosts, 1):
+                until(
+                    lambda: bool(there(hosts, 1, "ray::EngineActor")), training, "an engine again"
+                )
+                output, _ = training.communicate(timeout=3 * LIMIT_S)
+        finally:
+            if training is not None and training.poll() is None:
+                training.kill()
+    assert training.returncode == 0, output[-3000:]
+    assert steps_done(run) == list(range(1, STEPS + 1))
+    lengths = [json.loads(line) for line in (run / "lengths.jsonl").read_text().splitlines()]
+    assert [len(each["tokens"]) for each in lengths] == [PROMPTS * GROUP] * STEPS
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["rollout/engine_restarts"] for record in records) >= 1
+    assert max(record["time/step_s"] for record in records) < LIMIT_S

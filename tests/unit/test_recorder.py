@@ -1,0 +1,107 @@
+"""States of engine steps, put together to samples."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from tlt.rollout.vllm.recorder import StateRecorder
+
+H = 2
+BLOCK = 4
+
+
+def state(tokens: list[int], position: int) -> float:
+    """A state that depends on all tokens up to its position, as a model's does."""
+    return float(sum((place + 1) * token for place, token in enumerate(tokens[: position + 1])))
+
+
+class Engine:
+    """Requests as vLLM's batch shows them, and what a pass over them would compute."""
+
+    def __init__(self) -> None:
+        self.recorder = StateRecorder(BLOCK)
+        self.prompts: dict[str, list[int]] = {}
+
+    def step(self, reads: dict[str, tuple[int, list[int]]]) -> None:
+        """Every request reads up to the end of these tokens, from a position on."""
+        batch: Any = SimpleNamespace(
+            req_ids=list(reads),
+            num_computed_tokens_cpu=np.array([first for first, _ in reads.values()]),
+            num_prompt_tokens=np.array([len(self.prompts[name]) for name in reads]),
+            token_ids_cpu=np.zeros((len(reads), 64), dtype=np.int32),
+        )
+        rows = []
+        for row, (name, (first, tokens)) in enumerate(reads.items()):
+            batch.token_ids_cpu[row, : len(self.prompts[name])] = self.prompts[name]
+            rows += [state(tokens, position) for position in range(first, len(tokens))]
+        states = torch.tensor(rows)[:, None].expand(-1, H)
+        num_read = {name: len(tokens) - first for name, (first, tokens) in reads.items()}
+        padding = torch.full((3, H), -1.0)  # rows that vLLM adds to fill a batch
+        padded = torch.cat([states, padding])
+        self.recorder.record(batch, num_read, [padded, padded + 1, padded + 2], padded + 3)
+
+
+def check(captured: Any, tokens: list[int], first: int = 0, num_prompt: int = 6) -> None:
+    assert captured.first_position == first
+    assert captured.token_ids_T.tolist() == tokens[first:]
+    assert captured.loss_mask_T.tolist() == [p >= num_prompt for p in range(first, len(tokens))]
+    expected = torch.tensor([state(tokens, p) for p in range(first, len(tokens) - 1)])
+    for layer in range(3):
+        assert torch.equal(captured.aux_TA[:-1, layer * H], expected + layer)
+    assert torch.equal(captured.final_TH[:-1, 0], expected + 3)
+    assert len(captured.aux_TA) == len(captured.final_TH) == len(tokens) - first
+
+
+def test_a_sample_read_step_by_step_with_rejected_drafts() -> None:
+    engine = Engine()
+    prompt = engine.prompts["a"] = [5, 6, 7, 8, 9, 10]
+    engine.step({"a": (0, prompt)})
+    engine.step({"a": (6, [*prompt, 1, 99, 98])})  # both drafts are rejected
+    engine.step({"a": (7, [*prompt, 1, 2, 97])})  # one is
+    engine.step({"a": (8, [*prompt, 1, 2, 3, 4, 96])})
+    check(engine.recorder.take("a", [*prompt, 1, 2, 3, 4]), [*prompt, 1, 2, 3, 4])
+    assert engine.recorder.take("a", prompt) is None
+
+
+def test_what_the_prefix_cache_had_comes_from_who_read_it() -> None:
+    engine = Engine()
+    prompt = [5, 6, 7, 8, 9, 10]
+    other = [5, 6, 7, 8, 11, 12]
+    engine.prompts |= {"a": prompt, "b": prompt, "c": other}
+    # In one step, in any order; `c` shares a block with another prompt.
+    engine.step({"b": (4, prompt), "c": (4, other), "a": (0, prompt)})
+    engine.step({"a": (6, [*prompt, 1]), "b": (6, [*prompt, 2]), "c": (6, [*other, 3])})
+    check(engine.recorder.take("a", [*prompt, 1, 1]), [*prompt, 1, 1])
+    check(engine.recorder.take("b", [*prompt, 2, 2]), [*prompt, 2, 2])
+    check(engine.recorder.take("c", [*other, 3, 3]), [*other, 3, 3])
+
+
+def test_a_prefix_nobody_is_known_to_have_read_is_left_out() -> None:
+    engine = Engine()
+    prompt = engine.prompts["a"] = [5, 6, 7, 8, 9, 10]
+    engine.step({"a": (4, prompt)})
+    engine.step({"a": (6, [*prompt, 1])})
+    check(engine.recorder.take("a", [*prompt, 1, 2]), [*prompt, 1, 2], first=4)
+
+
+def test_a_gap_gives_no_sample() -> None:
+    engine = Engine()
+    prompt = engine.prompts["a"] = [5, 6, 7, 8, 9, 10]
+    engine.step({"a": (0, prompt)})
+    engine.step({"a": (7, [*prompt, 1, 2])})
+    assert engine.recorder.take("a", [*prompt, 1, 2, 3]) is None
+
+
+def test_nothing_is_left_after_a_new_policy() -> None:
+    engine = Engine()
+    prompt = [5, 6, 7, 8, 9, 10]
+    engine.prompts |= {"a": prompt, "b": prompt}
+    engine.step({"a": (0, prompt)})
+    engine.recorder.clear()
+    engine.step({"b": (4, prompt)})
+    assert engine.recorder.take("a", [*prompt, 1]) is None
+    check(engine.recorder.take("b", [*prompt, 1]), [*prompt, 1], first=4)
