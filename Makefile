@@ -65,6 +65,8 @@ bench:
 	$(BIN)/python benchmarks/history.py
 	$(BIN)/python benchmarks/timeline.py
 	$(BIN)/python benchmarks/coordinator.py
+	$(BIN)/python benchmarks/published.py
+	$(BIN)/python benchmarks/simulated_size.py
 	$(BIN)/python benchmarks/neighbour.py
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/e2e/run.py

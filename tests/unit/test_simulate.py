@@ -7,6 +7,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Learner
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit
 from tlt.simulate.pace import Player
+from tlt.simulate.plot import plot_simulation, what_if
 from tlt.simulate.scenario import ScenarioConfig, simulate
 from tlt.simulate.workload import Workload, ends, spread, spread_over
 from tlt.speculation.policies import build_policy
@@ -157,6 +159,20 @@ def test_idle_workers_bring_a_drafter_back() -> None:
     used = sum(r["harvest/used_s"] for r in steps["tlt"])
     coverable = sum(r["harvest/coverable_s"] for r in steps["tlt"])
     assert used > 0.6 * coverable
+
+
+def test_the_picture_shows_other_engines_drafters_and_tails(tmp_path: Path) -> None:
+    config = scenario(*SMALL, "num_steps=2")
+    ends: dict[str, Any] = {}
+    records = simulate(config, lambda name, run: ends.update({name: run.engine_ends}))
+    found = {name: figures(of) for name, of in records.items()}
+    curves = what_if(config, lambda what, done, total: None)
+    engines, drafters, tails = curves.values()
+    assert [value for value, _ in engines] == [1, 2, 4, 8, 16]
+    assert drafters[-1][1]["tlt"] > drafters[0][1]["tlt"]
+    assert tails[-1][1]["tlt"] > tails[0][1]["tlt"]
+    picture = plot_simulation(ends, found, curves, tmp_path / "simulation.png")
+    assert picture.stat().st_size > 10_000
 
 
 def test_failures_cost_time_and_nothing_else() -> None:

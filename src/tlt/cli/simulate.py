@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tlt.cli.options import result_table
+from tlt.cli.options import require_plots, result_table
+from tlt.cli.progress import progress_bar
 
 COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "rollout")
 
@@ -51,15 +52,24 @@ def simulate(
         list[str] | None,
         typer.Option(help="section.key=a,b,c: simulate all of them. Repeat it for a grid."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for simulation.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for simulation.json and the picture.")
+    ] = None,
+    plot: Annotated[
+        bool, typer.Option(help="Draw simulation.png, with other engines, drafters and tails.")
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print numbers only.")] = False,
 ) -> None:
     """Simulate RL steps on a cluster: without speculation, with a frozen drafter, with TLT."""
     from tlt.config.load import apply_overrides, check, read_toml
     from tlt.simulate.answer import figures, in_words, speed_ups
+    from tlt.simulate.plot import plot_simulation, what_if
     from tlt.simulate.scenario import ScenarioConfig
     from tlt.simulate.scenario import simulate as play
 
+    plot = plot and not json and not sweep
+    if plot:
+        require_plots()
     changes = list(overrides or [])
     if scenario is not None and "=" in scenario.name:
         scenario, changes = None, [str(scenario), *changes]
@@ -69,10 +79,12 @@ def simulate(
         changes = [*_like(from_run, folder), *changes]
     grid = [_values(text) for text in sweep or []]
     results: list[dict[str, Any]] = []
+    engine_ends: dict[str, Any] = {}
     for point in itertools.product(*grid):
         tree = read_toml(scenario) if scenario is not None else {}
         config = check(ScenarioConfig, apply_overrides(tree, [*changes, *point]), "scenario")
-        found = {name: figures(records) for name, records in play(config).items()}
+        records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))
+        found = {name: figures(of) for name, of in records.items()}
         results.append({"point": list(point), "modes": found, "speed_up": speed_ups(found)})
     (folder / "simulation.json").write_text(json_library.dumps(results, indent=2))
     if json:
@@ -98,9 +110,16 @@ def simulate(
                 f"{gained['rollout']:.2f}x",
             )
     console.print(table)
+    written = [folder / "simulation.json"]
     if len(results) == 1:
         console.print(in_words(results[0]["modes"]), highlight=False, soft_wrap=True)
-    console.print(f"[green]wrote[/] {folder}/simulation.json", highlight=False)
+    if plot:
+        with progress_bar(console) as show:
+            curves = what_if(config, show)
+        picture = folder / "simulation.png"
+        written.append(plot_simulation(engine_ends, found, curves, picture))
+    for path in written:
+        console.print(f"[green]wrote[/] {path}", highlight=False)
 
 
 def _like(run: Path, folder: Path) -> list[str]:

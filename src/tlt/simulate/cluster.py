@@ -224,6 +224,8 @@ class Simulation:
         self._turn = 0
         self._coordinator: Coordinator | None = None
         self._before: Record = {}
+        self.engine_ends: Any = ()
+        """Of the last rollout: after how many seconds each engine was done."""
         self.events = 0
         """That the coordinator was told."""
         self.generating: set[str] = set()
@@ -255,7 +257,7 @@ class Simulation:
         started_s = now_s()
         lengths = self._workload.of_step(step, self._seed)
         sample_ends, pace = self._rollout_ends(lengths)
-        engine_ends = sample_ends[:, -1]
+        self.engine_ends = engine_ends = sample_ends[:, -1]
         await self._rollout(engine_ends, np.sort(sample_ends[sample_ends > 0]))
         rollout_s = now_s() - started_s
         learner = self.cluster.learner

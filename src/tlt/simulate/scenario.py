@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -181,18 +182,15 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
     return Mode(name, policy, harvest)
 
 
-def simulate(config: ScenarioConfig) -> dict[str, list[Record]]:
-    """Records of every step, by mode."""
+def simulate(
+    config: ScenarioConfig, on_end: Callable[[str, Simulation], None] = lambda name, run: None
+) -> dict[str, list[Record]]:
+    """Records of every step, by mode; who wants to know more looks at each run as it ends."""
     cluster, workload = cluster_of(config), workload_of(config)
-    return {
-        name: clock.run(
-            Simulation(
-                cluster,
-                workload,
-                mode_of(name, config, cluster.drafting),
-                config.seed,
-                config.drafter.start_power,
-            ).run(config.num_steps)
-        )
-        for name in config.modes
-    }
+    found = {}
+    for name in config.modes:
+        mode = mode_of(name, config, cluster.drafting)
+        run = Simulation(cluster, workload, mode, config.seed, config.drafter.start_power)
+        found[name] = clock.run(run.run(config.num_steps))
+        on_end(name, run)
+    return found

@@ -1,0 +1,127 @@
+"""The picture of a simulation: one rollout over time, the steps, and what the answer hangs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt.simulate.answer import figures, speed_ups
+from tlt.simulate.scenario import ScenarioConfig, simulate
+
+COLOURS = {"off": "C7", "static": "C0", "ngram": "C2", "tlt": "C1"}
+FACTORS = (0.25, 0.5, 1, 2, 4)
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+TAILS = (1.5, 2, 3, 5, 8)
+SHORT_STEPS = 6
+"""Of the simulations that only ask how an answer changes."""
+
+Curve = list[tuple[float, dict[str, float]]]
+"""Speed-ups of the modes over a setting."""
+
+
+def what_if(config: ScenarioConfig, show: Callable[[str, float, float], None]) -> dict[str, Curve]:
+    """The end-to-end speed-up with other numbers of engines, other drafters, other tails."""
+    points = list(_points(config))
+    found: dict[str, Curve] = {}
+    for done, (name, value, changed) in enumerate(points):
+        show("what if", done, len(points))
+        modes = {mode: figures(records) for mode, records in simulate(changed).items()}
+        gained = {mode: of["end_to_end"] for mode, of in speed_ups(modes).items()}
+        found.setdefault(name, []).append((value, gained))
+    return found
+
+
+def _points(config: ScenarioConfig) -> Iterator[tuple[str, float, ScenarioConfig]]:
+    short = config.model_copy(update={"num_steps": min(config.num_steps, SHORT_STEPS)})
+    own = config.cluster.num_engines
+    for engines in sorted({max(1, round(own * factor)) for factor in FACTORS}):
+        yield "engines", engines, _with(short, "cluster", num_engines=engines)
+    for acceptance in ACCEPTANCES:
+        yield (
+            "share of first draft tokens accepted", acceptance,
+            _with(short, "drafter", acceptance=acceptance),
+        )  # fmt: skip
+    median = config.workload.lengths.median
+    for tail in TAILS:
+        lengths = config.workload.lengths.model_copy(
+            update={"p95": round(median * tail), "longest": round(median * tail * 2.5)}
+        )
+        changed = _with(short, "workload", lengths=lengths, trace=None)
+        yield "95th percentile of lengths, in medians", tail, changed
+
+
+def _with(config: ScenarioConfig, section: str, **changes: Any) -> ScenarioConfig:
+    changed = getattr(config, section).model_copy(update=changes)
+    return config.model_copy(update={section: changed})
+
+
+def plot_simulation(
+    engine_ends: Mapping[str, Any],
+    modes: Mapping[str, Mapping[str, float]],
+    curves: Mapping[str, Curve],
+    out: Path,
+) -> Path:
+    """Draw it. `engine_ends`: seconds after which each engine of a rollout was done, by mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2 + len(curves), figsize=(4.2 * (2 + len(curves)), 3.8))
+    _plot_rollout(axes[0], engine_ends)
+    _plot_steps(axes[1], modes)
+    for panel, (name, curve) in zip(axes[2:], curves.items(), strict=True):
+        _plot_curve(panel, name, curve)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+    return out
+
+
+def _plot_rollout(panel: Any, engine_ends: Mapping[str, Any]) -> None:
+    for name, ends in engine_ends.items():
+        times = np.concatenate([[0.0], np.sort(ends)])
+        busy = np.arange(len(ends), -1, -1)
+        panel.step(times, busy, where="post", color=COLOURS[name], label=name)
+    panel.set(title="the last rollout", xlabel="seconds", ylabel="engines that generate")
+    panel.set_xlim(left=0)
+    panel.set_ylim(bottom=0)
+    panel.legend(frameon=False)
+
+
+def _plot_steps(panel: Any, modes: Mapping[str, Mapping[str, float]]) -> None:
+    names = list(modes)
+    rollout = np.array([modes[name]["rollout_s"] for name in names])
+    update = np.array([modes[name]["update_s"] for name in names])
+    other = np.maximum(0.0, np.array([modes[name]["step_s"] for name in names]) - rollout - update)
+    left = np.zeros(len(names))
+    for label, part, colour in (
+        ("rollout", rollout, "C0"), ("update", update, "C3"), ("other", other, "C7"),
+    ):  # fmt: skip
+        panel.barh(names, part, left=left, color=colour, label=label)
+        left = left + part
+    for place, gained in enumerate(speed_ups(modes).values()):
+        panel.text(left[place], place, f" {gained['end_to_end']:.2f}x", va="center")
+    panel.invert_yaxis()
+    panel.set_xlim(right=1.2 * left.max())
+    panel.set(title="a step", xlabel="seconds")
+    panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
+
+
+def _plot_curve(panel: Any, name: str, curve: Curve) -> None:
+    values: Sequence[float] = [value for value, _ in curve]
+    for mode in list(curve[0][1])[1:]:
+        panel.plot(values, [of[mode] for _, of in curve], "o-", color=COLOURS[mode], label=mode)
+    base = next(iter(curve[0][1]))
+    panel.axhline(1.0, color=COLOURS[base], linewidth=1)
+    if name == "engines":
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(values, [f"{value:g}" for value in values])
+        panel.minorticks_off()
+    panel.set(title=f"speed-up over {base}", xlabel=name)
+    panel.legend(frameon=False)
