@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -54,23 +53,16 @@ def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
         env=os.environ | RAY,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     try:
         yield
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        for each in there(hosts, host):
+            each.kill()
         process.wait()
-        for title in ("ray::", "raylet", "gcs_server", "ray/"):
-            end_all(hosts, host, title)
 
 
-def end_all(hosts: network.TwoHosts, host: int, title: str) -> None:
-    for process in there(hosts, host, title):
-        process.kill()
-
-
-def there(hosts: network.TwoHosts, host: int, title: str) -> list[psutil.Process]:
+def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Process]:
     """Processes of this kind on a host."""
     found = []
     for process in psutil.process_iter():

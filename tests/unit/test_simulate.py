@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from pathlib import Path
@@ -17,8 +18,8 @@ from tlt.contracts import OFF, Arm
 from tlt.errors import ConfigError
 from tlt.simulate import clock
 from tlt.simulate.answer import figures, in_words, speed_ups
-from tlt.simulate.calibrate import Calibration
-from tlt.simulate.cluster import Learner
+from tlt.simulate.calibrate import Calibration, training
+from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit
 from tlt.simulate.pace import Player
 from tlt.simulate.plot import plot_simulation, what_if
@@ -197,8 +198,32 @@ def test_a_thousand_workers_are_simulated_in_seconds() -> None:
     assert len(records["tlt"]) == 3
 
 
+def test_drift_and_recovery_are_found_in_runs() -> None:
+    true = Training(drift=0.05, tokens=1e4, best_power=0.7)
+
+    def run(tokens: float, seed: int) -> list[dict[str, float]]:
+        rng = random.Random(seed)
+        power, records = 1.0, []
+        for _ in range(20):
+            hits = 0.7**power + rng.gauss(0, 0.002)
+            record = {"rollout/drafter_hit_share": hits}
+            if tokens:
+                record |= {"harvest/trained_tokens": tokens, "harvest/used_s": tokens / 500}
+            records.append(record)
+            behind = power + true.drift - true.best_power
+            power = true.best_power + behind * math.exp(-tokens / true.tokens)
+        return records
+
+    found = training([run(0.0, 1), run(5000.0, 2)])
+    assert found.drift == pytest.approx(0.05, abs=0.01)
+    assert found.tokens == pytest.approx(1e4, rel=0.5)
+    assert found.best_power == pytest.approx(0.7, abs=0.1)
+    assert found.tokens_per_s == pytest.approx(500)
+    assert training([[{"reward/mean": 0.0}] * 20]) == Training()
+
+
 def test_a_calibration_is_kept(tmp_path: Path) -> None:
-    saved = Calibration(ENGINE, DRAFTING, Learner(1000.0), 50.0, "here")
+    saved = Calibration(ENGINE, DRAFTING, Learner(1000.0), 50.0, Training(drift=0.1), "here")
     saved.save(tmp_path / "c.json")
     assert Calibration.load(tmp_path / "c.json") == saved
     (tmp_path / "bad.json").write_text(json.dumps({"engine": {}}))

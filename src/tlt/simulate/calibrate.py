@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from math import exp, log
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 from typing import Any
 
 from tlt.contracts import Arm, DrafterName
 from tlt.errors import ConfigError
 from tlt.observe.report import RunView, rollouts
 from tlt.observe.timeline import LEARNER
-from tlt.simulate.cluster import Learner
+from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
 
 MIN_STEPS = 3
 """Engine steps that a span must hold to say how long one takes."""
 MAX_POSITIONS = 16
+MIN_DRIFT_STEPS = 6
+"""RL steps that tell how acceptance drifts."""
+START_STEPS = 3
+"""That say what acceptance was at the start."""
+
+Record = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,7 @@ class Calibration:
     drafting: Drafting
     learner: Learner
     prompt_tokens: float
+    training: Training = field(default_factory=Training)
     source: str = ""
 
     def save(self, path: Path) -> None:
@@ -49,6 +57,7 @@ class Calibration:
                 Drafting(rates, found["drafting"]["power"]),
                 Learner(**found["learner"]),
                 found["prompt_tokens"],
+                Training(**found["training"]),
                 found["source"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -75,6 +84,7 @@ def calibrate(views: Sequence[RunView]) -> Calibration:
         Drafting(acceptance(views)),
         learner(views),
         fmean(prompt_tokens(view) for view in views),
+        training([view.records for view in views]),
         ", ".join(view.name for view in views),
     )
 
@@ -186,6 +196,59 @@ def learner(views: Iterable[RunView]) -> Learner:
             r.get("time/other_s", 0.0) + r.get("time/checkpoint_s", 0.0) for r in records
         ),
     )
+
+
+def training(runs: Sequence[Sequence[Record]]) -> Training:
+    """How acceptance fell where the drafter was left alone, and how training brought it back.
+
+    Known by the share of drafts whose first token was accepted. What a rate is now, as a power of
+    what it was at the start, falls behind by the same amount with every update of the policy, and
+    comes back by what was trained, up to a best power. Runs that speculate with a draft model in
+    fewer than `MIN_DRIFT_STEPS` steps say nothing about it.
+    """
+    found = Training()
+    curves = [curve for curve in map(_powers, runs) if len(curve) >= MIN_DRIFT_STEPS]
+    alone = [curve for curve in curves if not any(tokens for _, tokens in curve)]
+    if alone:
+        found = replace(found, drift=max(0.0, fmean(map(_slope, alone))))
+    trained = [curve for curve in curves if any(tokens for _, tokens in curve)]
+    if not trained:
+        return found
+    used_s = sum(r.get("harvest/used_s", 0.0) for run in runs for r in run)
+    tokens = sum(r.get("harvest/trained_tokens", 0.0) for run in runs for r in run)
+    choices = (
+        replace(found, tokens=10 ** (3 + size / 10), best_power=best / 50)
+        for size in range(51)
+        for best in range(10, 61)
+    )
+    best = min(choices, key=lambda choice: sum(_error(curve, choice) for curve in trained))
+    return replace(best, tokens_per_s=tokens / used_s if used_s else found.tokens_per_s)
+
+
+def _powers(run: Sequence[Record]) -> list[tuple[float, float]]:
+    """By step: the power of the rate at the start, and tokens trained on since."""
+    steps = [r for r in run if 0 < r.get("rollout/drafter_hit_share", 0.0) < 1]
+    if not steps:
+        return []
+    at_start = log(fmean(r["rollout/drafter_hit_share"] for r in steps[:START_STEPS]))
+    return [
+        (log(r["rollout/drafter_hit_share"]) / at_start, r.get("harvest/trained_tokens", 0.0))
+        for r in steps
+    ]
+
+
+def _slope(curve: Sequence[tuple[float, float]]) -> float:
+    return linear_regression(range(len(curve)), [power for power, _ in curve]).slope
+
+
+def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
+    """Squared, of the powers that this choice predicts."""
+    power, total = 1.0, 0.0
+    for seen, tokens in curve:
+        total += (seen - power) ** 2
+        behind = power + choice.drift - choice.best_power
+        power = choice.best_power + behind * exp(-tokens / choice.tokens)
+    return total
 
 
 def _prefill_speed(views: Iterable[RunView]) -> float:

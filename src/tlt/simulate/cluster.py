@@ -61,7 +61,7 @@ class Training:
     """Trained on, that take away all but 1/e of what can be learned."""
     best_power: float = 1.0
     """Of a drafter that has learned all it can."""
-    tokens_per_s: float = 1000.0
+    tokens_per_s: float = 10_000.0
     """Of one trainer."""
     start_s: float = 20.0
     stop_s: float = 0.05

@@ -80,14 +80,15 @@ class DrafterSection(Schema):
     """Share of first draft tokens accepted; later positions by its powers."""
     start_power: float = Field(default=1.0, gt=0)
     """Of the rates at the start: more than 1 is a drafter that is behind."""
-    drift: float = Field(default=0.0, ge=0)
-    """Added to that power by every policy update."""
-    best_power: float = Field(default=1.0, gt=0)
-    """That training can reach."""
-    training_tokens: float = Field(default=1e6, gt=0)
-    """That take away all but 1/e of what can be learned."""
-    training_tokens_per_s: float = Field(default=10_000.0, gt=0)
-    """Of one trainer."""
+    drift: float | None = Field(default=None, ge=0)
+    """Added to that power by every policy update; by default that of the calibration, or 0."""
+    best_power: float | None = Field(default=None, gt=0)
+    """That training can reach; by default that of the calibration, or 1."""
+    training_tokens: float | None = Field(default=None, gt=0)
+    """That take away all but 1/e of what can be learned; by default that of the calibration, or a
+    million."""
+    training_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Of one trainer; by default that of the calibration, or 10,000."""
 
 
 class ScenarioConfig(Schema):
@@ -122,10 +123,11 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
     if config.cluster.calibration is not None:
         found = Calibration.load(Path(config.cluster.calibration))
         engine, drafting, learner = found.engine, found.drafting, found.learner
+        training = found.training
     else:
         parameters, kv_bytes = MODELS[config.cluster.model]
         engine = h100(parameters, kv_bytes, config.cluster.tensor_parallel)
-        drafting = published_drafting(BEFORE)
+        drafting, training = published_drafting(BEFORE), Training()
         gpus = config.cluster.num_engines * config.cluster.tensor_parallel
         # Three times the two operations of a forward pass; weights through 200 Gbit/s.
         learner = Learner(
@@ -134,17 +136,18 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
     if drafter.acceptance is not None:
         drafting = Drafting(drafting.rates | {"eagle3": powers(drafter.acceptance)})
     changed = {k: v for k, v in config.learner.model_dump().items() if v is not None}
+    asked = {
+        "drift": drafter.drift,
+        "tokens": drafter.training_tokens,
+        "best_power": drafter.best_power,
+        "tokens_per_s": drafter.training_tokens_per_s,
+    }
     return Cluster(
         engine,
         drafting,
         config.cluster.num_engines,
         replace(learner, **changed),
-        Training(
-            drift=drafter.drift,
-            tokens=drafter.training_tokens,
-            best_power=drafter.best_power,
-            tokens_per_s=drafter.training_tokens_per_s,
-        ),
+        replace(training, **{k: v for k, v in asked.items() if v is not None}),
         config.cluster.engine_deaths_per_hour,
         config.cluster.engine_start_s,
     )
