@@ -243,12 +243,12 @@ def _slope(curve: Sequence[tuple[float, float]]) -> float:
 
 def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
     """Squared, of the powers that this choice predicts."""
-    power, total = 1.0, 0.0
-    for seen, tokens in curve:
-        total += (seen - power) ** 2
-        behind = power + choice.drift - choice.best_power
-        power = choice.best_power + behind * exp(-tokens / choice.tokens)
-    return total
+    predicted = [1.0]
+    for _, tokens in curve[:-1]:
+        behind = predicted[-1] + choice.drift - choice.best_power
+        predicted.append(choice.best_power + behind * exp(-tokens / choice.tokens))
+    at_start = fmean(predicted[:START_STEPS])
+    return sum((seen - p / at_start) ** 2 for (seen, _), p in zip(curve, predicted, strict=True))
 
 
 def _prefill_speed(views: Iterable[RunView]) -> float:
