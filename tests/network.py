@@ -50,6 +50,8 @@ class TwoHosts:
                 f"-n {name} address add {address}/24 dev {device}",
                 f"-n {name} link set {device} mtu {PACKET_BYTES} up",
                 f"-n {name} link set lo up",
+                # Leads nowhere, but by it programs find out which address is theirs.
+                f"-n {name} route add default dev {device}",
             ):
                 subprocess.run(["ip", *command.split()], check=True)
         self._link = subprocess.Popen(
@@ -85,8 +87,11 @@ class TwoHosts:
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def host_of(self, pid: int) -> int | None:
-        """Where a process runs."""
-        own = Path(f"/proc/{pid}/ns/net").stat().st_ino
+        """Where a process runs; None for one that is on neither, or gone."""
+        try:
+            own = Path(f"/proc/{pid}/ns/net").stat().st_ino
+        except OSError:
+            return None
         for host, name in enumerate(self._names):
             if Path(f"/run/netns/{name}").stat().st_ino == own:
                 return host

@@ -10,7 +10,7 @@ Kinds:
 - tail: the regime of the field. 16 samples a step, median 30 tokens, longest 560, the same lengths
   in all arms: sums of 60 terms, the longest that policy and drafter know, each response cut off at
   its length. Speed is all that differs; the reward is a coin, the learning rate next to nothing.
-- equal: 128 samples of 64 tokens: no tail to tame, little to win.
+- equal: 64 samples of 64 tokens: no tail to tame, little to win.
 - moving: lengths as they come, exact rewards, a learning rate at which the policy moves.
 
 Arms:
@@ -60,11 +60,15 @@ KINDS = {
     ],
     "equal": [
         "task.parameters={min_digits=1, max_digits=2, min_terms=20, max_terms=20}",
-        "sampling.prompts_per_step=16",
+        "sampling.prompts_per_step=8",
         "sampling.forced_lengths={median=64, p95=64, longest=64}",
         'reward.function="coin:score"',
     ],
-    "moving": ["task.sizes={median=5, p95=40, longest=60}", "learner.lr=2e-5"],
+    "moving": [
+        "task.sizes={median=5, p95=40, longest=60}",
+        "sampling.prompts_per_step=2",
+        "learner.lr=2e-5",
+    ],
 }
 Record = dict[str, float]
 

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 RAY = {
+    "RAY_AUTH_MODE": "disabled",
     "RAY_worker_niceness": "0",
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
@@ -51,10 +52,19 @@ def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
     process = subprocess.Popen(
         hosts.command(host, ray),
         env=os.environ | RAY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        else:
+            pytest.fail("no Ray node: " + "".join(said)[-2000:])
         yield
     finally:
         for each in there(hosts, host):
@@ -69,7 +79,7 @@ def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Pr
         try:
             if title in " ".join(process.cmdline()) and hosts.host_of(process.pid) == host:
                 found.append(process)
-        except (psutil.Error, FileNotFoundError):
+        except psutil.Error:
             continue
     return found
 
@@ -92,7 +102,8 @@ def until(happens: Callable[[], bool], training: subprocess.Popen[str], what: st
 def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
     run = policy / "runs" / "nodes"
     settings = (
-        f"train {RECIPE} run.out={run} run.num_steps={STEPS} tlt.enabled=true "
+        f"train {RECIPE} run.out={run} policy.model={policy}/models/tiny-sft "
+        f"run.num_steps={STEPS} tlt.enabled=true "
         f"sampling.prompts_per_step={PROMPTS} sampling.group_size={GROUP} "
         "sampling.max_tokens=1200 sampling.forced_lengths={median=60,p95=500,longest=1200} "
         "pool.health_timeout_s=8 pool.max_restarts=10 checkpoint.every_steps=1 "
@@ -102,7 +113,6 @@ def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
         training = None
         try:
             with node(hosts, 1):
-                time.sleep(8)
                 training = subprocess.Popen(
                     hosts.command(0, command(settings)),
                     cwd=policy,
