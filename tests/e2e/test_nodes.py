@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS, PROMPTS, GROUP = 14, 4, 4
 PORT = 6399
 DELAY_S = 0.005
+FOLDER = Path(tempfile.gettempdir()) / f"tlt-nodes-{os.getpid()}"
 LIMIT_S = 120.0
 """No step may take longer, whatever happens to the other node."""
 
@@ -45,7 +48,8 @@ RAY = {
 def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
     """A Ray node of one core; host 0 is the head."""
     head = network.ADDRESSES[0]
-    where = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+    # Its own folder: in the usual one it would tell others of this machine where the cluster is.
+    where = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={FOLDER}"]
     options = where if host == 0 else [f"--address={head}:{PORT}"]
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
     ray += [f"--node-ip-address={network.ADDRESSES[host]}", "--disable-usage-stats", *options]
@@ -70,6 +74,8 @@ def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
         for each in there(hosts, host):
             each.kill()
         process.wait()
+        if host == 0:
+            shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Process]:
