@@ -90,19 +90,31 @@ def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Pr
     return found
 
 
-def steps_done(run: Path) -> list[int]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["step"] for line in lines]
+class Training:
+    """A run on host 0."""
 
+    def __init__(self, hosts: network.TwoHosts, settings: str, folder: Path, run: Path) -> None:
+        self._log = folder / "nodes.log"
+        self.run = run
+        self.process = subprocess.Popen(
+            hosts.command(0, command(settings)),
+            cwd=folder,
+            env=os.environ | RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"},
+            stdout=self._log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
 
-def until(happens: Callable[[], bool], training: subprocess.Popen[str], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not happens():
-        if training.poll() is not None:
-            pytest.fail(f"the run ended before {what}: {training.communicate()[0][-3000:]}")
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
+    def steps_done(self) -> list[int]:
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line)["step"] for line in lines]
+
+    def until(self, happens: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not happens():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"not in time, or never: {what}\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.2)
 
 
 def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
@@ -119,32 +131,23 @@ def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
         training = None
         try:
             with node(hosts, 1):
-                training = subprocess.Popen(
-                    hosts.command(0, command(settings)),
-                    cwd=policy,
-                    env=os.environ | RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-                until(lambda: len(steps_done(run)) >= 2, training, "two steps")
+                training = Training(hosts, settings, policy, run)
+                training.until(lambda: len(training.steps_done()) >= 2, "two steps")
                 assert there(hosts, 0, "ray::EngineActor")
                 assert there(hosts, 1, "ray::EngineActor")
+                assert there(hosts, 0, "ray::LearnerActor"), "beside the driver"
                 time.sleep(1)  # into the middle of a rollout
                 hosts.cut()
-                done = len(steps_done(run))
-                until(lambda: len(steps_done(run)) >= done + 2, training, "steps without the node")
+                done = len(training.steps_done())
+                training.until(lambda: len(training.steps_done()) >= done + 2, "steps without it")
             hosts.mend()
             with node(hosts, 1):
-                until(
-                    lambda: bool(there(hosts, 1, "ray::EngineActor")), training, "an engine again"
-                )
-                output, _ = training.communicate(timeout=3 * LIMIT_S)
+                training.until(lambda: bool(there(hosts, 1, "ray::EngineActor")), "an engine again")
+                assert training.process.wait(3 * LIMIT_S) == 0
         finally:
-            if training is not None and training.poll() is None:
-                training.kill()
-    assert training.returncode == 0, output[-3000:]
-    assert steps_done(run) == list(range(1, STEPS + 1))
+            if training is not None and training.process.poll() is None:
+                training.process.kill()
+    assert training.steps_done() == list(range(1, STEPS + 1))
     lengths = [json.loads(line) for line in (run / "lengths.jsonl").read_text().splitlines()]
     assert [len(each["tokens"]) for each in lengths] == [PROMPTS * GROUP] * STEPS
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -16,6 +16,8 @@ from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 
 Bundle = Mapping[str, float]
+OWN_NODE_S = 10.0
+"""How long to wait for a place on the driver's node before any other will do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
     free = [dict(node) for node in nodes]
     for bundle in sorted(plan.bundles, key=lambda b: (-b.get("GPU", 0), -b["CPU"])):
         for node in free:
-            if all(node.get(kind, 0) >= amount for kind, amount in bundle.items()):
+            if _holds(node, bundle):
                 for kind, amount in bundle.items():
                     node[kind] -= amount
                 break
@@ -89,6 +91,10 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
                 f"engine.{'num_gpus' if wanted['GPU'] else 'num_cores'} or learner.num_ranks, or "
                 "add nodes"
             )
+
+
+def _holds(node: Mapping[str, float], bundle: Bundle) -> bool:
+    return all(node.get(kind, 0) >= amount for kind, amount in bundle.items())
 
 
 class Reservation:
@@ -148,18 +154,47 @@ def _slot(engine: str) -> int:
 
 
 async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
-    """Hold the plan's bundles, packed on as few nodes as they fit."""
+    """Hold the plan's bundles, packed on as few nodes as they fit.
+
+    Colocated, the first learner rank goes to the driver's node if it can: the policy then reaches
+    the engines there through shared memory. All bundles are alike, so this never costs another one
+    its place.
+    """
     import ray
 
-    check_fits(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    group = ray.util.placement_group([dict(b) for b in plan.bundles], strategy="PACK")
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    check_fits(plan, [node["Resources"] for node in nodes])
+    own = ray.get_runtime_context().get_node_id()
+    here = next((node["Resources"] for node in nodes if node["NodeID"] == own), {})
+    first = plan.bundles[plan.rank_bundles[0]]
+    if plan.colocated and len(nodes) > 1 and _holds(here, first):
+        selectors: list[dict[str, str]] = [{} for _ in plan.bundles]
+        selectors[plan.rank_bundles[0]] = {"ray.io/node-id": own}
+        group = await _group(plan, min(timeout_s, OWN_NODE_S), selectors)
+        if group is not None:
+            return Reservation(plan, group)
+    group = await _group(plan, timeout_s)
+    if group is None:
+        raise ConfigError(
+            f"the cluster did not free {len(plan.bundles)} places for engines and learner within "
+            f"{timeout_s:.0f} s (pool.start_timeout_s); is another run holding them?"
+        )
+    return Reservation(plan, group)
+
+
+async def _group(
+    plan: PlacementPlan, timeout_s: float, selectors: list[dict[str, str]] | None = None
+) -> Any:
+    """A placement group that holds its bundles; None if they do not become free in time."""
+    import ray
+
+    group = ray.util.placement_group(
+        [dict(bundle) for bundle in plan.bundles], strategy="PACK", bundle_label_selector=selectors
+    )
     try:
         async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
         ray.util.remove_placement_group(group)
-        raise ConfigError(
-            f"the cluster did not free {len(plan.bundles)} places for engines and learner within "
-            f"{timeout_s:.0f} s (pool.start_timeout_s); is another run holding them?"
-        ) from None
-    return Reservation(plan, group)
+        return None
+    return group

@@ -190,7 +190,7 @@ def simulate(
 ) -> dict[str, list[Record]]:
     """Records of every step, by mode; who wants to know more looks at each run as it ends."""
     cluster, workload = cluster_of(config), workload_of(config)
-    found = {}
+    found: dict[str, list[Record]] = {}
     for name in config.modes:
         mode = mode_of(name, config, cluster.drafting)
         run = Simulation(cluster, workload, mode, config.seed, config.drafter.start_power)
