@@ -8,5 +8,6 @@ from typing import Any
 
 def score(problem: Any, text: str) -> float:
     """By chance in every fourth problem, 0 in the others."""
-    teaches = int(problem.problem_id.split("/")[-1]) % 4 == 1
-    return float(zlib.crc32(text.encode()) % 2) if teaches else 0.0
+    _, step, _, place = problem.problem_id.split("/")  # chain_sum/step-7/0/1
+    number = 2 * int(step.removeprefix("step-")) + int(place)
+    return float(zlib.crc32(text.encode()) % 2) if number % 4 == 1 else 0.0

@@ -165,7 +165,7 @@ async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_fits(plan, [node["Resources"] for node in nodes])
     own = ray.get_runtime_context().get_node_id()
-    here = next((node["Resources"] for node in nodes if node["NodeID"] == own), {})
+    here: Bundle = next((node["Resources"] for node in nodes if node["NodeID"] == own), {})
     first = plan.bundles[plan.rank_bundles[0]]
     if plan.colocated and len(nodes) > 1 and _holds(here, first):
         selectors: list[dict[str, str]] = [{} for _ in plan.bundles]
