@@ -109,7 +109,7 @@ def capture(
 ) -> Captured:
     """Run `policy` (a Hugging Face causal LM) over one sample and keep its states.
 
-    In a training run the learner's own forward pass hands them over instead.
+    In a training run engines or learner hand over those of their own passes instead.
     """
     ids = torch.tensor([list(token_ids)], device=policy.device)
     states = policy.model(ids, output_hidden_states=True, use_cache=False)
