@@ -3,7 +3,8 @@
     python benchmarks/e2e/run.py [--kind tail|equal|moving] [--repeats 3] [--steps 20] [--arms ...]
 
 Every run is a `tlt train` of its own; runs of a repeat follow each other, in another order each
-time, over the same problems. A run that is complete in runs/e2e is not run again. Writes
+time, over the same problems, and are compared with each other only. A run that is complete in
+runs/e2e is not run again, nor a repeat that the results hold; `--anew` begins without them. Writes
 results/e2e/<kind>.json and .png.
 
 Kinds:
@@ -174,28 +175,33 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--first-repeat", type=int, default=0)
+    parser.add_argument("--anew", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--arms", default="off,static,ngram,tlt")
     parser.add_argument("--kind", choices=KINDS, default="tail")
     parser.add_argument("--tlt", type=Path, default=Path(sys.executable).with_name("tlt"))
     options = parser.parse_args()
     arms = options.arms.split(",")
+    path = RESULTS / f"{options.kind}.json"
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-    for repeat in range(options.first_repeat, options.first_repeat + options.repeats):
+    if path.exists() and not options.anew:
+        before = json.loads(path.read_text())
+        if before["steps"] == options.steps and list(before["runs"]) == arms:
+            runs = before["runs"]
+    for repeat in range(len(runs[arms[0]]), options.repeats):
         turn = repeat % len(arms)
         for arm in arms[turn:] + arms[:turn]:
             runs[arm].append(figures(run(arm, repeat, options)))
         RESULTS.mkdir(parents=True, exist_ok=True)
         result = {
             "steps": options.steps,
-            "repeats": repeat + 1 - options.first_repeat,
+            "repeats": repeat + 1,
             "speed_up": compare(runs, arms[0]),
             "runs": runs,
         }
-        (RESULTS / f"{options.kind}.json").write_text(json.dumps(result, indent=2) + "\n")
-        plot(runs, RESULTS / f"{options.kind}.png")
-    for arm, found in result["speed_up"].items():
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        plot(runs, path.with_suffix(".png"))
+    for arm, found in compare(runs, arms[0]).items():
         cells = [
             f"{name} {s['median']:.2f}x ({s['low']:.2f}-{s['high']:.2f})"
             for name, s in found.items()
