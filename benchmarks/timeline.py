@@ -1,11 +1,13 @@
 """What the timeline costs.
 
-    python benchmarks/timeline.py [--repeats 4] [--steps 12]
+    python benchmarks/timeline.py [--repeats 3] [--steps 8]
 
-Twice: by itself (time to note an engine step, and to write an RL step of many engines), and in
-runs of configs/tiny_tail_cpu.toml with and without it, in turns. Its engine steps are about the
-shortest there are, so its share is largest there. Needs models/tiny-sft (see the recipe). Writes
-results/timeline.json.
+By itself: time to note an engine step, and to write an RL step of many engines. And in runs of
+configs/tiny_tail_cpu.toml with and without it, in turns: whole steps, whose time varies by far more
+than the timeline can cost; and what of a step belongs to no stage, where the timeline is put
+together and written. Its share is that, and the noting, of a step. The recipe's engine steps are
+about the shortest there are, so the share is largest there. Needs models/tiny-sft (see the recipe).
+Writes results/timeline.json.
 """
 
 from __future__ import annotations
@@ -70,24 +72,37 @@ def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()
     result: dict[str, Any] = {"noting_us": statistics.median(noting_us() for _ in range(3))}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         result["writing_ms"] = {n: writing_ms(n, folder) for n in (2, 64, 1024)}
         print(result, flush=True)
-        ratios, step_s = [], []
+        ratios: list[float] = []
+        records: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for repeat in range(options.repeats):
             order = (False, True) if repeat % 2 else (True, False)
             found = {on: run(on, repeat, options.steps, folder) for on in order}
             pairs = zip(found[True], found[False], strict=True)
             ratios.append(statistics.median(a["time/step_s"] / b["time/step_s"] for a, b in pairs))
-            step_s += [record["time/step_s"] for record in found[True]]
+            for on, own in found.items():
+                records[on] += own
             print(f"{ratios[-1]:.4f}", flush=True)
+    step_s, with_s, without_s, engine_steps = (
+        statistics.median(values)
+        for values in (
+            [record["time/step_s"] for record in records[True]],
+            [record["time/other_s"] for record in records[True]],
+            [record["time/other_s"] for record in records[False]],
+            [record["response/longest_tokens"] for record in records[True]],
+        )
+    )
     result |= {
-        "step_s": statistics.median(step_s),
+        "step_s": step_s,
+        "other_ms": {"with": 1e3 * with_s, "without": 1e3 * without_s},
+        "share": (with_s - without_s + 1e-6 * result["noting_us"] * engine_steps) / step_s,
         "with_over_without": asdict(spread(ratios)),
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
