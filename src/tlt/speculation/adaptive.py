@@ -9,8 +9,8 @@ Four rules keep it calm and safe:
 - **Hysteresis and dwell.** It changes the arm only for a gain of more than `margin`, keeps it for
   some steps, and changes at most `switches_per_s` times a second.
 - **Probes have a budget.** An arm that might be better is tried for a few steps, but the time lost
-  to such trials stays below `probe_share` of the engine's time, and as much for looks at drafters
-  that are not in use. That bounds what a bad drafter can cost, whatever the model believes.
+  to such trials stays below `probe_share` of the engine's time, and as much for looks at each
+  drafter that is not in use. That bounds what a bad drafter can cost, whatever the model believes.
 - **Like is compared with like.** Text turns from easy to hard within a response, for all drafters
   alike. The draft length follows the text of the moment; drafters are compared over all text.
 - **News is looked at.** A new version of the drafter is soon judged by its own drafts, and what is
@@ -87,7 +87,9 @@ class Adaptive:
         self._chosen_for = 0
         self._num_decodes = 0
         self._spent: dict[int, _Spent] = {}
-        self._looks = _Spent()
+        self._looks = {drafter: _Spent() for drafter in self._lengths}
+        """At drafters that are not in use; each has its own budget, so that none is starved by one
+        that is no good."""
         self._looking = False
         self._switches = 3.0
         self._best_rate = 0.0
@@ -116,11 +118,12 @@ class Adaptive:
         elapsed_s = min(elapsed_s, 5 * MAX_RATIO * expected_s)
         spent = self._spent.setdefault(batch_bucket(report.num_decodes), _Spent())
         spent.busy_s += elapsed_s
-        self._looks.busy_s += elapsed_s
+        for looks in self._looks.values():
+            looks.busy_s += elapsed_s
         if self._probing and self._best_rate > 0:
             decoding_s = elapsed_s - self._time.prefill_s(report.num_prefill_tokens)
             cost_s = max(0.0, decoding_s) - report.num_output_tokens / self._best_rate
-            account = self._looks if self._looking else spent
+            account = self._looks[self._current.drafter] if self._looking else spent
             account.probes_s = max(0.0, account.probes_s + cost_s)
         self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
         self._steps += 1
@@ -249,7 +252,8 @@ class Adaptive:
         cost_s = self._trial_steps(arm) * step_s * lost
         share = self._caution.probe_share
         if not looks_good:
-            return self._looks.probes_s + cost_s <= share * self._looks.busy_s
+            looks = self._looks[arm.drafter]
+            return looks.probes_s + cost_s <= share * looks.busy_s
         here = self._spent.get(batch_bucket(num_decodes), _Spent())
         first_s = self._caution.first_probes_steps * self._time.expected_s(num_decodes, 0, OFF)[0]
         return here.probes_s + cost_s <= first_s + share * here.busy_s
