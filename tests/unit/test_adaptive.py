@@ -184,6 +184,31 @@ def test_a_worthless_drafter_costs_next_to_nothing() -> None:
     assert mine.tokens_per_s > 0.98 * off.tokens_per_s
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_ngrams_that_become_good_are_found_beside_a_worthless_drafter(seed: int) -> None:
+    """As at the beginning of a run without a trained drafter: no text to look n-grams up in yet."""
+    rng = random.Random(seed)
+    policy, last, found_at = Adaptive([*ARMS, Arm("ngram", 8)]), OFF, 0
+    for step in range(4000):
+        decodes = max(1, 32 - step // 8)
+        arm = policy.decide(StepContext(step, decodes, 0, 0, 0))
+        elapsed_s = 0.003 + 0.00005 * decodes * (1 + last.num_draft_tokens)
+        elapsed_s += 0.0033 * (arm != OFF)
+        elapsed_s += 0.002 * arm.num_draft_tokens * (arm.drafter == "eagle3")
+        chance = 0.0 if last.drafter != "ngram" else 0.05 if step < 250 else 0.7
+        accepted, left = [], decodes
+        for _ in range(last.num_draft_tokens):
+            left = sum(rng.random() < chance for _ in range(left))
+            accepted.append(left)
+        policy.observe(
+            report((last, arm), decodes, elapsed_s * rng.uniform(0.9, 1.1), tuple(accepted))
+        )
+        if arm.drafter != "ngram":
+            found_at = step + 1
+        last = arm
+    assert found_at < 3900, "it still does without"
+
+
 def test_a_new_drafter_is_tried_at_once() -> None:
     policy = Adaptive([OFF, *EAGLE])
     last, tried_after = OFF, None

@@ -10,7 +10,8 @@ Four rules keep it calm and safe:
   some steps, and changes at most `switches_per_s` times a second.
 - **Probes have a budget.** An arm that might be better is tried for a few steps, but the time lost
   to such trials stays below `probe_share` of the engine's time, and as much for looks at each
-  drafter that is not in use. That bounds what a bad drafter can cost, whatever the model believes.
+  drafter that is not in use, twice as much while none is. That bounds what a bad drafter can cost,
+  whatever the model believes.
 - **Like is compared with like.** Text turns from easy to hard within a response, for all drafters
   alike. The draft length follows the text of the moment; drafters are compared over all text.
 - **News is looked at.** A new version of the drafter is soon judged by its own drafts, and what is
@@ -91,6 +92,8 @@ class Adaptive:
         """At drafters that are not in use; each has its own budget, so that none is starved by one
         that is no good."""
         self._looking = False
+        self._trial_gain_s = 0.0
+        """What the current trial has won over the best arm so far."""
         self._switches = 3.0
         self._best_rate = 0.0
         self._version: int | None = None
@@ -125,6 +128,8 @@ class Adaptive:
             cost_s = max(0.0, decoding_s) - report.num_output_tokens / self._best_rate
             account = self._looks[self._current.drafter] if self._looking else spent
             account.probes_s = max(0.0, account.probes_s + cost_s)
+            if drafter == self._current.drafter:
+                self._trial_gain_s -= cost_s
         self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
         self._steps += 1
         self._looked_at[drafter] = self._steps
@@ -147,6 +152,10 @@ class Adaptive:
             return self._current
         if context.num_prefills > context.num_decodes and self._current == OFF:
             return OFF  # the batch is still filling up: no time to try things
+        if self._probing and self._trial_gain_s > 0 and self._current != OFF:
+            # Better than what is remembered of it: things have changed, believe the newest.
+            self._acceptance[self._current.drafter].forget(weight=24.0)
+        self._trial_gain_s = 0.0
         arm, probing = self._choose(num_decodes)
         if arm != self._current and self._switches >= 1:
             self._switches -= 1
@@ -253,7 +262,7 @@ class Adaptive:
         share = self._caution.probe_share
         if not looks_good:
             looks = self._looks[arm.drafter]
-            return looks.probes_s + cost_s <= share * looks.busy_s
+            return looks.probes_s + cost_s <= share * (1 + (self._settled == OFF)) * looks.busy_s
         here = self._spent.get(batch_bucket(num_decodes), _Spent())
         first_s = self._caution.first_probes_steps * self._time.expected_s(num_decodes, 0, OFF)[0]
         return here.probes_s + cost_s <= first_s + share * here.busy_s
