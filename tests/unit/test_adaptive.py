@@ -84,6 +84,20 @@ def test_survives_any_observations_and_chooses_only_its_arms(
             last = arm
 
 
+def test_a_look_that_had_to_wait_for_its_switch_costs_nobody() -> None:
+    """Few switches are allowed, so that decisions and what is done often differ."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        policy, last = Adaptive(ARMS, Caution(0.03, 4, 2.0, 0.2, look_every_steps=8)), OFF
+        for step in range(300):
+            decodes, chance = rng.choice([1, 1, 2, 4, 16]), rng.random()
+            arm = policy.decide(StepContext(step, decodes, 0, 0, 0))
+            accepted = [int(decodes * chance**place) for place in range(last.num_draft_tokens)]
+            elapsed_s = 0.003 * rng.uniform(0.5, 2) + 0.002 * (arm != OFF)
+            policy.observe(report((last, arm), decodes, elapsed_s, tuple(accepted)))
+            last = arm
+
+
 @settings(max_examples=30, deadline=None)
 @given(steps, st.randoms(use_true_random=False))
 def test_switches_per_second_are_bounded(

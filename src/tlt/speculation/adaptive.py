@@ -26,12 +26,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport
 from tlt.speculation.estimates import MAX_RATIO, Acceptance, StepTime, batch_bucket
 
 Times = Mapping[Arm, tuple[float, float]]
 """Of every arm: seconds of a step, and their relative error."""
+Trial = Literal["look", "hope"]
+"""Why an arm is tried: nobody looked at its drafter for long, or it might be the fastest."""
 PRIOR = {"eagle3": 0.7, "ngram": 0.3}
 """Chance that a draft token is accepted, before anything is known: a draft model was trained for
 this, n-grams stand in for one."""
@@ -83,7 +86,7 @@ class Adaptive:
         self._time = StepTime(frozenset(self._arms))
         self._current = OFF
         self._settled = OFF
-        self._probing = False
+        self._trial: Trial | None = None
         self._steps_left = 0
         self._chosen_for = 0
         self._num_decodes = 0
@@ -91,7 +94,6 @@ class Adaptive:
         self._looks = {drafter: _Spent() for drafter in self._lengths}
         """At drafters that are not in use; each has its own budget, so that none is starved by one
         that is no good."""
-        self._looking = False
         self._trial_gain_s = 0.0
         """What the current trial has won over the best arm so far."""
         self._switches = 3.0
@@ -123,10 +125,10 @@ class Adaptive:
         spent.busy_s += elapsed_s
         for looks in self._looks.values():
             looks.busy_s += elapsed_s
-        if self._probing and self._best_rate > 0:
+        if self._trial and self._best_rate > 0:
             decoding_s = elapsed_s - self._time.prefill_s(report.num_prefill_tokens)
             cost_s = max(0.0, decoding_s) - report.num_output_tokens / self._best_rate
-            account = self._looks[self._current.drafter] if self._looking else spent
+            account = self._looks[self._current.drafter] if self._trial == "look" else spent
             account.probes_s = max(0.0, account.probes_s + cost_s)
             if drafter == self._current.drafter:
                 self._trial_gain_s -= cost_s
@@ -152,27 +154,27 @@ class Adaptive:
             return self._current
         if context.num_prefills > context.num_decodes and self._current == OFF:
             return OFF  # the batch is still filling up: no time to try things
-        if self._probing and self._trial_gain_s > 0 and self._current != OFF:
+        if self._trial and self._trial_gain_s > 0 and self._current != OFF:
             # Better than what is remembered of it: things have changed, believe the newest.
             self._acceptance[self._current.drafter].forget(weight=24.0)
         self._trial_gain_s = 0.0
-        arm, probing = self._choose(num_decodes)
+        arm, trial = self._choose(num_decodes)
         if arm != self._current and self._switches >= 1:
             self._switches -= 1
             self._current = arm
             self._chosen_for = num_decodes
-            self._probing = probing
-            if not probing:
+            self._trial = trial
+            if not trial:
                 self._settled = arm
-            self._steps_left = self._trial_steps(arm) if probing else self._caution.dwell_steps
+            self._steps_left = self._trial_steps(arm) if trial else self._caution.dwell_steps
         elif arm == self._current:
             self._chosen_for = num_decodes
-            self._probing = probing
+            self._trial = trial
             self._steps_left = 2  # no need to think at every step
         return self._current
 
-    def _choose(self, num_decodes: int) -> tuple[Arm, bool]:
-        """The best arm, or one that might be better and may be tried; and which of the two."""
+    def _choose(self, num_decodes: int) -> tuple[Arm, Trial | None]:
+        """The best arm; or one that might be better and may be tried, and why it is."""
         times = {arm: self._expected_s(num_decodes, arm) for arm in self._arms}
         rates = {arm: self._rate(num_decodes, arm, times) for arm in self._arms}
         best = self._best(num_decodes, {arm: rate for arm, (rate, _) in rates.items()}, times)
@@ -185,16 +187,15 @@ class Adaptive:
         hopes[OFF] = rates[OFF][1] / self._best_rate
         worth = 1 + self._caution.margin
         hopeful = sorted((a for a in hopes if hopes[a] >= worth), key=lambda a: -hopes[a])
-        for arm, looks_good in [(a, False) for a in self._overlooked()] + [
-            (a, True) for a in hopeful
-        ]:
-            if arm != best and self._may_be_tried(arm, num_decodes, rates[arm][0], looks_good):
-                self._looking = not looks_good
-                if self._looking:
+        trials: list[tuple[Arm, Trial]] = [(arm, "look") for arm in self._overlooked()]
+        trials += [(arm, "hope") for arm in hopeful]
+        for arm, trial in trials:
+            if arm != best and self._may_be_tried(arm, num_decodes, rates[arm][0], trial):
+                if trial == "look":
                     self._vain_looks[arm.drafter] = self._vain_looks.get(arm.drafter, 0) + 1
-                return arm, True
+                return arm, trial
         self._vain_looks[best.drafter] = 0
-        return best, False
+        return best, None
 
     def _best(self, num_decodes: int, rates: dict[Arm, float], times: Times) -> Arm:
         """Of every drafter the length that suits the text of the moment; of these the best in usual
@@ -248,7 +249,7 @@ class Adaptive:
                 overlooked.append(self._champions.get(drafter, lengths[0]))
         return overlooked
 
-    def _may_be_tried(self, arm: Arm, num_decodes: int, rate: float, looks_good: bool) -> bool:
+    def _may_be_tried(self, arm: Arm, num_decodes: int, rate: float, trial: Trial) -> bool:
         """Shorter drafts go first, they are cheaper and tell about the longer ones; and no trial
         may cost more than is left of the budget."""
         if arm.num_draft_tokens:
@@ -260,7 +261,7 @@ class Adaptive:
         step_s = self._time.expected_s(num_decodes, 0, arm)[0]
         cost_s = self._trial_steps(arm) * step_s * lost
         share = self._caution.probe_share
-        if not looks_good:
+        if trial == "look":
             looks = self._looks[arm.drafter]
             return looks.probes_s + cost_s <= share * (1 + (self._settled == OFF)) * looks.busy_s
         here = self._spent.get(batch_bucket(num_decodes), _Spent())
