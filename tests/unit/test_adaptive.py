@@ -86,13 +86,19 @@ def test_survives_any_observations_and_chooses_only_its_arms(
 
 def test_a_look_that_had_to_wait_for_its_switch_costs_nobody() -> None:
     """Few switches are allowed, so that decisions and what is done often differ."""
-    for seed in range(30):
+    for seed in range(60):
         rng = random.Random(seed)
-        policy, last = Adaptive(ARMS, Caution(0.03, 4, 2.0, 0.2, look_every_steps=8)), OFF
-        for step in range(300):
+        caution = Caution(
+            switches_per_s=rng.choice([0.5, 2.0, 10.0]), look_every_steps=8, probe_share=0.2
+        )
+        policy, last = Adaptive(ARMS, caution), OFF
+        for step in range(600):
             decodes, chance = rng.choice([1, 1, 2, 4, 16]), rng.random()
             arm = policy.decide(StepContext(step, decodes, 0, 0, 0))
-            accepted = [int(decodes * chance**place) for place in range(last.num_draft_tokens)]
+            accepted, left = [], decodes
+            for _ in range(last.num_draft_tokens):
+                left = sum(rng.random() < chance for _ in range(left))
+                accepted.append(left)
             elapsed_s = 0.003 * rng.uniform(0.5, 2) + 0.002 * (arm != OFF)
             policy.observe(report((last, arm), decodes, elapsed_s, tuple(accepted)))
             last = arm
