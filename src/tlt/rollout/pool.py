@@ -114,10 +114,7 @@ class RolloutPool:
 
     async def start(self) -> None:
         """Start all engines; returns when every one of them is ready, or raises."""
-        self._servers = [
-            asyncio.create_task(self._serve(f"engine-{index}"))
-            for index in range(self._config.num_engines)
-        ]
+        self._servers = [asyncio.create_task(self._serve(place)) for place in self.places]
         try:
             await self.wait_ready(self._config.num_engines)
         except BaseException:

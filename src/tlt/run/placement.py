@@ -14,6 +14,7 @@ from typing import Any
 
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
+from tlt.rollout.pool import place_of
 
 Bundle = Mapping[str, float]
 OWN_NODE_S = 10.0
@@ -150,7 +151,7 @@ class Reservation:
 
 
 def _slot(engine: str) -> int:
-    return int(engine.removeprefix("engine-").split(".")[0])
+    return int(place_of(engine).removeprefix("engine-"))
 
 
 async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:

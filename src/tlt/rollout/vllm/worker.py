@@ -112,18 +112,24 @@ class _Adaptive:
                 state.hidden_states,
             )
         except Exception:
-            logger.exception("states of the engine's passes are not kept any more")
-            self._recorder = None
+            self._give_recording_up()
+
+    def _give_recording_up(self) -> None:
+        """Whatever went wrong, samples are not to suffer from it."""
+        logger.exception("states of the engine's passes are not kept any more")
+        self._recorder = None
 
     def tlt_keep_states(
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
     ) -> int:
         """Store the states of a request that has ended, or drop them; samples stored so far."""
-        if self._recorder is None or self._keeper is None:
-            return 0
-        captured = self._recorder.take(request_id, token_ids)
-        if captured is not None and sample_id is not None:
-            self._keeper.keep(sample_id, rl_step, captured)
+        assert self._keeper is not None
+        try:
+            captured = self._recorder.take(request_id, token_ids) if self._recorder else None
+            if captured is not None and sample_id is not None:
+                self._keeper.keep(sample_id, rl_step, captured)
+        except Exception:
+            self._give_recording_up()
         return self._keeper.num_kept
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
