@@ -12,7 +12,12 @@ from tlt.drafter import vocabulary  # noqa: E402
 from tlt.drafter.capture import Captured, Row  # noqa: E402
 from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter  # noqa: E402
 from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers  # noqa: E402
-from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, unrolled_loss  # noqa: E402
+from tlt.drafter.eagle3.loss import (  # noqa: E402
+    Acceptance,
+    AcceptanceMeter,
+    Answers,
+    unrolled_loss,
+)
 from tlt.drafter.eagle3.model import Chains, Eagle3Drafter  # noqa: E402
 
 
@@ -175,8 +180,10 @@ def test_meter_is_the_chance_the_policy_gives_the_draft() -> None:
     logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]))
     meter = AcceptanceMeter(2, [0.0, 1.0, 0.5])
     drafts = torch.tensor([0, 2])
-    meter.add(0, drafts, logits, torch.tensor([True, True]))
-    meter.add(1, drafts, logits, torch.tensor([True, False]))
+    drafted = logits.gather(-1, drafts[:, None])[:, 0]
+    answers = Answers.of(logits, [0.0, 1.0, 0.5])
+    meter.add(0, drafts, drafted, answers, torch.tensor([True, True]))
+    meter.add(1, drafts, drafted, answers, torch.tensor([True, False]))
     result = meter.result()
     assert result.agreement == (0.5, 0.5)
     assert result.rates[0.0] == (0.5, 1.0)

@@ -18,7 +18,7 @@ from tlt.drafter.trainer import TrainerSettings  # noqa: E402
 from tlt.harvest.spot import (  # noqa: E402
     DOUBT_TOKENS,
     EMBEDDING,
-    SURE,
+    WORSE,
     SpotSettings,
     SpotTrainer,
     averaged,
@@ -78,7 +78,7 @@ def test_a_difference_is_told_from_chance() -> None:
         new = [length + gain + rng.gauss(0, 0.1) for length in old]
         found, error = difference(new, old, sizes)
         assert found == pytest.approx(gain, abs=0.08)
-        assert (abs(found) > SURE * error) == is_sure
+        assert (abs(found) > WORSE * error) == is_sure
     # One window says little, unless it says a lot.
     assert difference([2.6], [2.5], [200]) == pytest.approx((0.1, DOUBT_TOKENS))
 

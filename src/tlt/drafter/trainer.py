@@ -22,12 +22,14 @@ import torch
 from tlt.drafter import vocabulary
 from tlt.drafter.capture import Captured, Row
 from tlt.drafter.eagle3.config import Eagle3Config
-from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, unrolled_loss
+from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, Answers, unrolled_loss
 from tlt.drafter.eagle3.model import Eagle3Drafter
 
 ShouldStop = Callable[[], bool]
 MISSES_PER_ROW = 8
 """How many samples may fail to fit before a row counts as full."""
+CHAINS_AT_ONCE = 64
+"""How many distributions over the whole vocabulary are held at a time."""
 
 
 class Interrupted(Exception):
@@ -47,6 +49,15 @@ class TrainerSettings:
     bfloat16: bool = True
     """Compute matrix products in bfloat16; weights and optimizer stay in float32."""
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A held-out sample to judge drafters by."""
+
+    row: Row
+    answers: Answers
+    """The policy's, where the chains of the row are verified."""
 
 
 class SampleSource(Protocol):
@@ -194,33 +205,60 @@ class DrafterTrainer:
     # --- judging ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(
+    def question(
         self,
-        samples: Sequence[Captured],
+        sample: Captured,
+        temperatures: Sequence[float],
+        should_stop: ShouldStop = lambda: False,
+    ) -> Question:
+        """A held-out sample with what the policy says over it. Half the work of judging is here,
+        and is done once for all drafters that are compared."""
+        row = Row([sample.to(self._head_VH.device)])
+        answers = []
+        for final_nH in row.final_TH[row.chains.starts + 1].split(CHAINS_AT_ONCE):
+            watch(final_nH, should_stop)
+            with self._autocast():
+                logits_nV = self._project(final_nH, self._head_VH)
+            answers.append(Answers.of(logits_nV, temperatures))
+        return Question(row, Answers.joined(answers))
+
+    @torch.no_grad()
+    def examine(
+        self,
+        questions: Sequence[Question],
         temperatures: Sequence[float],
         should_stop: ShouldStop = lambda: False,
     ) -> Acceptance:
-        """How the drafter would do on these samples, against the policy's whole vocabulary."""
+        """How the drafter would do, against the policy's whole vocabulary."""
         meter = AcceptanceMeter(self.settings.num_draft_tokens, temperatures)
         vocabulary_V = self.drafter.draft_token_ids()
-        for sample in samples:
-            if not sample.num_chains:
-                continue
-            row = Row([sample.to(self._head_VH.device)])
+        for question in questions:
+            row = question.row
             starts = row.chains.starts
             with self._autocast():
                 outputs = self._unroll(row, should_stop)
-                logits_CV = self._project(row.final_TH[starts + 1], self._head_VH)
                 reached_C = torch.ones_like(starts, dtype=torch.bool)
                 for step, hidden_CH in enumerate(outputs):
                     watch(hidden_CH, should_stop)
                     learned_C = row.learned(step)
                     draft_C = vocabulary_V[self.drafter.lm_head(hidden_CH).argmax(-1)]
                     target = torch.searchsorted(starts, starts[learned_C] + step)
-                    meter.add(step, draft_C[learned_C], logits_CV[target], reached_C[learned_C])
+                    drafted = draft_C[learned_C]
+                    meter.add(
+                        step,
+                        drafted,
+                        self._logits_of(drafted, row.final_TH[starts[target] + 1]),
+                        question.answers.at(target),
+                        reached_C[learned_C],
+                    )
                     text_C = row.token_ids_T[(starts + 2 + step).clamp(max=row.lengths[0] - 1)]
                     reached_C = reached_C & (draft_C == text_C)
         return meter.result()
+
+    def evaluate(self, samples: Sequence[Captured], temperatures: Sequence[float]) -> Acceptance:
+        """How the drafter would do on these samples."""
+        questions = [self.question(s, temperatures) for s in samples if s.num_chains]
+        return self.examine(questions, temperatures)
 
     def better_than(
         self,
@@ -233,10 +271,12 @@ class DrafterTrainer:
         Both on the same samples: what is held out changes as the policy moves.
         """
         gate = self.settings.temperature
-        new = self.evaluate(held_out, [gate, *temperatures])
+        temperatures = [gate, *temperatures]
+        questions = [self.question(s, temperatures) for s in held_out if s.num_chains]
+        new = self.examine(questions, temperatures)
         current = self.weights()
         self.drafter.load_state_dict(published)
-        old = self.evaluate(held_out, [gate])
+        old = self.examine(questions, [gate])
         self.drafter.load_state_dict(current)
         return new.length(gate) > old.length(gate), new
 
@@ -316,6 +356,11 @@ class DrafterTrainer:
 
     def _project(self, final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         return (final.to(head.dtype) @ head.T).float()
+
+    def _logits_of(self, token_ids_n: torch.Tensor, final_nH: torch.Tensor) -> torch.Tensor:
+        """The policy's logits of one token each, rounded as those of all tokens are."""
+        head_nH = self._head_VH[token_ids_n]
+        return torch.bmm(final_nH.to(head_nH.dtype)[:, None], head_nH[:, :, None]).flatten().float()
 
     def _autocast(self) -> torch.autocast:
         device = self._head_VH.device.type

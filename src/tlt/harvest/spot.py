@@ -22,15 +22,18 @@ from safetensors import safe_open
 from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.capture import Captured
 from tlt.drafter.checkpoint import load_drafter
-from tlt.drafter.trainer import DrafterTrainer, Interrupted, TrainerSettings
+from tlt.drafter.trainer import DrafterTrainer, Interrupted, Question, TrainerSettings
 from tlt.harvest.coordinator import Judged, Trained
 from tlt.harvest.leases import Holder
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HELD_OUT_WINDOW = 256
 """Tokens of a held-out sample that are judged at once: a pass over them is soon over."""
-SURE = 2.0
-"""Standard errors by which a drafter must be better to be published, or worse to start again."""
+BETTER = 1.0
+"""Standard errors by which a drafter must be better to be published. Training mostly helps, so one
+that only seems better costs less than one that is better and waits."""
+WORSE = 2.0
+"""Standard errors by which it must be worse to start again from the published one."""
 DOUBT_TOKENS = 0.1
 """By how much one held-out window may differ by chance: what counts while there are few of them."""
 
@@ -65,7 +68,7 @@ class SpotTrainer:
         self._at_start: dict[str, torch.Tensor] | None = None
         """While it trains or compares: the weights it began with."""
         self._untrained = settings.untrained
-        self._held_out: list[Captured] | None = None
+        self._held_out: list[Question] | None = None
         self._published_lengths: list[float] | None = None
 
     # --- leases -------------------------------------------------------------------------------
@@ -84,6 +87,7 @@ class SpotTrainer:
     def release(self) -> None:
         """Leave the device to the engine."""
         if self._device.type == "cuda":
+            self._held_out, self._published_lengths = None, None
             self._trainer.move(torch.device("cpu"))
             torch.cuda.empty_cache()
 
@@ -142,8 +146,7 @@ class SpotTrainer:
     def judge(self, lease: int) -> Judged | None:
         """Compare with the published drafter; None when broken off, or nothing is held out.
 
-        Both are judged window by window, and only what chance does not explain counts: were every
-        drafter published that seems a little better on a few hundred tokens, most would be worse.
+        Both are judged window by window, so that their difference and its standard error are known.
         """
         try:
             lengths = self._lengths(lease)
@@ -155,9 +158,9 @@ class SpotTrainer:
             return None
         published, sizes = self._published_lengths, self._window_sizes()
         gain, error = difference(lengths, published, sizes)
-        if gain < -SURE * error:
+        if gain < -WORSE * error:
             self._trainer.load(self._published)
-        return Judged(gain > SURE * error, fmean(lengths, sizes), fmean(published, sizes))
+        return Judged(gain > BETTER * error, fmean(lengths, sizes), fmean(published, sizes))
 
     def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
         """Average with what others learned, if that is no worse on held-out samples."""
@@ -185,9 +188,7 @@ class SpotTrainer:
         """Expected tokens per draft in each held-out window, of the drafter as it is or with other
         weights."""
         if self._held_out is None:
-            samples = self._buffer.held_out(self._settings.held_out_tokens)
-            parts = [part for s in samples for part in windows(s, HELD_OUT_WINDOW)]
-            self._held_out = [part for part in parts if part.num_chains]
+            self._held_out = self._questions(lease)
         if weights is None:
             return self._evaluated(lease)
         self._at_start = own = self._trainer.weights()
@@ -198,15 +199,28 @@ class SpotTrainer:
             self._trainer.drafter.load_state_dict(own)
             self._at_start = None
 
-    def _evaluated(self, lease: int) -> list[float]:
-        gate = self._settings.trainer.temperature
+    def _questions(self, lease: int) -> list[Question]:
         return [
-            self._trainer.evaluate([part], [gate], lambda: self._ended(lease)).length(gate)
-            for part in self._held_out or []
+            self._trainer.question(part, [self._gate], lambda: self._ended(lease))
+            for sample in self._buffer.held_out(self._settings.held_out_tokens)
+            for part in windows(sample, HELD_OUT_WINDOW)
+            if part.num_chains
         ]
 
+    def _evaluated(self, lease: int) -> list[float]:
+        return [
+            self._trainer.examine([question], [self._gate], lambda: self._ended(lease)).length(
+                self._gate
+            )
+            for question in self._held_out or []
+        ]
+
+    @property
+    def _gate(self) -> float:
+        return self._settings.trainer.temperature
+
     def _window_sizes(self) -> list[int]:
-        return [part.num_chains for part in self._held_out or []]
+        return [len(question.row.chains.starts) for question in self._held_out or []]
 
     def _choose_vocabulary(self) -> None:
         """Once, before anything is learned: what trainers have in common must not change later."""

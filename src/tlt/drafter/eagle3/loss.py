@@ -49,6 +49,33 @@ class Acceptance:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the policy says at n positions, whoever drafts: enough to judge any draft by."""
+
+    best_n: torch.Tensor
+    """Its most likely token."""
+    log_sum_n: dict[float, torch.Tensor]
+    """Per temperature: log of the sum of exp(logit / temperature) over the whole vocabulary."""
+
+    @classmethod
+    def of(cls, logits_nV: torch.Tensor, temperatures: Sequence[float]) -> Answers:
+        return cls(
+            logits_nV.argmax(-1),
+            {t: (logits_nV / t if t != 1 else logits_nV).logsumexp(-1) for t in temperatures if t},
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answers]) -> Answers:
+        return cls(
+            torch.cat([part.best_n for part in parts]),
+            {t: torch.cat([part.log_sum_n[t] for part in parts]) for t in parts[0].log_sum_n},
+        )
+
+    def at(self, places: torch.Tensor) -> Answers:
+        return Answers(self.best_n[places], {t: x[places] for t, x in self.log_sum_n.items()})
+
+
 class AcceptanceMeter:
     """Sums over rows of held-out samples; see `Acceptance`.
 
@@ -67,21 +94,20 @@ class AcceptanceMeter:
         self,
         step: int,
         draft_ids_n: torch.Tensor,
-        target_logits_nV: torch.Tensor,
+        draft_logits_n: torch.Tensor,
+        answers: Answers,
         reached_n: torch.Tensor,
     ) -> None:
-        """`target_logits_nV` over the whole vocabulary; `reached_n` drafts before were right."""
-        logits = target_logits_nV.float()
-        hit_n = logits.argmax(-1) == draft_ids_n
+        """`draft_logits_n` the policy's, of the drafts; `reached_n` drafts before were right."""
+        hit_n = answers.best_n == draft_ids_n
         self._hits[step] += hit_n.sum().item()
         self._counts[step] += len(hit_n)
         self._reached[step] += reached_n.sum().item()
         for temperature, sums in self._accepted.items():
             chance_n = hit_n.float()
             if temperature > 0:
-                scaled = logits / temperature
-                chosen = scaled.gather(-1, draft_ids_n[:, None])[:, 0]
-                chance_n = (chosen - scaled.logsumexp(-1)).exp()
+                log_sum_n = answers.log_sum_n[temperature]
+                chance_n = (draft_logits_n / temperature - log_sum_n).exp().clamp(max=1.0)
             sums[step] += (chance_n * reached_n).sum().item()
 
     def result(self) -> Acceptance:
