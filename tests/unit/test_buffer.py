@@ -133,7 +133,7 @@ def test_judging_keeps_to_its_tokens_and_prefers_recent_samples(tmp_path: Path) 
     for index in range(20):
         store.put(str(index), index // 10, captured(100, 2, seed=index))
     judged = store.held_out(max_tokens=250)
-    assert [len(sample) for sample in judged] == [100, 100, 50]
+    assert [len(sample) for sample in judged] == [100, 100, 56]
     recent = [captured(100, 2, seed=index).token_ids_T for index in range(10, 20)]
     assert all(any(torch.equal(s.token_ids_T, r[: len(s)]) for r in recent) for s in judged)
 

@@ -199,8 +199,12 @@ def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
 def test_windows_cover_a_sample_once() -> None:
     sample = captured(25, 3)
     parts = windows(sample, 10)
-    assert [len(part) for part in parts] == [10, 10, 5]
-    assert [part.first_position for part in parts] == [0, 10, 20]
+    assert [len(part) for part in parts] == [10, 20, 25], "each with all that came before"
+    assert [part.loss_mask_T.nonzero()[:, 0].tolist() for part in parts] == [
+        list(range(3, 10)),
+        list(range(10, 20)),
+        list(range(20, 25)),
+    ]
 
 
 def test_a_head_may_be_tied() -> None:

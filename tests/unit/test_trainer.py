@@ -129,12 +129,33 @@ def test_rows_are_full_and_hold_each_sample_once() -> None:
     assert sum(fill) / len(fill) > 0.9 * 400
 
 
-def test_a_sample_longer_than_a_row_keeps_its_end() -> None:
+def test_a_sample_longer_than_a_row_is_learned_in_parts_that_see_all_before() -> None:
     one, source = trainer(), Samples(0)
     source.samples["long"] = captured(300, 10)
-    row = one.draw(source)
-    assert row is not None
-    assert row.position_T.tolist() == list(range(180, 300))
+    ends = set()
+    for _ in range(60):
+        row = one.draw(source)
+        assert row is not None
+        num_seen = len(row.position_T)
+        assert row.position_T.tolist() == list(range(num_seen))
+        assert row.mask_T.nonzero()[:, 0].tolist() == list(range(num_seen - 120, num_seen))
+        ends.add(num_seen)
+    assert min(ends) < 150
+    assert max(ends) > 280
+
+
+def test_the_mean_of_the_weights_follows_them() -> None:
+    one, source = trainer(TrainerSettings(row_tokens=120, averaged_steps=4)), Samples(4)
+    seen = [one.weights()]
+    for _ in range(3):
+        one.session(source, stop_after(one, 1))
+        seen.append(one.weights())
+    expected = seen[0]["fc.weight"]
+    for weights in seen[1:]:
+        expected = expected + (weights["fc.weight"] - expected) / 4
+    torch.testing.assert_close(one.mean_weights()["fc.weight"], expected)
+    one.load(seen[1])
+    assert torch.equal(one.mean_weights()["fc.weight"], seen[1]["fc.weight"])
 
 
 def test_samples_without_anything_to_learn_are_passed_over() -> None:

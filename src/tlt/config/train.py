@@ -223,7 +223,7 @@ class TltConfig(Schema):
     `engine.drafter`, which makes a new one. An RL step brings little to learn from, and at higher
     rates a trained drafter forgets more than it learns."""
     row_tokens: int = Field(default=512, ge=16)
-    """Tokens of one step of the drafter's training."""
+    """Tokens of one step of the drafter's training, as many of a longer sample."""
     num_draft_tokens: int = Field(default=4, ge=1, le=16)
     """Draft length that is trained for."""
     draft_vocab_size: int | None = Field(default=None, ge=16)
@@ -231,8 +231,8 @@ class TltConfig(Schema):
     from `engine.drafter` keeps its own."""
     session_s: float = Field(default=10.0, gt=0)
     """Seconds of training after which a drafter is judged, and published if it is better."""
-    held_out_tokens: int = Field(default=2048, ge=16)
-    """Tokens it is judged by."""
+    held_out_tokens: int = Field(default=1024, ge=16)
+    """Tokens of the policy's that it is judged by."""
     min_lease_s: float = Field(default=2.0, ge=0)
     """An engine that will be idle for less is left alone."""
     lease_s: float = Field(default=60.0, gt=0)

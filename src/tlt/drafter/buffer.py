@@ -180,8 +180,7 @@ class SampleBuffer:
         if len(sample) <= size:
             return sample
         # Of the prompt, at most what leaves half of the window to the response.
-        first_learned = int(sample.loss_mask_T.to(torch.uint8).argmax())
-        lowest = min(max(0, first_learned - size // 2), len(sample) - size)
+        lowest = min(max(0, sample.first_learned - size // 2), len(sample) - size)
         begin = lowest + int(digest[8:], 16) % (len(sample) - size - lowest + 1)
         return sample.window(begin, begin + size)
 
@@ -195,13 +194,14 @@ class SampleBuffer:
         return {e.name: e.num_tokens for e in self.entries() if not e.held_out}
 
     def held_out(self, max_tokens: int) -> list[Captured]:
-        """Samples to judge by, the most recent first, in all so many tokens."""
+        """Samples to judge by, the most recent first, with so many tokens of the policy in all."""
         chosen = []
         for entry in sorted(self.entries(), key=_newest_first):
             sample = self.read(entry.name) if entry.held_out and max_tokens > 0 else None
             if sample is not None:
-                chosen.append(sample.window(0, max_tokens))
-                max_tokens -= len(sample)
+                too_many = max(0, entry.num_learned - max_tokens)
+                chosen.append(sample.window(0, len(sample) - too_many))
+                max_tokens -= entry.num_learned
         return chosen
 
     def read(self, name: str) -> Captured | None:

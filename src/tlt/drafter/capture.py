@@ -7,7 +7,7 @@ chains that are to be learned. Shapes: T positions, A fused states (3H), H hidde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Captured:
         )
 
     def window(self, begin: int, end: int) -> Captured:
-        """Part of the sample, at its true positions."""
+        """Part of the sample, at its true positions, and nothing of what came before."""
         return Captured(
             self.token_ids_T[begin:end],
             self.loss_mask_T[begin:end],
@@ -72,6 +72,17 @@ class Captured:
             self.final_TH[begin:end],
             self.first_position + begin,
         )
+
+    def focused(self, begin: int, end: int) -> Captured:
+        """The sample up to `end`, of which only what comes from `begin` on is learned: drafts there
+        see all that came before, as in an engine."""
+        part = self.window(0, end)
+        later_T = torch.arange(len(part), device=part.loss_mask_T.device) >= begin
+        return replace(part, loss_mask_T=part.loss_mask_T & later_T)
+
+    @property
+    def first_learned(self) -> int:
+        return int(self.loss_mask_T.to(torch.uint8).argmax())
 
 
 class Row:

@@ -41,11 +41,15 @@ class TrainerSettings:
     num_draft_tokens: int = 4
     """Passes unrolled per chain: the draft length that is trained for."""
     row_tokens: int = 2048
-    """Tokens of one micro-step."""
+    """Tokens of one micro-step; a longer sample's earlier ones, which are only looked at, come on
+    top."""
     lr: float = 1e-3
     warmup_steps: int = 20
     temperature: float = 1.0
     """The expected acceptance length at this temperature decides what is published."""
+    averaged_steps: int = 1
+    """Over about so many micro-steps the mean of the weights is kept: where little is learned from,
+    it drafts better than the latest weights."""
     bfloat16: bool = True
     """Compute matrix products in bfloat16; weights and optimizer stay in float32."""
     seed: int = 0
@@ -89,6 +93,7 @@ class DrafterTrainer:
             drafter.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
         self._rng = random.Random(settings.seed)
+        self._mean: dict[str, torch.Tensor] | None = None
         self.follow(head_VH, embedding_VH)
 
     def follow(self, head_VH: torch.Tensor, embedding_VH: torch.Tensor) -> None:
@@ -100,6 +105,7 @@ class DrafterTrainer:
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Go on from other weights of this drafter, with the optimizer as it is."""
         self.drafter.load_state_dict(weights)
+        self._mean = None
         self._use_draft_head()
 
     def move(self, device: torch.device) -> None:
@@ -107,6 +113,8 @@ class DrafterTrainer:
         if self._head_VH.device.type == device.type:
             return
         self.drafter.to(device)
+        if self._mean is not None:
+            self._mean = {name: tensor.to(device) for name, tensor in self._mean.items()}
         for state in self.optimizer.state.values():
             state.update({k: v.to(device) for k, v in state.items() if k != "step"})
         self.follow(self._head_VH.to(device), self._embedding_VH.to(device))
@@ -146,7 +154,9 @@ class DrafterTrainer:
     def draw(self, source: SampleSource) -> Row | None:
         """A row of samples drawn at random, filled up to the token budget.
 
-        Longer samples lose their beginning. None when there is nothing to learn from.
+        Of a longer sample a part is learned, as long as the row and anywhere in its response; what
+        comes before it is only looked at, and costs little. None when there is nothing to learn
+        from.
         """
         sizes = source.sizes()
         names = sorted(sizes)
@@ -163,7 +173,10 @@ class DrafterTrainer:
             names.pop()
             sample = source.read(name)
             if sample is not None and sample.num_chains:
-                sample = sample.window(max(0, len(sample) - budget), len(sample))
+                if len(sample) > budget:
+                    last = len(sample) - budget
+                    begin = self._rng.randint(min(sample.first_learned, last), last)
+                    sample = sample.focused(begin, begin + budget)
                 chosen.append(sample.to(self._head_VH.device))
                 used += len(sample)
         return Row(chosen) if chosen else None
@@ -181,10 +194,19 @@ class DrafterTrainer:
             group["lr"] = self.settings.lr * warm * lr_scale
         # A broken state need not show in the loss to spoil every gradient.
         if math.isfinite(norm):
+            if self._mean is None and self.settings.averaged_steps > 1:
+                self._mean = self.weights()
             self.optimizer.step()
+            self._take_into_mean()
         self.step += 1
         self.tokens_seen += len(row.token_ids_T)
         return loss.item()
+
+    @torch.no_grad()
+    def _take_into_mean(self) -> None:
+        if self._mean is not None:
+            for name, parameter in self.drafter.named_parameters():
+                self._mean[name].lerp_(parameter, 1 / self.settings.averaged_steps)
 
     def loss(self, row: Row, should_stop: ShouldStop = lambda: False) -> torch.Tensor:
         starts = row.chains.starts
@@ -286,6 +308,12 @@ class DrafterTrainer:
         """A copy of the drafter's weights."""
         return {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}
 
+    def mean_weights(self) -> dict[str, torch.Tensor]:
+        """A copy of their mean over `averaged_steps`."""
+        if self._mean is None:
+            return self.weights()
+        return {name: tensor.clone() for name, tensor in self._mean.items()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that changes with training, as flat named tensors, not copied."""
         state = {f"drafter.{name}": t for name, t in self.drafter.state_dict().items()}
@@ -328,6 +356,7 @@ class DrafterTrainer:
             if name != "step":
                 moment.copy_(torch.where(stays[:, None], moment[place], 0.0))
         drafter.set_draft_vocabulary(token_ids)
+        self._mean = None
         self._use_draft_head()
 
     def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:

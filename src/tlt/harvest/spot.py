@@ -48,7 +48,7 @@ class SpotSettings:
     """Folder of the policy that the engines start with."""
     buffer: BufferSettings
     trainer: TrainerSettings
-    held_out_tokens: int = 2048
+    held_out_tokens: int = 1024
     untrained: bool = False
     """The drafter is new: its vocabulary is still to be chosen from what the policy writes."""
 
@@ -64,7 +64,7 @@ class SpotTrainer:
             *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
             settings.trainer,
         )
-        self._initial = self._published = self._trainer.weights()
+        self._initial = self._published = self._trainer.mean_weights()
         self._at_start: dict[str, torch.Tensor] | None = None
         """While it trains or compares: the weights it began with."""
         self._untrained = settings.untrained
@@ -123,7 +123,7 @@ class SpotTrainer:
         self._choose_vocabulary()
         losses: list[float] = []
         seen = self._trainer.tokens_seen
-        self._at_start = self._trainer.weights()
+        self._at_start = self._trainer.mean_weights()
         try:
             num_steps = self._trainer.session(
                 self._buffer,
@@ -149,7 +149,7 @@ class SpotTrainer:
         Both are judged window by window, so that their difference and its standard error are known.
         """
         try:
-            lengths = self._lengths(lease)
+            lengths = self._lengths(lease, self._trainer.mean_weights())
             if not lengths:
                 return None
             if self._published_lengths is None:
@@ -164,11 +164,12 @@ class SpotTrainer:
 
     def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
         """Average with what others learned, if that is no worse on held-out samples."""
-        merged = averaged([(self.export(), own_weight), *others])
+        own = self.export()
+        merged = averaged([(own, own_weight), *others])
         if merged is None:
             return False
         try:
-            alone, together = self._lengths(lease), self._lengths(lease, merged)
+            alone, together = self._lengths(lease, own), self._lengths(lease, merged)
         except Interrupted:
             return False
         sizes = self._window_sizes()
@@ -179,24 +180,26 @@ class SpotTrainer:
 
     def export(self) -> dict[str, torch.Tensor]:
         """The drafter as it is now; while it works, as it was when that began."""
-        weights = self._at_start or self._trainer.weights()
+        weights = self._at_start or self._trainer.mean_weights()
         return {name: tensor.cpu() for name, tensor in weights.items()}
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _lengths(self, lease: int, weights: Weights | None = None) -> list[float]:
-        """Expected tokens per draft in each held-out window, of the drafter as it is or with other
-        weights."""
+    def _lengths(self, lease: int, weights: Weights) -> list[float]:
+        """Expected tokens per draft in each held-out window, of a drafter with these weights."""
         if self._held_out is None:
             self._held_out = self._questions(lease)
-        if weights is None:
-            return self._evaluated(lease)
-        self._at_start = own = self._trainer.weights()
+        self._at_start, learning = self._trainer.mean_weights(), self._trainer.weights()
         self._trainer.drafter.load_state_dict(weights)
         try:
-            return self._evaluated(lease)
+            return [
+                self._trainer.examine([question], [self._gate], lambda: self._ended(lease)).length(
+                    self._gate
+                )
+                for question in self._held_out
+            ]
         finally:
-            self._trainer.drafter.load_state_dict(own)
+            self._trainer.drafter.load_state_dict(learning)
             self._at_start = None
 
     def _questions(self, lease: int) -> list[Question]:
@@ -205,14 +208,6 @@ class SpotTrainer:
             for sample in self._buffer.held_out(self._settings.held_out_tokens)
             for part in windows(sample, HELD_OUT_WINDOW)
             if part.num_chains
-        ]
-
-    def _evaluated(self, lease: int) -> list[float]:
-        return [
-            self._trainer.examine([question], [self._gate], lambda: self._ended(lease)).length(
-                self._gate
-            )
-            for question in self._held_out or []
         ]
 
     @property
@@ -233,8 +228,8 @@ class SpotTrainer:
 
 
 def windows(sample: Captured, size: int) -> list[Captured]:
-    """A sample in pieces, at their true positions."""
-    return [sample.window(begin, begin + size) for begin in range(0, len(sample), size)]
+    """A sample piece by piece, each with all that came before it."""
+    return [sample.focused(begin, begin + size) for begin in range(0, len(sample), size)]
 
 
 def difference(

@@ -36,7 +36,7 @@ from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
 from tlt.tasks.tail import length_summary
 
-HELD_OUT_TOKENS = 3072
+HELD_OUT_TOKENS = 2048
 JUDGE_EVERY_S = 90.0
 
 

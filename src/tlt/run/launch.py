@@ -41,7 +41,8 @@ from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
 
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
-"""Of drafters that were trained before, and of new ones."""
+AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 8
+"""Of drafters that were trained before, and of new ones, which have a longer way to go."""
 
 
 def launch(
@@ -253,7 +254,7 @@ def coordinator_settings(config: TrainConfig) -> CoordinatorSettings:
 
 
 def spot_settings(config: TrainConfig, drafter: str, untrained: bool) -> SpotSettings:
-    tlt = config.tlt
+    tlt, is_new = config.tlt, config.engine.drafter is None
     return SpotSettings(
         drafter=drafter,
         policy=config.policy.model,
@@ -261,7 +262,8 @@ def spot_settings(config: TrainConfig, drafter: str, untrained: bool) -> SpotSet
         trainer=TrainerSettings(
             num_draft_tokens=tlt.num_draft_tokens,
             row_tokens=tlt.row_tokens,
-            lr=tlt.lr or (NEW_DRAFTER_LR if config.engine.drafter is None else DRAFTER_LR),
+            lr=tlt.lr or (NEW_DRAFTER_LR if is_new else DRAFTER_LR),
+            averaged_steps=NEW_AVERAGED_STEPS if is_new else AVERAGED_STEPS,
             temperature=config.sampling.temperature,
             seed=config.run.seed,
         ),
