@@ -116,7 +116,8 @@ def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy
         "sampling.forced_lengths={median=20,p95=200,longest=900} engine.core_group=test-train "
         "engine.engine_args={enforce_eager=true,max_model_len=1024,max_num_seqs=64} "
         "eval.every_steps=0 checkpoint.every_steps=2 tlt.enabled=true tlt.min_lease_s=0.1 "
-        "tlt.session_s=1 tlt.lr=3e-3"
+        "tlt.session_s=1 tlt.lr=3e-3 "  # and no n-grams, which would leave little idle time:
+        """engine.policy='{kind="fixed",drafter="eagle3",num_draft_tokens=2}'"""
     )
     tlt(f"train {settings} run.num_steps=8", policy)
     run = policy / "runs" / "harvest"

@@ -35,6 +35,8 @@ class FakeTrainer:
         self.fails: Exception | None = None
         self.starved = False
         self.at_judge: Callable[[], Awaitable[None]] | None = None
+        self.breaks_off = False
+        self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
         self.taken: list[tuple] = []
         self._death = asyncio.Event()
@@ -64,6 +66,7 @@ class FakeTrainer:
 
     async def train(self, lease: int, seconds: float) -> Trained:
         await self._alive()
+        self.asked_s.append(seconds)
         if self.fails is not None:
             raise self.fails
         if self.starved:
@@ -88,6 +91,8 @@ class FakeTrainer:
         await self._alive()
         if self.at_judge is not None:
             await self.at_judge()
+        if self.breaks_off:
+            return None
         return None if lease <= self.ended else Judged(self.better, 2.0 + self.weights, 2.0)
 
     async def merge(self, lease: int, others: list, own_weight: float) -> bool:
@@ -177,6 +182,20 @@ def test_what_takes_several_short_leases_to_learn_is_judged_in_the_next() -> Non
                 await asyncio.sleep(0.1)
                 await s.needed("a")
             assert s.coordinator.tally.published >= 1
+
+    run(scene)
+
+
+def test_where_leases_are_too_short_to_judge_in_there_is_training_all_the_same() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s["a"].breaks_off = True
+            s.idle("a")
+            await asyncio.sleep(8 * SETTINGS.session_s)
+            await s.needed("a")
+            whole = [seconds > SETTINGS.session_s / 2 for seconds in s["a"].asked_s]
+            assert whole[:3] == [True, False, True], "the judgement again, then more training"
+            assert s.coordinator.tally.published == 0
 
     run(scene)
 

@@ -34,6 +34,8 @@ GRACE_S = 1.0
 """How long after its end a round waits for members that have not answered."""
 EXPORT_S = 1.0
 """How long to wait for another trainer's weights: its core may be busy with other things."""
+JUDGEMENTS_BROKEN_OFF = 2
+"""After so many in a row there is more training first: leases may be too short to judge in."""
 KEEP_STOPS = 4096
 
 
@@ -166,6 +168,7 @@ class Coordinator:
         self._unjudged_s = 0.0
         """Of training since the last judgement. Where leases are short, it takes several of them to
         learn something worth judging; the next lease then begins with that."""
+        self._num_broken_off = 0
         self._head: _Head | None = None
         self._known: Any = "start"
         """The last weights of a head that are known here."""
@@ -510,8 +513,10 @@ class Coordinator:
             await trainer.take(None, published, None)
         judged = await trainer.judge(lease)
         self._set_head(leader)
+        self._num_broken_off = self._num_broken_off + 1 if judged is None else 0
+        if judged is not None or self._num_broken_off >= JUDGEMENTS_BROKEN_OFF:
+            self._unjudged_s, self._num_broken_off = 0.0, 0
         if judged is not None:
-            self._unjudged_s = 0.0
             self.tally.length = judged.length
             await self._keep(leader, lease, trainer, judged)
         self.tally.used_s += self._clock() - started_s

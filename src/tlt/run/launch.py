@@ -41,7 +41,7 @@ from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
 
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
-AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 8
+AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
 """Of drafters that were trained before, and of new ones, which have a longer way to go."""
 
 
