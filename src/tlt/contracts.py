@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 DrafterName = Literal["off", "ngram", "eagle3"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -130,6 +130,12 @@ class Arm:
                 f"arm {self.drafter!r} cannot draft {self.num_draft_tokens} tokens: "
                 "'off' drafts 0, every drafter at least 1"
             )
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """What `str` made of an arm."""
+        drafter, _, length = text.partition(":")
+        return cls(cast("DrafterName", drafter), int(length)) if length else cls()
 
     def __str__(self) -> str:
         return self.drafter if self.drafter == "off" else f"{self.drafter}:{self.num_draft_tokens}"

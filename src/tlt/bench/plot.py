@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tlt.contracts import OFF, Arm
+
 
 def _pyplot() -> Any:
     """Imported late, since it is slow, and without a display."""
@@ -73,9 +75,9 @@ def plot_decisions(decisions: list[list[tuple[float, int, str]]], title: str, ou
     return out
 
 
-def _arm_order(arm: str) -> tuple[bool, str, int]:
-    drafter, _, length = arm.partition(":")
-    return drafter != "off", drafter, int(length or 0)
+def _arm_order(text: str) -> tuple[bool, str, int]:
+    arm = Arm.parse(text)
+    return arm != OFF, arm.drafter, arm.num_draft_tokens
 
 
 def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:

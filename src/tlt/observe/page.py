@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from tlt.contracts import OFF, Arm
 from tlt.observe.bottleneck import findings
 from tlt.observe.metrics import STAGES
 from tlt.observe.report import RunView, compare, describe, rollouts, running
@@ -253,12 +254,12 @@ def _rollout(view: RunView) -> str:
     )
 
 
-def _arm_colour(arm: str) -> str:
-    drafter, _, length = arm.partition(":")
-    base = ARM_COLOURS.get(drafter, "#7a62b3")
-    if not length:
+def _arm_colour(text: str) -> str:
+    arm = Arm.parse(text)
+    base = ARM_COLOURS.get(arm.drafter, "#7a62b3")
+    if arm == OFF:
         return base
-    share = SHADES[min(len(SHADES) - 1, int(length) - 1)]
+    share = SHADES[min(len(SHADES) - 1, arm.num_draft_tokens - 1)]
     parts = [int(base[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - (255 - part) * share):02x}" for part in parts)
 

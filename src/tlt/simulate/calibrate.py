@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-from tlt.contracts import Arm, DrafterName
+from tlt.contracts import Arm
 from tlt.errors import ConfigError
 from tlt.observe.report import RunView, rollouts
 from tlt.observe.timeline import LEARNER
@@ -106,16 +106,10 @@ def observations(view: RunView) -> list[Observation]:
                     steps = (span.tokens - span.accepted) / max(1.0, span.running)
                     if not first and not span.mixed and steps >= MIN_STEPS:
                         step_s = span.seconds / steps
-                        arm = parse_arm(span.arm)
+                        arm = Arm.parse(span.arm)
                         found.append(Observation(arm, span.running, context, step_s, span.seconds))
                     first = False  # the first one also reads the prompts
     return found
-
-
-def parse_arm(text: str) -> Arm:
-    drafter, _, length = text.partition(":")
-    name: DrafterName = drafter  # type: ignore[assignment]
-    return Arm(name, int(length)) if length else Arm()
 
 
 def prompt_tokens(view: RunView) -> float:
@@ -136,7 +130,7 @@ def acceptance(views: Iterable[RunView]) -> dict[str, tuple[float, ...]]:
             for worker, spans in timeline.rows.items():
                 for span in spans:
                     if worker != LEARNER and span.drafts and not span.mixed:
-                        arm = parse_arm(span.arm)
+                        arm = Arm.parse(span.arm)
                         of = gained.setdefault((arm.drafter, arm.num_draft_tokens), [0.0, 0.0])
                         of[0] += span.accepted
                         # Of requests, also those that found nothing to draft.
