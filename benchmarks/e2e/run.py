@@ -12,7 +12,8 @@ Kinds:
   in all arms: sums of 60 terms, the longest that policy and drafter know, each response cut off at
   its length. Speed is all that differs; the reward is a coin, the learning rate next to nothing.
 - equal: 64 samples of 64 tokens: no tail to tame, little to win.
-- moving: lengths as they come, exact rewards, a learning rate at which the policy moves.
+- moving: as tail, with a reward for writing sevens and a learning rate at which the policy moves away
+  from what the drafter was trained on.
 
 Arms:
 - off: no speculation.
@@ -57,20 +58,16 @@ KINDS = {
         "task.parameters={min_digits=1, max_digits=2, min_terms=60, max_terms=60}",
         "sampling.prompts_per_step=2",
         "sampling.forced_lengths={median=30, p95=400, longest=560}",
-        'reward.function="coin:score"',
+        'reward.function="scores:coin"',
     ],
     "equal": [
         "task.parameters={min_digits=1, max_digits=2, min_terms=20, max_terms=20}",
         "sampling.prompts_per_step=8",
         "sampling.forced_lengths={median=64, p95=64, longest=64}",
-        'reward.function="coin:score"',
-    ],
-    "moving": [
-        "task.sizes={median=5, p95=40, longest=60}",
-        "sampling.prompts_per_step=2",
-        "learner.lr=2e-5",
+        'reward.function="scores:coin"',
     ],
 }
+KINDS["moving"] = [*KINDS["tail"], 'reward.function="scores:sevens"', "learner.lr=3e-5"]
 Record = dict[str, float]
 
 

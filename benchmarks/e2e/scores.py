@@ -1,0 +1,20 @@
+"""Rewards for measuring, by the text alone: what is right plays no part in it."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+
+def coin(problem: Any, text: str) -> float:
+    """By chance in every fourth problem, 0 in the others: as in real runs, one group in four has
+    something to teach."""
+    _, step, _, place = problem.problem_id.split("/")  # chain_sum/step-7/0/1
+    number = 2 * int(step.removeprefix("step-")) + int(place)
+    return float(zlib.crc32(text.encode()) % 2) if number % 4 == 1 else 0.0
+
+
+def sevens(problem: Any, text: str) -> float:
+    """The share of sevens among the digits: pulls a policy away from what it was taught."""
+    digits = [char for char in text if char.isdigit()]
+    return digits.count("7") / max(1, len(digits))
