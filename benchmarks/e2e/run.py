@@ -12,8 +12,8 @@ Kinds:
   in all arms: sums of 60 terms, the longest that policy and drafter know, each response cut off at
   its length. Speed is all that differs; the reward is a coin, the learning rate next to nothing.
 - equal: 64 samples of 64 tokens: no tail to tame, little to win.
-- moving: as tail, with a reward for writing sevens and a learning rate at which the policy moves away
-  from what the drafter was trained on.
+- moving: as tail, with a reward for writing sevens and a learning rate at which the policy moves
+  away from what the drafter was trained on.
 
 Arms:
 - off: no speculation.
@@ -143,8 +143,14 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (bars, accepts, rewards) = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    # A coin's rewards say nothing.
+    curves = {"hits": "share of drafts whose first token is accepted", "rewards": "mean reward"}
+    shown = curves if path.stem == "moving" else {"hits": curves["hits"]}
+    figure, axes = plt.subplots(
+        1, 1 + len(shown), figsize=(4.7 * (1 + len(shown)), 4), layout="constrained"
+    )
     arms = list(runs)
+    bars = axes[0]
     for stage, colour in (("rollout_s", "tab:blue"), ("update_s", "tab:orange")):
         below = [0.0] * len(arms)
         if stage == "update_s":
@@ -154,15 +160,15 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     for place, arm in enumerate(arms):
         bars.plot([place] * len(runs[arm]), [r["step_s"] / 60 for r in runs[arm]], "k_", ms=14)
     bars.set_ylabel("minutes")
-    bars.set_title("time of the run (dashes: whole steps, each repeat)")
+    bars.set_title("time of the run (dashes: each repeat)")
     bars.legend()
-    for arm in arms:
-        for axis, key in ((accepts, "hits"), (rewards, "rewards")):
-            curves = list(zip(*(r[key] for r in runs[arm]), strict=False))
-            axis.plot(range(1, len(curves) + 1), [statistics.median(c) for c in curves], label=arm)
-    accepts.set_title("share of drafts whose first token is accepted")
-    rewards.set_title("mean reward")
-    for axis in (accepts, rewards):
+    for axis, (key, title) in zip(axes[1:], shown.items(), strict=True):
+        for arm in arms:
+            steps = list(zip(*(r[key] for r in runs[arm]), strict=False))
+            if any(any(values) for values in steps):
+                middle = [statistics.median(values) for values in steps]
+                axis.plot(range(1, len(steps) + 1), middle, label=arm)
+        axis.set_title(title)
         axis.set_xlabel("RL step")
         axis.legend()
         axis.grid(alpha=0.3)
