@@ -258,7 +258,7 @@ def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
             for victim in (kill_trainer, kill_coordinator, kill_engine):
                 for _ in range(ROUNDS):
                     await killed_once(run, victim)
-                await still_trains(run)
+                    await still_trains(run)  # four losses without that would end harvest
 
     asyncio.run(scene())
 
