@@ -275,7 +275,6 @@ async def killed_once(run: Run, victim: Callable[[Run], Awaitable[None]]) -> Non
         assert not run.harvest._off
         await run.rollout(strike)
     await run.pool.wait_ready(2)
-    await run.harvest.record()  # what it has trained counts for it
 
 
 async def still_trains(run: Run) -> None:
@@ -283,6 +282,7 @@ async def still_trains(run: Run) -> None:
     for _ in range(10):
         await run.rollout()
         if await run.trained_tokens() > trained:
+            await run.harvest.record()  # what it has trained counts for it
             return
         await asyncio.sleep(3.0)  # a trainer takes a while to start again
     pytest.fail("nobody trains any more")
