@@ -226,15 +226,20 @@ class DrafterTrainer:
 
     # --- judging ------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def question(
+    def questions(
         self,
-        sample: Captured,
+        samples: Sequence[Captured],
         temperatures: Sequence[float],
         should_stop: ShouldStop = lambda: False,
-    ) -> Question:
-        """A held-out sample with what the policy says over it. Half the work of judging is here,
+    ) -> list[Question]:
+        """Held-out samples with what the policy says over them. Half the work of judging is here,
         and is done once for all drafters that are compared."""
+        return [self._question(s, temperatures, should_stop) for s in samples if s.num_chains]
+
+    @torch.no_grad()
+    def _question(
+        self, sample: Captured, temperatures: Sequence[float], should_stop: ShouldStop
+    ) -> Question:
         row = Row([sample.to(self._head_VH.device)])
         answers = []
         for final_nH in row.final_TH[row.chains.starts + 1].split(CHAINS_AT_ONCE):
@@ -279,8 +284,7 @@ class DrafterTrainer:
 
     def evaluate(self, samples: Sequence[Captured], temperatures: Sequence[float]) -> Acceptance:
         """How the drafter would do on these samples."""
-        questions = [self.question(s, temperatures) for s in samples if s.num_chains]
-        return self.examine(questions, temperatures)
+        return self.examine(self.questions(samples, temperatures), temperatures)
 
     def better_than(
         self,
@@ -294,7 +298,7 @@ class DrafterTrainer:
         """
         gate = self.settings.temperature
         temperatures = [gate, *temperatures]
-        questions = [self.question(s, temperatures) for s in held_out if s.num_chains]
+        questions = self.questions(held_out, temperatures)
         new = self.examine(questions, temperatures)
         current = self.weights()
         self.drafter.load_state_dict(published)

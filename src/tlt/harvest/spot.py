@@ -188,7 +188,11 @@ class SpotTrainer:
     def _lengths(self, lease: int, weights: Weights) -> list[float]:
         """Expected tokens per draft in each held-out window, of a drafter with these weights."""
         if self._held_out is None:
-            self._held_out = self._questions(lease)
+            samples = self._buffer.held_out(self._settings.held_out_tokens)
+            parts = [part for sample in samples for part in windows(sample, HELD_OUT_WINDOW)]
+            self._held_out = self._trainer.questions(
+                parts, [self._gate], lambda: self._ended(lease)
+            )
         self._at_start, learning = self._trainer.mean_weights(), self._trainer.weights()
         self._trainer.drafter.load_state_dict(weights)
         try:
@@ -201,14 +205,6 @@ class SpotTrainer:
         finally:
             self._trainer.drafter.load_state_dict(learning)
             self._at_start = None
-
-    def _questions(self, lease: int) -> list[Question]:
-        return [
-            self._trainer.question(part, [self._gate], lambda: self._ended(lease))
-            for sample in self._buffer.held_out(self._settings.held_out_tokens)
-            for part in windows(sample, HELD_OUT_WINDOW)
-            if part.num_chains
-        ]
 
     @property
     def _gate(self) -> float:
