@@ -67,6 +67,7 @@ bench:
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/simulated_size.py
+	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/e2e/run.py

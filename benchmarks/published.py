@@ -174,10 +174,7 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from tlt.pictures import pyplot
 
     figure, panel = pyplot.subplots(figsize=(6, 4), constrained_layout=True)
     for colour, model in zip(("C0", "C1"), PUBLISHED, strict=True):

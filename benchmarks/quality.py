@@ -57,12 +57,9 @@ def compared(off: list[float], tlt: list[float]) -> dict[str, float]:
 
 
 def plot(runs: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
-    import matplotlib
+    from tlt.pictures import pyplot
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for arm, colour in zip(runs, ("tab:blue", "tab:green"), strict=True):
         curves = [found["rewards"] for found in runs[arm]]
         for curve in curves:

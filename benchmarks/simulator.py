@@ -2,10 +2,13 @@
 
     python benchmarks/simulator.py [--steps 6]
 
-All runs are of configs/tiny_tail_cpu.toml on this machine: four to calibrate by, and others with
-other batches, lengths and ways to decode, which the calibration has not seen. Compared are the mean
-seconds of a rollout and of a step, without the first step. A run that is complete in runs/simulator
-is not run again. Needs models/tiny-sft (see the recipe). Writes results/simulator.json and .png.
+All runs are of configs/tiny_tail_cpu.toml on this machine: four to calibrate by, before and again
+after the others, as the machine's speed drifts; and runs with other batches, lengths and ways to
+decode, which the calibration has not seen. Compared are the mean seconds of a rollout and of a
+step, without the first step; also with the calibration's engine made as fast, by one factor, as
+the run's engine steps were, which leaves out what the machine's speed adds. A run that is complete
+in runs/simulator is not run again. Needs models/tiny-sft (see the recipe). Writes
+results/simulator.json and .png.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import shutil
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tlt.config.load import apply_overrides, check
-from tlt.observe.report import look_at
-from tlt.simulate.calibrate import calibrate
+from tlt.observe.report import RunView, look_at
+from tlt.simulate.calibrate import Calibration, calibrate, observations
+from tlt.simulate.model import PARTS, EngineModel
 from tlt.simulate.scenario import ScenarioConfig, simulate
 
 ROOT = Path(__file__).parents[1]
@@ -68,9 +73,16 @@ PREDICTED = [
 ]
 
 
-def run(case: tuple[str, int, str], steps: int) -> Path:
+Case = tuple[str, int, str]
+
+
+def folder(case: Case, turn: str = "") -> Path:
+    return RUNS / ("-".join(map(str, case)) + turn)
+
+
+def run(case: Case, steps: int, turn: str = "") -> Path:
     lengths, prompts, mode = case
-    out = RUNS / f"{lengths}-{prompts}-{mode}"
+    out = folder(case, turn)
     if not (out / "summary.json").exists():
         shutil.rmtree(out, ignore_errors=True)
         median, p95, longest = LENGTHS[lengths]
@@ -84,16 +96,16 @@ def run(case: tuple[str, int, str], steps: int) -> Path:
     return out
 
 
-def predicted(case: tuple[str, int, str], steps: int, calibration: Path) -> list[dict[str, float]]:
-    lengths, prompts, mode = case
-    out = RUNS / f"{lengths}-{prompts}-{mode}"
+def predicted(case: Case, steps: int, calibration: Path) -> list[dict[str, float]]:
+    _, prompts, mode = case
     settings = [
         f"num_steps={steps}",
         "cluster.num_engines=2",
         f'cluster.calibration="{calibration}"',
         f"workload.prompts_per_step={prompts}",
+        f"workload.prompt_tokens={Calibration.load(calibration).prompt_tokens}",
         "workload.group_size=8",
-        f'workload.trace="{out / "lengths.jsonl"}"',
+        f'workload.trace="{folder(case) / "lengths.jsonl"}"',
         *MODES[mode][1],
     ]
     config = check(ScenarioConfig, apply_overrides({}, settings), "scenario")
@@ -104,33 +116,83 @@ def mean(records: list[dict[str, float]], name: str) -> float:
     return statistics.fmean(record[name] for record in records[1:])
 
 
+def slowness(view: RunView, engine: EngineModel) -> float:
+    """How much longer the run's engine steps took than modelled: 1 on a machine that stays as it
+    was when the calibration was made."""
+    found = observations(view)
+    modelled = [o.weight * engine.step_s(o.arm, o.running, o.context) / o.step_s for o in found]
+    return sum(o.weight for o in found) / float(sum(modelled))
+
+
+def slowed(found: Calibration, by: float) -> Calibration:
+    parts = {part: getattr(found.engine, part) * by for part in PARTS}
+    speed = found.engine.prefill_tokens_per_s / by
+    return replace(found, engine=replace(found.engine, **parts, prefill_tokens_per_s=speed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
-    found = calibrate([look_at(run(case, options.steps)) for case in CALIBRATION])
-    RUNS.mkdir(parents=True, exist_ok=True)
-    found.save(RUNS / "calibration.json")
+    steps = options.steps
+    known = [run(case, steps, "-before") for case in CALIBRATION]
+    seen = [run(case, steps) for case in PREDICTED]
+    known += [run(case, steps, "-after") for case in CALIBRATION]
+    found = calibrate(list(map(look_at, known)))
     rows: list[dict[str, Any]] = []
-    for case in PREDICTED:
-        measured = look_at(run(case, options.steps)).records
-        simulated = predicted(case, options.steps, RUNS / "calibration.json")
-        row: dict[str, Any] = {"run": "-".join(map(str, case))}
+    for case, out in zip(PREDICTED, seen, strict=True):
+        view = look_at(out)
+        by = slowness(view, found.engine)
+        row: dict[str, Any] = {"run": "-".join(map(str, case)), "slowness": by}
         for name in ("rollout", "step"):
-            mine, theirs = mean(simulated, f"time/{name}_s"), mean(measured, f"time/{name}_s")
-            row |= {
-                f"{name}_s": theirs,
-                f"{name}_predicted_s": mine,
-                f"{name}_error": mine / theirs - 1,
-            }
+            row[f"{name}_s"] = mean(view.records, f"time/{name}_s")
+        for kind, calibration in {"": found, "_same_speed": slowed(found, by)}.items():
+            calibration.save(RUNS / "calibration.json")
+            simulated = predicted(case, steps, RUNS / "calibration.json")
+            for name in ("rollout", "step"):
+                seconds = mean(simulated, f"time/{name}_s")
+                row[f"{name}_predicted{kind}_s"] = seconds
+                row[f"{name}_error{kind}"] = seconds / row[f"{name}_s"] - 1
         rows.append(row)
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-    result: dict[str, Any] = {"steps": options.steps, "runs": rows}
+    result: dict[str, Any] = {"steps": steps, "runs": rows}
     for name in ("rollout", "step"):
-        errors = [abs(row[f"{name}_error"]) for row in rows]
-        result[name] = {"median_error": statistics.median(errors), "worst_error": max(errors)}
-        print(name, result[name])
+        for kind in ("", "_same_speed"):
+            errors = [abs(row[f"{name}_error{kind}"]) for row in rows]
+            result[name + kind] = {
+                "median_error": statistics.median(errors),
+                "worst_error": max(errors),
+            }
+            print(name + kind, result[name + kind])
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    plot(rows, RESULT.with_suffix(".png"))
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from tlt.pictures import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.4, 4.4), layout="constrained")
+    for axis, kind in zip(axes, ("", "_same_speed"), strict=True):
+        most = 1.1 * max(max(row["step_s"], row[f"step_predicted{kind}_s"]) for row in rows)
+        axis.fill_between(
+            [0, most], [0, 0.75 * most], [0, 1.25 * most], color="0.9", label="within 25%"
+        )
+        axis.plot([0, most], [0, most], color="0.5", lw=1)
+        for place, mode in enumerate(MODES):
+            of = [row for row in rows if row["run"].endswith(f"-{mode}")]
+            for name, marker in (("rollout", "o"), ("step", "s")):
+                axis.plot(
+                    [row[f"{name}_s"] for row in of],
+                    [row[f"{name}_predicted{kind}_s"] for row in of],
+                    marker,
+                    color=f"C{place}",
+                    label=f"{mode}, {name}",
+                )
+        axis.set(xlim=(0, most), ylim=(0, most), xlabel="measured seconds")
+        axis.set_ylabel("predicted seconds")
+        axis.set_title("with the engine as fast as in the run" if kind else "as calibrated")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same RL run with and without TLT, end to end.
 
-    python benchmarks/e2e/run.py [--kind tail|equal|moving] [--repeats 3] [--steps 20] [--arms ...]
+    python benchmarks/e2e/run.py [--kind KIND] [--arms ...] [--repeats 3] [--steps 20]
 
 Every run is a `tlt train` of its own; runs of a repeat follow each other, in another order each
 time, over the same problems, and are compared with each other only. A run that is complete in
@@ -12,8 +12,10 @@ Kinds:
   in all arms: sums of 60 terms, the longest that policy and drafter know, each response cut off at
   its length. Speed is all that differs; the reward is a coin, the learning rate next to nothing.
 - equal: 64 samples of 64 tokens: no tail to tame, little to win.
-- moving: as tail, with a reward for writing sevens and a learning rate at which the policy moves
-  away from what the drafter was trained on.
+- moving: a reward for writing sevens and a learning rate at which the policy moves away from what
+  the drafter was trained on; 32 samples a step, longest 450 tokens.
+- moved: the policy that the static arm of `moving` left, standing still again: what a drafter is
+  worth that was made for an earlier policy.
 
 Arms:
 - off: no speculation.
@@ -66,8 +68,24 @@ KINDS = {
         "sampling.forced_lengths={median=64, p95=64, longest=64}",
         'reward.function="scores:coin"',
     ],
+    "moving": [
+        "task.parameters={min_digits=1, max_digits=2, min_terms=40, max_terms=40}",
+        "sampling.prompts_per_step=4",
+        "sampling.forced_lengths={median=30, p95=300, longest=450}",
+        'reward.function="scores:sevens"',
+        "learner.lr=1.5e-4",
+        "learner.warmup_steps=5",
+        "tlt.lr=3e-4",
+    ],
+    "moved": [
+        'policy.model="runs/e2e/moving-static-0/policy"',
+        "task.parameters={min_digits=1, max_digits=2, min_terms=40, max_terms=40}",
+        "sampling.prompts_per_step=2",
+        "sampling.forced_lengths={median=30, p95=300, longest=450}",
+        'reward.function="scores:coin"',
+        "tlt.lr=3e-4",
+    ],
 }
-KINDS["moving"] = [*KINDS["tail"], 'reward.function="scores:sevens"', "learner.lr=3e-5"]
 Record = dict[str, float]
 
 
@@ -138,15 +156,12 @@ def compare(runs: dict[str, list[dict[str, Any]]], base: str) -> dict[str, Any]:
 
 
 def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from tlt.pictures import pyplot
 
     # A coin's rewards say nothing.
     curves = {"hits": "share of drafts whose first token is accepted", "rewards": "mean reward"}
     shown = curves if path.stem == "moving" else {"hits": curves["hits"]}
-    figure, axes = plt.subplots(
+    figure, axes = pyplot.subplots(
         1, 1 + len(shown), figsize=(4.7 * (1 + len(shown)), 4), layout="constrained"
     )
     arms = list(runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from typing import Any
 
@@ -15,6 +16,7 @@ def coin(problem: Any, text: str) -> float:
 
 
 def sevens(problem: Any, text: str) -> float:
-    """The share of sevens among the digits: pulls a policy away from what it was taught."""
-    digits = [char for char in text if char.isdigit()]
+    """The share of sevens among the digits of results: pulls a policy away from what it was
+    taught. Other digits are copied, and would only be noise."""
+    digits = "".join(re.findall(r"= (\d+)", text))
     return digits.count("7") / max(1, len(digits))

@@ -13,21 +13,23 @@ ALLOWED = {
     "errors": set(),
     "packing": set(),
     "spans": set(),
+    "pictures": set(),
     "contracts": set(),
     "config": {"contracts", "errors"},
     "speculation": {"contracts", "errors", "config", "spans"},
     "tasks": {"contracts", "errors", "config"},
     "models": {"contracts", "errors", "config"},
     "learner": {"contracts", "errors", "config", "packing"},
-    "drafter": {"contracts", "errors", "config"},
+    "drafter": {"contracts", "errors", "config", "pictures"},
     "rollout": {"contracts", "errors", "config", "speculation", "drafter", "spans"},
     "harvest": {"contracts", "errors", "config", "drafter", "spans"},
-    "observe": {"contracts", "errors", "config", "spans"},
+    "observe": {"contracts", "errors", "config", "spans", "pictures"},
     "simulate": {
         *("contracts", "errors", "config", "speculation", "harvest", "observe", "tasks", "spans"),
+        "pictures",
     },
     "diagnosis": {"contracts", "errors", "config"},
-    "bench": {"contracts", "errors", "config", "speculation", "rollout", "tasks"},
+    "bench": {"contracts", "errors", "config", "speculation", "rollout", "tasks", "pictures"},
 }
 ALLOWED["run"] = {*ALLOWED} - {"bench", "diagnosis", "simulate"}
 ALLOWED["cli"] = {*ALLOWED, "run", "bench"} - {"cli"}

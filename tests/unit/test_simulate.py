@@ -16,9 +16,10 @@ import pytest
 from tlt.config.load import apply_overrides, check
 from tlt.contracts import OFF, Arm
 from tlt.errors import ConfigError
+from tlt.observe.report import RunView
 from tlt.simulate import clock
 from tlt.simulate.answer import figures, in_words, speed_ups
-from tlt.simulate.calibrate import Calibration, training
+from tlt.simulate.calibrate import Calibration, learner, training
 from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit
 from tlt.simulate.pace import Player
@@ -220,6 +221,28 @@ def test_drift_and_recovery_are_found_in_runs() -> None:
     assert found.best_power == pytest.approx(0.7, abs=0.1)
     assert found.tokens_per_s == pytest.approx(500)
     assert training([[{"reward/mean": 0.0}] * 20]) == Training()
+
+
+def test_the_learner_of_a_run_shares_prompts() -> None:
+    """Two of four groups teach, and compute their prompt once for eight samples."""
+    config = {"sampling": {"prompts_per_step": 4, "group_size": 8}}
+
+    def record(response: int) -> dict[str, float]:
+        tokens, spared = 16 * (100 + response), 14 * 100
+        return {
+            "prompt/mean_tokens": 100.0,
+            "rollout/output_tokens": 32.0 * response,
+            "learner/tokens": float(tokens),
+            "learner/shared_share": spared / tokens,
+            "time/update_s": 0.5 + (tokens - spared) / 1000,
+        }
+
+    records = [record(response) for response in (10, 50, 100, 200)]
+    found = learner([RunView("run", config, records, records, [], [])])
+    assert found.tokens_per_s == pytest.approx(1000)
+    assert found.step_s == pytest.approx(0.5)
+    assert found.trained_share == pytest.approx(0.5)
+    assert found.prompt_share == pytest.approx(1 / 8)
 
 
 def test_a_calibration_is_kept(tmp_path: Path) -> None:

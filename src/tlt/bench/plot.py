@@ -8,19 +8,10 @@ from typing import Any
 from tlt.contracts import OFF, Arm
 
 
-def _pyplot() -> Any:
-    """Imported late, since it is slow, and without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def plot_running(result: dict[str, Any], out: Path) -> Path:
     """Requests still unfinished over time, one line per mode: each mode's median run."""
-    pyplot = _pyplot()
+    from tlt.pictures import pyplot
+
     figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
     num = result["workload"]["num_requests"]
     for row in result["summary"]:
@@ -49,7 +40,8 @@ def plot_running(result: dict[str, Any], out: Path) -> Path:
 
 def plot_decisions(decisions: list[list[tuple[float, int, str]]], title: str, out: Path) -> Path:
     """Running decodes of each engine over time, and under them the arm that was used."""
-    pyplot = _pyplot()
+    from tlt.pictures import pyplot
+
     engines = [trace for trace in decisions if trace]
     arms = sorted({arm for trace in engines for _, _, arm in trace}, key=_arm_order)
     figure, grid = pyplot.subplots(
@@ -82,7 +74,8 @@ def _arm_order(text: str) -> tuple[bool, str, int]:
 
 def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
     """Throughput of every policy against the oracle's: a panel per table, bars per scenario."""
-    pyplot = _pyplot()
+    from tlt.pictures import pyplot
+
     figure, panels = pyplot.subplots(
         len(results), 1, figsize=(11, 3.6 * len(results)), squeeze=False, constrained_layout=True
     )

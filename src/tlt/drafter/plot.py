@@ -8,10 +8,7 @@ from typing import Any
 
 def plot_training(report: dict[str, Any], out: Path) -> Path:
     """Acceptance length while training; acceptance by position, before and after."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from tlt.pictures import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     history = report["training"]["history"]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -300,11 +301,19 @@ class DrafterTrainer:
         temperatures = [gate, *temperatures]
         questions = self.questions(held_out, temperatures)
         new = self.examine(questions, temperatures)
-        current = self.weights()
-        self.drafter.load_state_dict(published)
-        old = self.examine(questions, [gate])
-        self.drafter.load_state_dict(current)
+        with self.wearing(published):
+            old = self.examine(questions, [gate])
         return new.length(gate) > old.length(gate), new
+
+    @contextmanager
+    def wearing(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """The drafter with other weights for a while, to examine them."""
+        own = self.weights()
+        self.drafter.load_state_dict(weights)
+        try:
+            yield
+        finally:
+            self.drafter.load_state_dict(own)
 
     # --- state --------------------------------------------------------------------------------
 

@@ -193,17 +193,16 @@ class SpotTrainer:
             self._held_out = self._trainer.questions(
                 parts, [self._gate], lambda: self._ended(lease)
             )
-        self._at_start, learning = self._trainer.mean_weights(), self._trainer.weights()
-        self._trainer.drafter.load_state_dict(weights)
+        self._at_start = self._trainer.mean_weights()
         try:
-            return [
-                self._trainer.examine([question], [self._gate], lambda: self._ended(lease)).length(
-                    self._gate
-                )
-                for question in self._held_out
-            ]
+            with self._trainer.wearing(weights):
+                return [
+                    self._trainer.examine(
+                        [question], [self._gate], lambda: self._ended(lease)
+                    ).length(self._gate)
+                    for question in self._held_out
+                ]
         finally:
-            self._trainer.drafter.load_state_dict(learning)
             self._at_start = None
 
     @property

@@ -17,11 +17,9 @@ def plot_run(records: list[Record], out: Path, title: str) -> Path:
     """Rewards, response lengths, where the time goes, and speed, step by step."""
     if not records:
         raise ValueError("no step is recorded yet: there is nothing to plot")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
+
+    from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), constrained_layout=True)
     (reward, length), (time, speed) = axes

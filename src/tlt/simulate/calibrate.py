@@ -161,18 +161,22 @@ def _rate_for(gained: float, length: int) -> float:
 
 def learner(views: Iterable[RunView]) -> Learner:
     """A line through the updates' tokens and seconds; medians of the rest."""
-    records: list[dict[str, float]] = []
+    records: list[Record] = []
     points: list[tuple[float, float]] = []
-    whole = 0.0
+    whole = prompts = trained = shared = 0.0
     for view in views:
         samples = view.setting("sampling.prompts_per_step", 1) * view.setting(
             "sampling.group_size", 1
         )
         for record in view.records[1:]:
             records.append(record)
+            prompts += samples * prompt_tokens(view)
             whole += record["rollout/output_tokens"] + samples * prompt_tokens(view)
-            if record.get("learner/tokens", 0.0) > 0:
-                points.append((record["learner/tokens"], record.get("time/update_s", 0.0)))
+            if (tokens := record.get("learner/tokens", 0.0)) > 0:
+                spared = tokens * record.get("learner/shared_share", 0.0)
+                trained += tokens
+                shared += spared
+                points.append((tokens - spared, record.get("time/update_s", 0.0)))
     if not points:
         raise ConfigError("no step of the runs updated the policy: there is no learner to model")
     mean_t, mean_s = fmean(t for t, _ in points), fmean(s for _, s in points)
@@ -180,10 +184,12 @@ def learner(views: Iterable[RunView]) -> Learner:
     slope = sum((t - mean_t) * (s - mean_s) for t, s in points) / variance if variance else 0.0
     if not 0 < slope * mean_t <= mean_s:  # noise, or all updates alike: all of it by the token
         slope = mean_s / mean_t
+    trained_share = min(1.0, trained / max(1.0, whole))
     return Learner(
         tokens_per_s=1 / slope,
         step_s=mean_s - slope * mean_t,
-        trained_share=min(1.0, sum(t for t, _ in points) / max(1.0, whole)),
+        trained_share=trained_share,
+        prompt_share=max(0.0, 1 - shared / max(1.0, trained_share * prompts)),
         reward_s=median(r.get("time/reward_wait_s", 0.0) for r in records),
         sync_s=median(r.get("time/sync_s", 0.0) for r in records),
         other_s=fmean(

@@ -65,10 +65,7 @@ def plot_simulation(
     out: Path,
 ) -> Path:
     """Draw it. `engine_ends`: seconds after which each engine of a rollout was done, by mode."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2 + len(curves), figsize=(4.2 * (2 + len(curves)), 3.8))
     _plot_rollout(axes[0], engine_ends)
