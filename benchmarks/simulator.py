@@ -139,16 +139,17 @@ def main() -> None:
     seen = [run(case, steps) for case in PREDICTED]
     known += [run(case, steps, "-after") for case in CALIBRATION]
     found = calibrate(list(map(look_at, known)))
+    found.save(RUNS / "calibration.json")
     rows: list[dict[str, Any]] = []
     for case, out in zip(PREDICTED, seen, strict=True):
         view = look_at(out)
         by = slowness(view, found.engine)
-        row: dict[str, Any] = {"run": "-".join(map(str, case)), "slowness": by}
+        row: dict[str, Any] = {"run": out.name, "slowness": by}
         for name in ("rollout", "step"):
             row[f"{name}_s"] = mean(view.records, f"time/{name}_s")
-        for kind, calibration in {"": found, "_same_speed": slowed(found, by)}.items():
-            calibration.save(RUNS / "calibration.json")
-            simulated = predicted(case, steps, RUNS / "calibration.json")
+        slowed(found, by).save(RUNS / "same_speed.json")
+        for kind, file in {"": "calibration.json", "_same_speed": "same_speed.json"}.items():
+            simulated = predicted(case, steps, RUNS / file)
             for name in ("rollout", "step"):
                 seconds = mean(simulated, f"time/{name}_s")
                 row[f"{name}_predicted{kind}_s"] = seconds

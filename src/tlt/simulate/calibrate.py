@@ -168,10 +168,11 @@ def learner(views: Iterable[RunView]) -> Learner:
         samples = view.setting("sampling.prompts_per_step", 1) * view.setting(
             "sampling.group_size", 1
         )
+        prompts_of_a_step = samples * prompt_tokens(view)
         for record in view.records[1:]:
             records.append(record)
-            prompts += samples * prompt_tokens(view)
-            whole += record["rollout/output_tokens"] + samples * prompt_tokens(view)
+            prompts += prompts_of_a_step
+            whole += record["rollout/output_tokens"] + prompts_of_a_step
             if (tokens := record.get("learner/tokens", 0.0)) > 0:
                 spared = tokens * record.get("learner/shared_share", 0.0)
                 trained += tokens
