@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,11 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from tlt.hardware import cpu_flags, why_dtype
+
+_ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b|Fatal Python error|Illegal )")
+"""How the message of an uncaught exception begins."""
 
 
 class Status(Enum):
@@ -43,7 +49,7 @@ def _hardware() -> list[Finding]:
     cores = len(os.sched_getaffinity(0))
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     shared_gib = shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else 0.0
-    flags = _cpu_flags()
+    flags = cpu_flags()
     gpus = _gpus()
     return [
         Finding(Status.OK, "Python", platform.python_version()),
@@ -53,6 +59,7 @@ def _hardware() -> list[Finding]:
             "CPU instructions",
             ", ".join(sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & flags)) or "unknown",
         ),
+        Finding(Status.OK, "matrix products on CPU", why_dtype(flags)),
         Finding(Status.OK if gpus else Status.INFO, "GPU", gpus or "none: CPU engines only"),
         Finding(
             Status.OK if shared_gib >= 0.5 else Status.BAD,
@@ -122,14 +129,14 @@ def _engine(probe: dict[str, Any] | None) -> list[Finding]:
     ]
 
 
-_PROBE = """
+PROBE = """
 import json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 import torch
 from vllm.platforms import current_platform
 if current_platform.is_cpu():
-    import vllm._C  # noqa: F401
+    current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
 from tlt.rollout.vllm import compat, plugin, selftest
 print("TLT" + json.dumps({
@@ -148,7 +155,7 @@ def _probe() -> dict[str, Any]:
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"} | dict(os.environ)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            [sys.executable, "-c", PROBE],
             capture_output=True,
             text=True,
             timeout=180,
@@ -160,8 +167,21 @@ def _probe() -> dict[str, Any]:
     for line in done.stdout.splitlines():
         if line.startswith("TLT{"):
             return json.loads(line.removeprefix("TLT"))
-    lines = done.stderr.strip().splitlines()
-    return {"error": lines[-1] if lines else f"exit code {done.returncode}"}
+    return {"error": first_error(done.stderr) or f"exit code {done.returncode}"}
+
+
+def first_error(output: str) -> str:
+    """Return the line of a failed process's output that says what went wrong.
+
+    That is the message of the first uncaught C++ or Python exception: C++ backtraces and the
+    errors that follow from the first one come after it.
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines:
+        if line.startswith("what():"):
+            return line.removeprefix("what():").strip()
+    errors = [line for line in lines if _ERROR.match(line)]
+    return (errors or lines or [""])[0]
 
 
 def _version(name: str) -> str | None:
@@ -169,16 +189,6 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return set()
-    for line in info.read_text().splitlines():
-        if line.startswith(("flags", "Features")):
-            return set(line.split(":", 1)[1].split())
-    return set()
 
 
 def _gpus() -> str:

@@ -15,27 +15,30 @@ ALLOWED = {
     "spans": set(),
     "pictures": set(),
     "contracts": set(),
-    "config": {"contracts", "errors"},
+    "hardware": set(),
+    "config": {"contracts", "errors", "hardware"},
     "speculation": {"contracts", "errors", "config", "spans"},
     "tasks": {"contracts", "errors", "config"},
     "models": {"contracts", "errors", "config"},
-    "learner": {"contracts", "errors", "config", "packing"},
-    "drafter": {"contracts", "errors", "config", "pictures"},
-    "rollout": {"contracts", "errors", "config", "speculation", "drafter", "spans"},
+    "learner": {"contracts", "errors", "config", "hardware", "packing"},
+    "drafter": {"contracts", "errors", "config", "hardware", "pictures"},
+    "rollout": {
+        *("contracts", "errors", "config", "hardware", "speculation", "drafter", "spans"),
+    },
     "harvest": {"contracts", "errors", "config", "drafter", "spans"},
     "observe": {"contracts", "errors", "config", "spans", "pictures"},
     "simulate": {
         *("contracts", "errors", "config", "speculation", "harvest", "observe", "tasks", "spans"),
         "pictures",
     },
-    "diagnosis": {"contracts", "errors", "config"},
+    "diagnosis": {"contracts", "errors", "config", "hardware"},
     "bench": {"contracts", "errors", "config", "speculation", "rollout", "tasks", "pictures"},
 }
 ALLOWED["run"] = {*ALLOWED} - {"bench", "diagnosis", "simulate"}
 ALLOWED["cli"] = {*ALLOWED, "run", "bench"} - {"cli"}
 ALLOWED["__main__"] = {"cli"}
 
-STDLIB_ONLY = {"contracts", "errors", "packing", "spans", "__init__"}
+STDLIB_ONLY = {"contracts", "errors", "hardware", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "speculation"}
 PURE = {ROOT / "harvest" / name for name in ("leases.py", "forecast.py", "coordinator.py")}
 HEAVY = {"torch", "vllm", "ray", "transformers", "numpy"}

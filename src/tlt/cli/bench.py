@@ -68,7 +68,8 @@ def rollout(
     from tlt.bench import workload
     from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
-    from tlt.run.cluster import start_ray, versions
+    from tlt.run.cluster import start_ray
+    from tlt.run.provenance import provenance
     from tlt.speculation.policies import LEARNING
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import DEFAULT_SIZES, problems
@@ -116,7 +117,7 @@ def rollout(
         start_ray(engines * len(setups))  # setups take turns on the cores
         result = asyncio.run(bench.run(plan, show))
     out.mkdir(parents=True, exist_ok=True)
-    result |= {"command": command_line(), "versions": versions()}
+    result["provenance"] = provenance(command_line())
     (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
     plot_running(result, out / "rollout.png")
     for text in result["decisions"].keys() & LEARNING:
@@ -149,6 +150,7 @@ def strategy(
 
     from tlt.bench import replay
     from tlt.bench.plot import plot_replay
+    from tlt.run.provenance import provenance
     from tlt.tasks.tail import HeavyTail
 
     console = Console()
@@ -172,7 +174,7 @@ def strategy(
             console.print(_strategy_table(name, rows))
     out.mkdir(parents=True, exist_ok=True)
     report = {
-        "command": command_line(),
+        "provenance": provenance(command_line()),
         "tables": {name: table.as_dict() for name, table in tables.items()},
         "results": results,
     }

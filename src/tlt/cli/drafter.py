@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlt.cli.options import Dtype, command_line, require_plots, result_table
+from tlt.cli.options import Compute, Dtype, command_line, require_plots, result_table
 from tlt.cli.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Make EAGLE-3 drafters.")
@@ -40,6 +40,7 @@ def train(
     engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
     gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
     dtype: Dtype = "bfloat16",
+    compute: Compute = "auto",
     seed: Annotated[int, typer.Option(help="Seed of prompts and training.")] = 0,
 ) -> None:
     """Train a drafter for a policy, on the policy's own answers, and measure it."""
@@ -49,8 +50,10 @@ def train(
     from tlt.drafter.export import export as export_drafter
     from tlt.drafter.plot import plot_training
     from tlt.drafter.trainer import TrainerSettings
-    from tlt.run.cluster import start_ray, versions
+    from tlt.hardware import compute_dtype
+    from tlt.run.cluster import start_ray
     from tlt.run.drafter import DrafterPlan, train_drafter
+    from tlt.run.provenance import provenance
 
     console = Console()
     require_plots()
@@ -80,7 +83,7 @@ def train(
             row_tokens=row_tokens,
             lr=lr,
             temperature=temperature,
-            bfloat16=dtype == "bfloat16",
+            bfloat16=compute_dtype(compute) == "bfloat16",
             seed=seed,
         ),
         dtype=dtype,
@@ -90,7 +93,7 @@ def train(
         show("starting Ray", 0, 1)
         start_ray(engines)
         report = asyncio.run(train_drafter(plan, show))
-    report |= {"model": str(model), "command": command_line(), "versions": versions()}
+    report |= {"model": str(model), "provenance": provenance(command_line())}
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_training(report, out / "report.png")
     export_drafter(out, model, out / "drafter")

@@ -47,7 +47,9 @@ def options(
 def main() -> None:
     """Run the command; a user's mistake is one clear line, not a traceback."""
     from tlt.errors import ConfigError, EngineError, LearnerLost
+    from tlt.hardware import thread_environment
 
+    os.environ.update(thread_environment())  # before any command loads torch
     # Commands show their own progress; models come from local folders only.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

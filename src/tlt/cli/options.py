@@ -14,7 +14,11 @@ from rich.table import Table
 if TYPE_CHECKING:
     from tlt.observe.report import RunView
 
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
+Compute = Annotated[
+    Literal["auto", "float32", "bfloat16"],
+    typer.Option(help="Dtype of matrix products; auto: bfloat16 where the processor has it."),
+]
 
 
 def require_plots() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tlt.cli.options import Dtype, result_table
+from tlt.cli.options import Compute, Dtype, result_table
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -36,10 +36,12 @@ def sft(
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
     budget_minutes: Annotated[float, typer.Option(help="Stop after this long.")] = math.inf,
     dtype: Dtype = "bfloat16",
+    compute: Compute = "auto",
     seed: Annotated[int, typer.Option(help="Seed of problems and training.")] = 0,
 ) -> None:
     """Teach a model to solve a task in written-out steps, as a start for RL."""
     from tlt.config.load import apply_overrides
+    from tlt.hardware import compute_dtype
     from tlt.learner.sft import SftSettings, SftStep
     from tlt.run.sft import train_policy
 
@@ -60,7 +62,9 @@ def sft(
             sizes=_sizes(sizes),
             parameters=apply_overrides({}, parameter or []),
             dtype=dtype,
-            settings=SftSettings(steps, row_tokens, lr, 60 * budget_minutes, seed),
+            settings=SftSettings(
+                steps, row_tokens, lr, 60 * budget_minutes, seed, compute_dtype(compute)
+            ),
             on_step=note,
         )
     table = result_table(

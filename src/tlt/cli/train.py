@@ -40,9 +40,9 @@ def train(
 ) -> None:
     """Train a policy with RL: rollouts, rewards, updates, until run.num_steps."""
     from tlt.config.load import load_config
-    from tlt.config.train import TrainConfig, switched_on
+    from tlt.config.train import TrainConfig, written_out
 
-    settings = switched_on(load_config(TrainConfig, config, overrides or []))
+    settings = written_out(load_config(TrainConfig, config, overrides or []))
     console = Console()
     if check:
         from tlt.run.folder import RunFolder

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tlt.config.rollout import EngineSettings, PoolConfig
 from tlt.config.schema import Schema
+from tlt.hardware import DtypeChoice, compute_dtype
 
 
 class RunSection(Schema):
@@ -26,9 +27,10 @@ class PolicyConfig(Schema):
 
     model: str = Field(examples=["models/smollm2-sft"])
     """Folder of the policy to start from, in Hugging Face format."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the engines' weights, and of matrix products in the learner. Its own weights and the
-    optimizer are float32."""
+    dtype: DtypeChoice = "auto"
+    """Dtype of the engines' weights and of matrix products in the learner; the learner's own
+    weights and its optimizer are float32. `auto` takes bfloat16 on GPUs and on CPUs with
+    instructions for it, and float32 on other CPUs, which only emulate bfloat16."""
 
 
 class SizesConfig(Schema):
@@ -146,6 +148,18 @@ class LearnerConfig(Schema):
     """Seconds an update may take before the ranks count as hung."""
 
 
+class AlarmConfig(Schema):
+    """What happens when engines and learner disagree about the probabilities of samples."""
+
+    gap_factor: float = Field(default=4.0, gt=1)
+    """A step is alarming when its `learner/gap_mean` is more than this many times the median of the
+    20 steps before it."""
+    then: Literal["warn", "drop", "stop"] = "drop"
+    """What follows: `warn` trains on the samples all the same; `drop` makes no update of them and
+    gives the engines their weights again; `stop` ends the run. A dropped step costs one step, while
+    an update of samples that came from another policy cannot be taken back."""
+
+
 class CaptureConfig(Schema):
     """Hidden states of the policy's own passes, kept for the drafter."""
 
@@ -259,6 +273,7 @@ class TrainConfig(Schema):
     pool: PoolConfig = Field(default_factory=PoolConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    alarm: AlarmConfig = Field(default_factory=AlarmConfig)
     tlt: TltConfig = Field(default_factory=TltConfig)
     capture: CaptureConfig = Field(default_factory=CaptureConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -267,8 +282,10 @@ class TrainConfig(Schema):
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
 
 
-def switched_on(config: TrainConfig) -> TrainConfig:
-    """The settings that follow from `tlt.enabled`, written out."""
+def written_out(config: TrainConfig) -> TrainConfig:
+    """Return the settings with everything that follows from this machine and `tlt.enabled`."""
+    dtype = compute_dtype(config.policy.dtype, on_gpu=config.engine.num_gpus > 0)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
     if not config.tlt.enabled:
         return config
     engine, capture = config.engine, config.capture

@@ -48,7 +48,7 @@ def export(source: Path, target: Path, out: Path) -> dict[str, Any]:
     report = source / "report.json"
     if report.exists():
         measured = json.loads(report.read_text())
-        keep = ("data", "acceptance", "budget_minutes", "command", "versions")
+        keep = ("data", "acceptance", "budget_minutes", "provenance")
         provenance["measured"] = {key: measured[key] for key in keep if key in measured}
     out.mkdir(parents=True, exist_ok=True)
     (out / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")

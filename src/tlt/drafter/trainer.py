@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from tlt.drafter.capture import Captured, Row
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, Answers, unrolled_loss
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.hardware import compute_dtype
 
 ShouldStop = Callable[[], bool]
 MISSES_PER_ROW = 8
@@ -51,8 +52,9 @@ class TrainerSettings:
     averaged_steps: int = 1
     """Over about so many micro-steps the mean of the weights is kept: where little is learned from,
     it drafts better than the latest weights."""
-    bfloat16: bool = True
-    """Compute matrix products in bfloat16; weights and optimizer stay in float32."""
+    bfloat16: bool = field(default_factory=lambda: compute_dtype() == "bfloat16")
+    """Compute matrix products in bfloat16, by default where this CPU has instructions for it;
+    weights and optimizer stay in float32."""
     seed: int = 0
 
 
@@ -99,7 +101,8 @@ class DrafterTrainer:
 
     def follow(self, head_VH: torch.Tensor, embedding_VH: torch.Tensor) -> None:
         """Learn from this policy's head and embedding from now on."""
-        self._head_VH = head_VH.detach()
+        # Products with a bfloat16 head would be bfloat16 ones.
+        self._head_VH = head_VH.detach() if self.settings.bfloat16 else head_VH.detach().float()
         self._embedding_VH = embedding_VH.detach()
         self._use_draft_head()
 

@@ -11,12 +11,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from tlt.hardware import Dtype, compute_dtype
 from tlt.learner.packed_attention import use_packed_attention
 from tlt.packing import epochs
 
@@ -30,6 +31,8 @@ class SftSettings:
     budget_s: float = math.inf
     """Stop after this many seconds, with the learning rate brought down in time."""
     seed: int = 0
+    dtype: Dtype = field(default_factory=compute_dtype)
+    """Dtype of matrix products; by default the one that is fast on this CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def supervised_start(
 ) -> None:
     """Train `policy` (a Hugging Face causal LM in float32) in place on (token ids, prompt length).
 
-    Matrix products are computed in bfloat16; weights and optimizer stay in float32.
+    Matrix products are computed in `settings.dtype`; weights and optimizer stay in float32.
     """
     rows = epochs(
         [len(ids) for ids, _ in samples], settings.row_tokens, random.Random(settings.seed)
@@ -70,7 +73,7 @@ def supervised_start(
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * warmup_then_cosine(step, progress)
         chosen = [samples[i] for i in next(rows)]
-        loss, accuracy = _row_loss(policy, chosen)
+        loss, accuracy = _row_loss(policy, chosen, settings.dtype)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -95,7 +98,7 @@ def warmup_then_cosine(step: int, progress: float, warmup_steps: int = 20) -> fl
 
 
 def _row_loss(
-    policy: Any, samples: Sequence[tuple[Sequence[int], int]]
+    policy: Any, samples: Sequence[tuple[Sequence[int], int]], dtype: Dtype
 ) -> tuple[torch.Tensor, float]:
     device = policy.device
     lengths = [len(token_ids) for token_ids, _ in samples]
@@ -109,7 +112,7 @@ def _row_loss(
         position <= last.repeat_interleave(times)
     )
     target = ids.roll(-1)[learned]
-    with torch.autocast(device.type, torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = policy.model(
             ids[None], position_ids=position[None], segment_lengths=lengths, use_cache=False
         )

@@ -68,7 +68,10 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
         raise ConfigError(f"{plan.out} already holds a training run; choose another --out")
     started_at = time.monotonic()
     dtype = getattr(torch, plan.dtype)
+    # The states are those that the engines' weights give, computed in the trainer's dtype.
     policy = AutoModelForCausalLM.from_pretrained(plan.engine.model, dtype=dtype)
+    if not plan.trainer.bfloat16:
+        policy = policy.float()
     head = policy.get_output_embeddings().weight.detach()
     embedding = policy.get_input_embeddings().weight.detach()
     drafter = _first_drafter(plan, policy.config, head)

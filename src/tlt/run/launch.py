@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.config.train import TrainConfig, switched_on
+from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
 from tlt.drafter.buffer import BufferSettings
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import TrainerSettings
+from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
 from tlt.harvest.spot import SpotSettings
@@ -36,6 +37,7 @@ from tlt.run.learner import LearnerGroup, LearnerPlan
 from tlt.run.live import Live
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
+from tlt.run.provenance import provenance
 from tlt.run.timekeeper import NoTimekeeper, Timekeeper
 from tlt.run.train import Record, Training
 from tlt.tasks.rewards import RewardPool
@@ -53,7 +55,7 @@ def launch(
     on_record: Callable[[Record], None],
 ) -> list[Record]:
     """Run it all; the records of all steps. A wrong config raises before any engine starts."""
-    config = switched_on(config)
+    config = written_out(config)
     folder = RunFolder(Path(config.run.out))
     folder.check(config, resume)
     show("checking config, model and data", 0, 1)
@@ -68,7 +70,8 @@ def launch(
             start_ray(config.pool.num_engines)
             asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record))
         records = read(folder.metrics)
-        (folder.path / "summary.json").write_text(json.dumps(summary(records), indent=2))
+        result = summary(records) | {"provenance": provenance(command)}
+        (folder.path / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         return records
     finally:
         sinks.close()
@@ -265,6 +268,7 @@ def spot_settings(config: TrainConfig, drafter: str, untrained: bool) -> SpotSet
             lr=tlt.lr or (NEW_DRAFTER_LR if is_new else DRAFTER_LR),
             averaged_steps=NEW_AVERAGED_STEPS if is_new else AVERAGED_STEPS,
             temperature=config.sampling.temperature,
+            bfloat16=compute_dtype(on_gpu=config.engine.num_gpus > 0) == "bfloat16",
             seed=config.run.seed,
         ),
         held_out_tokens=tlt.held_out_tokens,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from tlt.hardware import thread_environment
 from tlt.harvest.coordinator import (
     Coordinator,
     CoordinatorSettings,
@@ -123,7 +124,10 @@ class RayTrainer:
     """The coordinator's handle on a trainer. Weights travel as references into Ray's store."""
 
     def __init__(self, settings: SpotSettings, place: TrainerPlace, name: str) -> None:
-        environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(max(1, len(place.cores)))}
+        environment = thread_environment() | {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(max(1, len(place.cores))),
+        }
         options = dict(place.options)
         if (gpu := options.pop("gpu", None)) is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu

@@ -1,0 +1,73 @@
+"""What this machine's processor can do, and what processes that compute are told because of it.
+
+Standard library only: asked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Set
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["bfloat16", "float32"]
+DtypeChoice = Literal["auto", "bfloat16", "float32"]
+
+BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
+"""Instructions that multiply bfloat16 matrices, on x86 and (`bf16`) on Arm."""
+
+
+def thread_environment() -> dict[str, str]:
+    """Return what a process with several OpenMP threads needs before it loads torch.
+
+    Threads of GNU OpenMP spin while they wait for each other. When another process wants one of
+    their cores, the waiting threads use up the time in which the late one could catch up
+    (`benchmarks/threads.py`). A value that the user has set wins.
+    """
+    return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0")}
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction sets that the kernel reports; empty where it reports none."""
+    return frozenset(_cpu_info("flags", "Features").split())
+
+
+def cpu_model() -> str:
+    """Return the name of the processor."""
+    return _cpu_info("model name") or "unknown"
+
+
+def _cpu_info(*keys: str) -> str:
+    """Return what the kernel says of the first core under one of these keys."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(keys)), "")
+
+
+def compute_dtype(
+    choice: DtypeChoice = "auto", *, on_gpu: bool = False, flags: Set[str] | None = None
+) -> Dtype:
+    """Return the dtype of matrix products: the chosen one, or the one that is fast here.
+
+    A CPU without bfloat16 instructions emulates bfloat16 products at a fraction of the speed of
+    float32 ones.
+    """
+    if choice != "auto":
+        return choice
+    if on_gpu:
+        return "bfloat16"
+    found = cpu_flags() if flags is None else flags
+    return "bfloat16" if BFLOAT16_FLAGS & found else "float32"
+
+
+def why_dtype(flags: Set[str]) -> str:
+    """Say in words why `auto` chooses what it chooses on a CPU with these instructions."""
+    found = sorted(BFLOAT16_FLAGS & flags)
+    if found:
+        return f"bfloat16: this CPU multiplies it ({', '.join(found)})"
+    return "float32: this CPU only emulates bfloat16"
