@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
 DrafterName = Literal["off", "ngram", "eagle3"]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
+WHOLE: frozenset[FinishReason] = frozenset({"stop", "length"})
+"""How a whole sample ends. Any other end is a fault, and the sample is generated again."""
 ShowProgress = Callable[[str, float, float], None]
 """`show(what, done, total)`: what a long piece of work is doing, and how far it is."""
 
@@ -103,6 +105,10 @@ class EngineStats:
     drafter_version: int = 0
     captured_samples: int = 0
     """Samples whose hidden states were kept for the drafter."""
+    policy_mismatches: int = 0
+    """Times the policy was not the learner's after new weights, and was loaded again."""
+    fingerprint_s: float = 0.0
+    """Seconds spent on comparing it."""
 
     @property
     def acceptance_length(self) -> float:

@@ -21,5 +21,9 @@ class EngineUnsafe(EngineError):
     """The engine runs but fails its self-test: it would sample from the wrong distribution."""
 
 
+class EngineTainted(EngineError):
+    """The engine may no longer generate from the learner's policy: it must be replaced."""
+
+
 class LearnerLost(RuntimeError):
     """A rank of the learner died, failed or hangs: all ranks must start again."""

@@ -112,6 +112,34 @@ def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -
             assert difference.mean() < 1e-5, name
 
 
+@pytest.mark.gate
+def test_samples_of_another_policy_change_nothing(tiny: Path) -> None:
+    """The made-up log-probabilities of the batch are far from the learner's own."""
+
+    async def run() -> None:
+        learner = LearnerGroup(plan(tiny))
+        try:
+            await learner.start()
+            before = await weights(learner)
+            samples = batch(0)
+            await learner.accumulate(samples, 0)
+            refused, _, _ = await learner.step(denominator(samples), max_gap=1e-3)
+            assert refused.refused
+            assert refused.sums.gap / refused.sums.learned_tokens > 1
+            after = await weights(learner)
+            assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+            await learner.accumulate(samples, 1)
+            taken, _, _ = await learner.step(denominator(samples), max_gap=100.0)
+            assert not taken.refused
+            assert taken.grad_norm == pytest.approx(refused.grad_norm, rel=1e-5)
+            after = await weights(learner)
+            assert not all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        finally:
+            await learner.stop()
+
+    asyncio.run(run())
+
+
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
     async def run() -> None:
         learner = LearnerGroup(plan(tiny))

@@ -9,7 +9,7 @@ import pytest
 
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec
-from tlt.errors import ConfigError, EngineError
+from tlt.errors import ConfigError, EngineError, EngineTainted
 from tlt.rollout.pool import RolloutPool
 
 
@@ -28,6 +28,9 @@ class FakeEngine:
         self.dead = False
         self.stopped = False
         self.refuse: Exception | None = None
+        self.refuse_weights: Exception | None = None
+        self.break_off: set[str] = set()
+        """Samples that end by an error, once."""
 
     async def start(self) -> dict[str, Any]:
         await asyncio.sleep(self.tick_s)
@@ -55,13 +58,17 @@ class FakeEngine:
             state[1] -= 1
             if state[1] <= 0:
                 del self.running[sample_id]
+                reason = "error" if sample_id in self.break_off else "stop"
+                self.break_off.discard(sample_id)
                 ended.append(
-                    Sample(sample_id, "", (0,), (), "stop", self.name, 0, 0.0, 0.0, time.time())
+                    Sample(sample_id, "", (0,), (), reason, self.name, 0, 0.0, 0.0, time.time())
                 )
         return ended
 
     async def call(self, method: str, *args: Any) -> Any:
         self.calls.append((method, args))
+        if self.refuse_weights:
+            raise self.refuse_weights
         return 0.0
 
     async def stop(self, graceful: bool) -> None:
@@ -102,6 +109,57 @@ def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
             assert sorted(map(int, ids)) == list(range(64))
             assert pool.num_restarts == 1
             assert "engine-0.1" in factory.made
+
+    asyncio.run(main())
+
+
+def test_samples_that_end_by_an_error_are_generated_again() -> None:
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+            for engine in factory.made.values():
+                engine.break_off = {"3", "7", "40"}
+            samples = [s async for s in pool.generate(request(i) for i in range(64))]
+            assert sorted(int(s.sample_id) for s in samples) == list(range(64))
+            assert {s.finish_reason for s in samples} == {"stop"}
+            assert 3 <= pool.num_broken <= 6
+            assert pool.num_restarts == 0
+
+    asyncio.run(main())
+
+
+def test_a_sample_that_always_ends_by_an_error_ends_the_rollout() -> None:
+    class Broken(set[str]):
+        def discard(self, sample_id: str) -> None:
+            pass
+
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+            for engine in factory.made.values():
+                engine.break_off = Broken({"3"})
+            async for _ in pool.generate(request(i) for i in range(8)):
+                pass
+
+    with pytest.raises(EngineError, match="sample '3' was on 5 engines that were lost or broke it"):
+        asyncio.run(main())
+
+
+def test_engines_that_end_by_themselves_say_nothing_against_the_weights() -> None:
+    """All of them: the weights stay the current ones, which their successors load."""
+    torch = pytest.importorskip("torch")
+
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+            for engine in list(factory.made.values()):
+                engine.refuse_weights = EngineTainted("not the learner's policy")
+            await pool.update_policy([("w", torch.ones(2))], version=1)
+            for engine in list(factory.made.values()):
+                engine.dead = True  # as its loop has ended
+            ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
+            assert len(ids) == 8
+            assert factory.made["engine-0.1"].calls[0][1][1] == 1
 
     asyncio.run(main())
 

@@ -144,6 +144,20 @@ def test_runs_are_compared_step_by_step(make: Run) -> None:
     assert found["steps"] == 4
 
 
+def test_samples_of_another_policy_come_first(make: Run) -> None:
+    """Also in the first step, which other findings leave out, and before slow rewards."""
+    view = look_at(make(time__reward_wait_s=9.0))
+    view.records[0] |= {"learner/gap_alarms": 1, "rollout/policy_mismatches": 2}
+    view.records[3] |= {"learner/gap_alarms": 1}
+    found = findings(view)
+    assert [f.kind for f in found[:3]] == ["gap_alarm", "policy_mismatch", "reward_bound"]
+    assert "In steps 1, 4 engines and learner disagreed" in found[0].says
+    assert "They were not trained on." in found[0].says
+    assert "In step 1 engines held another policy" in found[1].says
+    trained = replace(view, config={"alarm": {"then": "warn"}})
+    assert "They were trained on all the same." in findings(trained)[0].says
+
+
 def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         look_at(tmp_path)

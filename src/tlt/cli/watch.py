@@ -32,6 +32,11 @@ LAST_STEP = (
     ("drafter", "drafter_version", "v{:.0f}"),
 )
 
+ALARMS = {
+    "learner/gap_alarms": "engines and learner disagree about the samples of this step",
+    "rollout/policy_mismatches": "an engine held another policy than the learner's, and was mended",
+}
+
 
 def watch(
     run: Annotated[Path, typer.Argument(help="Folder of a `tlt train` in progress.")],
@@ -115,4 +120,8 @@ def _last(record: Mapping[str, float]) -> Text:
     if "reward/mean" not in record:
         return Text("no step is done yet", style="dim")
     cells = [f"{title} {form.format(record[n])}" for title, n, form in LAST_STEP if n in record]
-    return Text(f"step {record['step']:.0f}: " + ", ".join(cells))
+    text = Text(f"step {record['step']:.0f}: " + ", ".join(cells))
+    for name, says in ALARMS.items():
+        if record.get(name):
+            text.append(f"\n{says}: see `tlt doctor --run`", style="bold red")
+    return text

@@ -80,6 +80,8 @@ class UpdateReport:
     lr: float
     skipped: bool
     """The gradient was not finite: nothing was changed."""
+    refused: bool = False
+    """The gap between engines and learner was too large: nothing was changed."""
 
 
 class LearnerRank:
@@ -166,8 +168,13 @@ class LearnerRank:
                 )
             )
 
-    def step(self, denominator: float) -> UpdateReport:
-        """Divide the gradients by what the batch counts, and change the policy."""
+    def step(self, denominator: float, max_gap: float = math.inf) -> UpdateReport:
+        """Divide the gradients by what the batch counts, and change the policy.
+
+        Samples on which engines and learner disagree by more than `max_gap` change nothing.
+        """
+        sums, self._sums = self._total(self._sums), Sums()
+        refused = sums.gap > max_gap * max(1.0, sums.learned_tokens)
         gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
         grad_norm = 0.0
         if gradients:  # none when no sample of the batch taught anything
@@ -182,16 +189,15 @@ class LearnerRank:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         skipped = not math.isfinite(grad_norm)
-        if gradients and not skipped:
+        if gradients and not skipped and not refused:
             self._optimizer.step()
         self._optimizer.zero_grad()
         if self._reference is not None:
             # It never has a backward pass, which is where FSDP forgets the passes it has seen.
             self._reference.reset_iter_state()
         self.num_updates += 1
-        sums, self._sums = self._total(self._sums), Sums()
         sums.loss /= denominator
-        return UpdateReport(sums, grad_norm, lr, skipped)
+        return UpdateReport(sums, grad_norm, lr, skipped, refused)
 
     def remember_logprobs(self, rows: Sequence[Sequence[TrainSample]]) -> None:
         """Probabilities before any update of a batch that is split over several, part by part.

@@ -42,8 +42,8 @@ class Bottleneck:
 
 def findings(view: RunView) -> list[Bottleneck]:
     """Everything that stands out, what matters most first; never empty."""
-    view = _warmed_up(view)
-    found = [bottleneck for rule in RULES for bottleneck in rule(view)]
+    whole, view = view, _warmed_up(view)
+    found = [*_trust(whole), *(bottleneck for rule in RULES for bottleneck in rule(view))]
     if not found:
         shares = _shares(view)
         found = [
@@ -76,6 +76,41 @@ def _shares(view: RunView) -> dict[str, float]:
 def _mean(view: RunView, name: str) -> float:
     values = series(view.records, name)[1]
     return sum(values) / len(values) if values else 0.0
+
+
+def _trust(view: RunView) -> Iterator[Bottleneck]:
+    """Samples of another policy come before everything that is only slow."""
+    steps = _steps_with(view, "learner/gap_alarms")
+    if steps:
+        then = view.setting("alarm.then", "drop")
+        follows = "trained on all the same" if then == "warn" else "not trained on"
+        yield Bottleneck(
+            "gap_alarm",
+            f"In {steps} engines and learner disagreed about the samples' probabilities far more "
+            f"than before: the samples may come from another policy. They were {follows}.",
+            "See the log for engines that were mended or replaced in these steps. If there are "
+            "none, compare engine.engine_args with stock vLLM's, and report it.",
+            2.0,
+        )
+    steps = _steps_with(view, "rollout/policy_mismatches")
+    if steps:
+        yield Bottleneck(
+            "policy_mismatch",
+            f"In {steps} engines held another policy than the learner's after new weights. They "
+            "loaded it again before the next engine step; no sample was affected.",
+            "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
+            "report it.",
+            1.5,
+        )
+
+
+def _steps_with(view: RunView, name: str) -> str:
+    """Name the steps in which something was counted; empty when there is none."""
+    steps = [
+        f"{step:.0f}" for step, count in zip(*series(view.records, name), strict=True) if count
+    ]
+    shown = ", ".join(steps[:8]) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+    return f"step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
 
 
 def _rewards(view: RunView) -> Iterator[Bottleneck]:

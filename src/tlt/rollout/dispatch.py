@@ -107,6 +107,19 @@ class Dispatcher:
         self._changed(engine)
         return ended
 
+    def failed(self, name: str, sample_ids: Iterable[str]) -> list[str]:
+        """Requeue samples that the engine broke off; the ids of these samples."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return []
+        again = [sample_id for sample_id in sample_ids if self._owner.get(sample_id) == name]
+        for sample_id in again:
+            request = engine.outstanding.pop(sample_id)
+            engine.work_tokens -= request.work_tokens
+            self._requeue(request)
+        self._changed(engine)
+        return again
+
     def recalled(self, name: str, sample_ids: Sequence[str]) -> None:
         """The engine gave these back."""
         engine = self._engines.get(name)
@@ -196,8 +209,9 @@ class Dispatcher:
         del self._owner[request.sample_id]
         if self._attempts[request.sample_id] >= self._max_attempts:
             raise EngineError(
-                f"sample {request.sample_id!r} was on {self._max_attempts} engines that were "
-                f"lost; its prompt ({len(request.prompt_token_ids)} tokens) may be the cause"
+                f"sample {request.sample_id!r} was on {self._max_attempts} engines that were lost "
+                f"or broke it off; its prompt ({len(request.prompt_token_ids)} tokens) may be the "
+                "cause"
             )
         self._queue.appendleft(request)
 

@@ -25,8 +25,16 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, StepReport
-from tlt.errors import ConfigError, EngineError, EngineUnsafe
+from tlt.contracts import (
+    WHOLE,
+    EngineStats,
+    Sample,
+    SampleRequest,
+    SamplingSpec,
+    StepReport,
+)
+from tlt.errors import ConfigError, EngineError, EngineTainted, EngineUnsafe
+from tlt.hardware import thread_environment
 from tlt.rollout.cores import claim_cores
 from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.vllm.args import drafters, engine_args, max_draft_tokens
@@ -36,7 +44,7 @@ from tlt.speculation.policies import PolicySpec, build_policy, complete_policy
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PROCESS_ENVIRONMENT = {
+PROCESS_ENVIRONMENT = thread_environment() | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
@@ -70,6 +78,8 @@ class RolloutEngine:
         self._safe_to_sample = True
         self._asleep = False
         self._captured_samples = 0
+        self._policy_mismatches = 0
+        self._fingerprint_s = 0.0
         self._cores: tuple[int, ...] = ()
         self._thread = threading.Thread(target=self._run, name=f"tlt-{name}", daemon=True)
         self._ready: Future[dict[str, Any]] = Future()
@@ -188,9 +198,12 @@ class RolloutEngine:
                     "a policy update now would mix two policies in one sample"
                 )
             started_s = self._controller.now_s()
-            self._llm.collective_rpc("tlt_update_weights", args=(manifest, False))
+            self._load(manifest, draft=False)
             # Cached prefixes hold keys and values of the old policy.
-            self._llm.reset_prefix_cache()
+            if not self._llm.reset_prefix_cache():
+                raise EngineTainted(
+                    f"{self.name} keeps cached prefixes of the last policy: vLLM did not drop them"
+                )
             self._versions["policy"] = version
             return self._swapped(started_s)
 
@@ -203,12 +216,26 @@ class RolloutEngine:
 
         def update() -> float:
             started_s = self._controller.now_s()
-            self._llm.collective_rpc("tlt_update_weights", args=(manifest, True))
+            self._load(manifest, draft=True)
             self._versions["drafter"] = version
             self._controller.drafter_version = version
             return self._swapped(started_s)
 
         return self._command(update)
+
+    def _load(self, manifest: dict[str, Any], draft: bool) -> None:
+        """Weights into all workers, which then compare their policy with the learner's."""
+        reports = self._llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
+        self._fingerprint_s += max(report["seconds"] for report in reports)
+        differed = sorted({name for report in reports for name in report["differed"]})
+        if not differed:
+            return
+        self._policy_mismatches += 1
+        what = "a drafter swap" if draft else "a policy update"
+        text = f"after {what} its policy was not the learner's in {', '.join(differed[:3])}"
+        if any(report["still"] for report in reports):
+            raise EngineTainted(f"{self.name}: {text}, nor after loading it again")
+        logger.error("%s: %s; loaded again, no sample was affected", self.name, text)
 
     def _swapped(self, started_s: float) -> float:
         now_s = self._controller.now_s()
@@ -224,7 +251,13 @@ class RolloutEngine:
             policy_version=self._versions["policy"],
             drafter_version=self._versions["drafter"],
             captured_samples=self._captured_samples,
+            policy_mismatches=self._policy_mismatches,
+            fingerprint_s=self._fingerprint_s,
         )
+
+    def report(self) -> dict[str, Any]:
+        """What every worker says of itself now."""
+        return self._command(self._report)
 
     def take_trace(self) -> list[StepReport]:
         """What each step since the last call did."""
@@ -243,7 +276,8 @@ class RolloutEngine:
         """Forget prompts and samples seen so far, so that what follows is measured from nothing."""
 
         def forget() -> None:
-            self._llm.reset_prefix_cache()
+            if not self._llm.reset_prefix_cache():
+                raise EngineError(f"{self.name} did not forget: samples are under way")
             self._llm.collective_rpc("tlt_forget_history")
 
         self._command(forget)
@@ -295,16 +329,19 @@ class RolloutEngine:
         self._max_model_len = int(self._llm.model_config.max_model_len)
         if self.config.capture is not None:
             self._llm.collective_rpc("tlt_capture", args=(self.config.capture,))
-        return self._verify()
+        return self._report()
 
-    def _verify(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         """Refuse an engine whose plug-in is not active, and note one that cannot sample."""
-        from tlt.rollout.vllm.compat import version_supported
+        from tlt.rollout.vllm.compat import skips, version_supported
 
         speculating = self._max_draft_tokens > 0
         reports = self._llm.collective_rpc("tlt_report", args=(speculating,))
         faults = sorted({fault for report in reports for fault in report["faults"]})
         for report in reports:
+            wrong = report["policy_faults"] + report["drafter_faults"]
+            if wrong and not skips("sharing"):
+                raise EngineTainted(f"{self.name} is not what it should be: {wrong[0]}")
             if not report["plugin"]:
                 raise EngineError(
                     "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
@@ -338,9 +375,13 @@ class RolloutEngine:
                 # Still under the lock: a withdrawal must never see a request twice or not at all.
                 for request, arrived in admitted:
                     self._in_flight[request.sample_id] = (request, arrived, time.time())
-        for function, future in commands:
+        for place, (function, future) in enumerate(commands):
             try:
                 future.set_result(function())
+            except EngineTainted as error:
+                for _, left in commands[place:]:
+                    left.set_exception(error)
+                raise  # not one step more
             except Exception as error:
                 future.set_exception(error)
         for request, _ in admitted:
@@ -372,15 +413,18 @@ class RolloutEngine:
             now = time.time()
             logprobs = completion.logprobs.logprobs if request.sampling.logprobs else ()
             vllm_id = self._vllm_ids.pop(request.sample_id)
+            reason = completion.finish_reason
+            if reason not in WHOLE:
+                logger.error("%s: sample %s ended by %s", self.name, request.sample_id, reason)
             if self.config.capture is not None:
-                self._keep_states(vllm_id, request, completion.token_ids)
+                self._keep_states(vllm_id, request, completion.token_ids, reason in WHOLE)
             samples.append(
                 Sample(
                     sample_id=request.sample_id,
                     group_id=request.group_id,
                     token_ids=tuple(completion.token_ids),
                     logprobs=tuple(logprobs),
-                    finish_reason=completion.finish_reason,
+                    finish_reason=reason,
                     engine=self.name,
                     policy_version=self._versions["policy"],
                     queued_s=started - arrived,
@@ -393,10 +437,12 @@ class RolloutEngine:
                 self._finished.extend(samples)
                 self._lock.notify_all()
 
-    def _keep_states(self, vllm_id: str, request: SampleRequest, token_ids: Sequence[int]) -> None:
-        """What the engine computed over a sample, for the drafter to learn from."""
+    def _keep_states(
+        self, vllm_id: str, request: SampleRequest, token_ids: Sequence[int], whole: bool
+    ) -> None:
+        """What the engine computed over a whole sample, for the drafter to learn from."""
         text = [*request.prompt_token_ids, *token_ids]
-        sample = request.sample_id if request.rl_step is not None else None
+        sample = request.sample_id if whole and request.rl_step is not None else None
         kept = self._llm.collective_rpc(
             "tlt_keep_states", args=(vllm_id, sample, request.rl_step or 0, text)
         )

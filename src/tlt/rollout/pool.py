@@ -26,8 +26,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import EngineStats, Sample, SampleRequest
-from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
+from tlt.contracts import WHOLE, EngineStats, Sample, SampleRequest
+from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.spans import Span
 
@@ -98,6 +98,8 @@ class RolloutPool:
         self._absent: dict[str, list[Span]] = {}
         """When places in the pool were without an engine since the spans were last taken."""
         self.num_restarts = 0
+        self.num_broken = 0
+        """Samples that ended by abort or error and were generated again."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -273,7 +275,8 @@ class RolloutPool:
         calls = [handle.call(method, manifest, version) for handle in handles.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]
-        refused = [a for a in errors if not isinstance(a, EngineGone)]
+        # Engines that end by themselves are replaced: nothing is said against the weights.
+        refused = [a for a in errors if not isinstance(a, EngineGone | EngineTainted)]
         if refused and len(errors) == len(answers):
             raise refused[0]  # the weights are wrong, not the engines
         for (name, handle), answer in zip(handles.items(), answers, strict=True):
@@ -321,7 +324,7 @@ class RolloutPool:
             async with asyncio.timeout(self._config.health_timeout_s):
                 samples = await handle.take_finished()
             if samples:
-                self._deliver(name, samples)
+                await self._deliver(name, samples)
 
     async def _bring_up_to_date(self, handle: EngineHandle) -> None:
         """Load the current weights, also those that come while it loads."""
@@ -385,8 +388,15 @@ class RolloutPool:
 
     # --- carrying out decisions ---------------------------------------------------------------
 
-    def _deliver(self, name: str, samples: Sequence[Sample]) -> None:
-        by_id = {sample.sample_id: sample for sample in samples}
+    async def _deliver(self, name: str, samples: Sequence[Sample]) -> None:
+        """Hand out whole samples; those that ended otherwise start again."""
+        broken = [s.sample_id for s in samples if s.finish_reason not in WHOLE]
+        try:
+            self.num_broken += len(self._dispatcher.failed(name, broken))
+        except EngineError as poison:
+            await self._fail(poison)
+            return
+        by_id = {s.sample_id: s for s in samples if s.finish_reason in WHOLE}
         for sample_id in self._dispatcher.finished(name, by_id):
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
         self._pump()

@@ -4,7 +4,8 @@ The trainer writes one file under `/dev/shm` per version: a JSON header with the
 shape and offset of each tensor, then the raw bytes. Every engine worker of the node maps it and
 loads from there, so one copy serves them all; `manifest()` names the file, and that is all that
 travels through Ray. The writer unlinks it when the engines are done; a mapping that is still
-open keeps its pages until it closes.
+open keeps its pages until it closes. The header also holds the fingerprint of each tensor, taken
+before it was written (`fingerprint`), by which an engine shows that it computes with just these.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,10 +21,12 @@ from typing import Any
 
 import torch
 
+from tlt.rollout.fingerprint import tensor_fingerprint
+
 SHARED_DIR = Path("/dev/shm")
 PREFIX = "tlt-weights-"
 ALIGNMENT = 64
-_MAGIC = b"TLTW0001"
+_MAGIC = b"TLTW0002"
 
 
 class SharedWeights:
@@ -32,6 +36,7 @@ class SharedWeights:
         entries: list[dict[str, Any]] = []
         arrays: list[torch.Tensor] = []
         offset = 0
+        seed = secrets.randbits(31)
         for name, tensor in tensors:
             array = tensor.detach().to("cpu").contiguous()
             entries.append(
@@ -40,11 +45,12 @@ class SharedWeights:
                     "dtype": str(array.dtype).removeprefix("torch."),
                     "shape": list(array.shape),
                     "offset": offset,
+                    "fingerprint": tensor_fingerprint(array, seed),
                 }
             )
             arrays.append(array)
             offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
-        header = json.dumps(entries).encode()
+        header = json.dumps({"seed": seed, "tensors": entries}).encode()
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
         self.path = _new_path()
         self.num_bytes = start + offset
@@ -96,15 +102,8 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
     The tensors are views of the mapping: loaders must copy out of them.
     """
-    with Path(path).open("rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    if mapping[: len(_MAGIC)] != _MAGIC:
-        raise ValueError(f"{path} holds no weights of this format")
-    length = int.from_bytes(mapping[len(_MAGIC) : len(_MAGIC) + 8], "little")
-    body = len(_MAGIC) + 8
-    entries = json.loads(mapping[body : body + length])
-    start = -(-(body + length) // ALIGNMENT) * ALIGNMENT
-    for entry in entries:
+    mapping, header, start = _open(path)
+    for entry in header["tensors"]:
         dtype = getattr(torch, entry["dtype"])
         shape = entry["shape"]
         count = 1
@@ -115,6 +114,25 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry["offset"])
         yield entry["name"], flat.view(shape)
+
+
+def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, int]]]:
+    """Return the seed, and dtype and fingerprint of every tensor of a shared-memory file."""
+    _, header, _ = _open(path)
+    found = {e["name"]: (e["dtype"], e["fingerprint"]) for e in header["tensors"]}
+    return header["seed"], found
+
+
+def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
+    """Map a file: its pages, its header, and where the tensors start."""
+    with Path(path).open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if mapping[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(f"{path} holds no weights of this format")
+    body = len(_MAGIC) + 8
+    length = int.from_bytes(mapping[len(_MAGIC) : body], "little")
+    header: dict[str, Any] = json.loads(mapping[body : body + length])
+    return mapping, header, -(-(body + length) // ALIGNMENT) * ALIGNMENT
 
 
 def remove_abandoned() -> int:

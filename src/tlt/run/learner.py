@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -24,6 +25,7 @@ from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.capture import Captured
 from tlt.drafter.keeper import StateKeeper
 from tlt.errors import LearnerLost
+from tlt.hardware import thread_environment
 from tlt.learner.batch import TrainSample, rows_by_rank
 from tlt.rollout.cores import bind_process, claim_cores
 from tlt.rollout.weights import SharedWeights
@@ -122,9 +124,9 @@ class LearnerActor:
     def remember_logprobs(self, rows: Rows) -> None:
         self._rank.remember_logprobs(rows)
 
-    def step(self, denominator: float) -> tuple[UpdateReport, int, int]:
+    def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, int, int]:
         """The update's report; samples captured so far and bytes they take."""
-        report = self._rank.step(denominator)
+        report = self._rank.step(denominator, max_gap)
         if self._keeper is None:
             return report, 0, 0
         return report, self._keeper.num_kept, self._keeper.buffer.num_bytes()
@@ -206,7 +208,7 @@ class LearnerGroup:
         actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
         for rank in range(self._plan.num_ranks):
             options = dict(self._place(rank))
-            environment = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+            environment = thread_environment() | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
             if (gpu := options.pop("gpu", None)) is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = gpu
             actors = actor.options(
@@ -247,9 +249,11 @@ class LearnerGroup:
     async def forget_logprobs(self) -> None:
         await self._all("forget_logprobs")
 
-    async def step(self, denominator: float) -> tuple[UpdateReport, int, int]:
+    async def step(
+        self, denominator: float, max_gap: float = math.inf
+    ) -> tuple[UpdateReport, int, int]:
         """Report of the update, and samples and bytes captured on all nodes."""
-        reports = await self._all("step", denominator)
+        reports = await self._all("step", denominator, max_gap)
         first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
         num_bytes = sum(reports[rank][2] for rank in first.values())
         return reports[0][0], sum(kept for _, kept, _ in reports), num_bytes

@@ -24,19 +24,21 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
-from tlt.errors import LearnerLost
+from tlt.errors import EngineError, LearnerLost
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
-from tlt.observe.record import MetricsLog, StepLog
+from tlt.learner.gap import GapWatch
+from tlt.observe.record import MetricsLog, StepLog, read
 from tlt.observe.sinks import Sinks
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
@@ -50,6 +52,9 @@ from tlt.spans import Span
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward, RewardPool
 from tlt.tasks.tail import HeavyTail, length_summary
+
+if TYPE_CHECKING:
+    from tlt.learner.rank import UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +105,9 @@ class Training:
         self._log = MetricsLog(folder.metrics)
         self._lengths = StepLog(folder.lengths)
         self._weighting = Weighting(config.algorithm.mean_over, config.sampling.max_tokens)
+        self._gap = GapWatch(config.alarm.gap_factor, config.policy.dtype)
+        self._last_stats: Sequence[EngineStats] = ()
+        """What engines had done at the end of the last rollout."""
         self._version = 0
         self._captured = 0
         self._learner_restarts = 0
@@ -114,6 +122,10 @@ class Training:
         done = 0
         if resume:
             _, done = self._folder.last_checkpoint()
+            for record in read(self._folder.metrics):
+                gap = record.get("learner/gap_mean", 0.0)
+                if record["step"] <= done and gap and not record.get("learner/gap_alarms"):
+                    self._gap.observe(gap)
             await self._go_on_from(done)
         self._rewind(done if done else -1)
         if done == 0 and self._config.eval.every_steps:
@@ -146,7 +158,7 @@ class Training:
 
     async def _step(self, step: int) -> None:
         watch = Stopwatch()
-        restarts_before = self._pool.num_restarts
+        restarts_before, broken_before = self._pool.num_restarts, self._pool.num_broken
         groups = Groups(
             self._config.sampling.group_size, ADVANTAGES[self._config.algorithm.advantage]
         )
@@ -174,6 +186,7 @@ class Training:
         if every and (step % every == 0 or step == self._config.run.num_steps):
             record |= await self._evaluate(step, watch)
         record["rollout/engine_restarts"] = self._pool.num_restarts - restarts_before
+        record["rollout/broken_samples"] = self._pool.num_broken - broken_before
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         self._folder.write_samples(step, self._to_read(scored))
         lengths = [len(s.sample.token_ids) for s in scored]
@@ -332,6 +345,7 @@ class Training:
         watch.skip()
         waiting = await feeding
         reports = []
+        max_gap = self._gap.limit() if self._config.alarm.then != "warn" else math.inf
         num_updates = self._config.learner.updates_per_step
         parts: list[list[TrainSample]] = [[] for _ in range(num_updates)]
         lengths: list[list[int]] = [[] for _ in range(num_updates)]
@@ -345,13 +359,16 @@ class Training:
                 await self._learner.remember_logprobs(samples)
         for samples, own_lengths in zip(parts, lengths, strict=True):
             await self._learner.accumulate(samples, step)
-            reports.append(await self._learner.step(self._weighting.denominator(own_lengths)))
+            reports.append(
+                await self._learner.step(self._weighting.denominator(own_lengths), max_gap)
+            )
             self._version += 1
             self._show(f"step {step}: updating the policy", len(reports), num_updates)
         if num_updates > 1:
             await self._learner.forget_logprobs()
         watch.lap("update")
         updates = [report for report, _, _ in reports]
+        alarms = self._judge_gaps(step, updates)
         tokens = sum(u.sums.tokens for u in updates)
         learned = max(1.0, sum(u.sums.learned_tokens for u in updates))
         computed = sum(u.sums.computed_tokens for u in updates)
@@ -370,6 +387,7 @@ class Training:
             "learner/clipped_share": sum(u.sums.clipped_tokens for u in updates) / learned,
             "learner/capped_share": sum(u.sums.capped_tokens for u in updates) / learned,
             "learner/gap_mean": sum(u.sums.gap for u in updates) / learned,
+            "learner/gap_alarms": alarms,
             "learner/tokens": tokens,
             "learner/tokens_per_s": tokens / max(watch.seconds["update"] + streamed_s, 1e-9),
             "learner/rows": rows,
@@ -377,6 +395,26 @@ class Training:
             "learner/shared_share": 1 - computed / max(1.0, tokens),
             **(capture if self._config.capture.enabled else {}),
         }
+
+    def _judge_gaps(self, step: int, updates: Sequence[UpdateReport]) -> int:
+        """Take note of how far engines and learner are apart; how often that was alarming."""
+        limit, alarms = self._gap.limit(), 0
+        for update in updates:
+            gap = update.sums.gap / max(1.0, update.sums.learned_tokens)
+            if gap <= limit:
+                if update.sums.learned_tokens:
+                    self._gap.observe(gap)
+                continue
+            alarms += 1
+            text = (
+                f"step {step}: engines and learner differ by {gap:.2g} in the log-probability of a "
+                f"token, more than {limit:.2g}: these samples may come from another policy"
+            )
+            if self._config.alarm.then == "stop":
+                raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
+            follows = "no update was made of them" if update.refused else "trained on all the same"
+            logger.error("%s; %s (alarm.then = %r)", text, follows, self._config.alarm.then)
+        return alarms
 
     async def _sync(self) -> None:
         """The learner's policy into all engines."""
@@ -465,6 +503,8 @@ class Training:
         mean = _mean(rewards)
         rollout_s = max(watch.seconds["rollout"], 1e-9)
         past = _difference(before, after)
+        # Also what engines did between the rollouts: they took the policy of this step.
+        whole, self._last_stats = _difference(self._last_stats, after), after
         drafts, accepted, busy_s = past.drafts, past.accepted_tokens, past.busy_s
         self._harvest.alarm(past.model_drafts, past.model_accepted_tokens)
         summary = length_summary(lengths)
@@ -486,6 +526,8 @@ class Training:
                 else {}
             ),
             "rollout/idle_share": max(0.0, 1 - busy_s / (rollout_s * max(1, len(after)))),
+            "rollout/policy_mismatches": whole.policy_mismatches,
+            "rollout/fingerprint_s": whole.fingerprint_s,
             "drafter_version": max((s.drafter_version for s in after), default=0),
             **(
                 {"capture/samples": past.captured_samples}
@@ -529,6 +571,8 @@ def _difference(before: Sequence[EngineStats], after: Sequence[EngineStats]) -> 
         model_first_accepted=sum(b.model_first_accepted - a.model_first_accepted for a, b in pairs),
         busy_s=sum(b.busy_s - a.busy_s for a, b in pairs),
         captured_samples=sum(b.captured_samples - a.captured_samples for a, b in pairs),
+        policy_mismatches=sum(b.policy_mismatches - a.policy_mismatches for a, b in pairs),
+        fingerprint_s=sum(b.fingerprint_s - a.fingerprint_s for a, b in pairs),
     )
 
 

@@ -65,9 +65,28 @@ def _fix_amx() -> None:
     torch.cpu._init_amx()
 
 
+def _fix_sharing() -> None:
+    """A drafter whose head or embedding equals the policy's is given the policy's own module.
+
+    vLLM compares them when it loads the drafter and, to save memory, lets both use one module. New
+    drafter weights are then loaded into the policy. On V1 our proposer takes the drafter's modules
+    back (`proposer`); on V2 the drafter keeps every module that it has. Can go when vLLM loads
+    drafter weights into modules of the drafter only.
+    """
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    decide = utils._should_share
+
+    def should_share(eagle: Any, flag: str, draft: Any, target: Any) -> bool:
+        return draft is None and bool(decide(eagle, flag, draft, target))
+
+    utils._should_share = should_share
+
+
 FIXES = (
     Fix("expand", "sampling settings per draft token are garbage", _fix_expand),
     Fix("amx", "SIGILL in attention on very short prompts", _fix_amx),
+    Fix("sharing", "a drafter swap would write into the policy", _fix_sharing, cpu_only=False),
 )
 
 
@@ -87,6 +106,11 @@ def apply() -> None:
 
 def _skipped() -> set[str]:
     return set(filter(None, os.environ.get(SKIP_VARIABLE, "").split(",")))
+
+
+def skips(name: str) -> bool:
+    """Whether a fix or a check is left out, to show that it is needed."""
+    return name in _skipped()
 
 
 def applied() -> dict[str, bool]:
@@ -126,11 +150,61 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or "tied_head" in _skipped():
+    if not current_platform.is_cpu() or skips("tied_head"):
         return
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+# --- what a drafter has of its policy -----------------------------------------------------------
+# A drafter whose checkpoint has no embedding (or no head) uses the policy's. vLLM lets it share the
+# policy's module; here it has a copy, renewed after every update of the policy. That costs the
+# memory of one embedding, and nothing that is done to the drafter can reach the policy.
+
+
+def copy_policy_into_drafter(policy: torch.nn.Module, drafter: torch.nn.Module) -> None:
+    """Renew what the drafter's own checkpoint does not bring."""
+    if skips("sharing"):
+        return
+    borrowed = _borrowed(policy, drafter)
+    for _, theirs, own in borrowed:
+        own.weight.data.copy_(theirs.weight.data)
+    if borrowed:
+        repack_tied_heads(drafter)
+
+
+def drafter_faults(policy: torch.nn.Module, drafter: torch.nn.Module) -> list[str]:
+    """Say which tensors a drafter shares with the policy, and which of its copies are old."""
+    theirs = {p.untyped_storage().data_ptr() for p in policy.parameters() if p.numel()}
+    faults = [
+        f"the drafter's {name} is stored in the policy"
+        for name, parameter in drafter.named_parameters()
+        if parameter.numel() and parameter.untyped_storage().data_ptr() in theirs
+    ]
+    faults += [
+        f"the drafter's {name} is not the policy's"
+        for name, source, own in _borrowed(policy, drafter)
+        if not torch.equal(source.weight.data, own.weight.data)
+    ]
+    return faults
+
+
+def _borrowed(policy: Any, drafter: Any) -> list[tuple[str, Any, Any]]:
+    """Name, module of the policy and module of the drafter, of what the drafter does not bring."""
+    language = policy.get_language_model() if hasattr(policy, "get_language_model") else policy
+    pairs = [
+        ("embed_tokens", "has_own_embed_tokens", language.model, drafter.model),
+        ("lm_head", "has_own_lm_head", language, drafter),
+    ]
+    found = []
+    for name, flag, theirs, own in pairs:
+        source, target = getattr(theirs, name, None), getattr(own, name, None)
+        if source is None or target is None or getattr(drafter, flag, True):
+            continue
+        if source.weight.shape == target.weight.shape:
+            found.append((name, source, target))
+    return found
 
 
 # --- is this the vLLM we know? ------------------------------------------------------------------

@@ -14,6 +14,8 @@ cost acceptance and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
+from tlt.rollout.vllm import compat
 from tlt.rollout.vllm.upkeep import Missed, MissedInputs
 
 
@@ -45,6 +48,26 @@ class SwitchingProposer(EagleProposer):
         self._sampled_token_ids: torch.Tensor | None = None
         self._discarded: torch.Tensor | None = None
         self._input_batch: Any = None
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def _maybe_share_embeddings(self, target_language_model: Any) -> None:
+        with self._keeping(self.model.model, "embed_tokens"):
+            super()._maybe_share_embeddings(target_language_model)
+
+    def _maybe_share_lm_head(self, target_language_model: Any) -> None:
+        with self._keeping(self.model, "lm_head"):
+            super()._maybe_share_lm_head(target_language_model)
+
+    @contextmanager
+    def _keeping(self, owner: torch.nn.Module, name: str) -> Iterator[None]:
+        """Leave the drafter its own module, whatever vLLM decides meanwhile (`compat`)."""
+        own = getattr(owner, name)
+        yield
+        if not compat.skips("sharing"):
+            setattr(owner, name, own)
+
+    # --- what the runner calls in every step ----------------------------------------------------
 
     def prepare_next_token_ids_padded(
         self,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from vllm.config import set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -16,6 +19,7 @@ from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.sampler import LeanRejectionSampler
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
+from tlt.rollout.vllm.watch import PolicyWatch
 from tlt.rollout.weights import check_weights
 
 logger = logging.getLogger(__name__)
@@ -42,6 +46,31 @@ class _Adaptive:
             settings.get("ngram"),
             settings.get("drafter_state_bytes", 0),
         )
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._renew_drafter()
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        model_config = self.vllm_config.model_config  # type: ignore[attr-defined]
+        self._watch = PolicyWatch(
+            self.get_model(),  # type: ignore[attr-defined]
+            model_config.dtype,
+            whole=parallel.world_size == 1 and model_config.quantization is None,
+        )
+        self._watch.expect(Path(model_config.model))
+
+    @property
+    def _draft_model(self) -> Any:
+        """The draft model, on either of vLLM's model runners; None without one."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+        model = getattr(drafter, "model", None)
+        return model if isinstance(model, torch.nn.Module) else None
+
+    def _renew_drafter(self) -> None:
+        """Give the drafter what it has of the policy."""
+        if (drafter := self._draft_model) is not None:
+            compat.copy_policy_into_drafter(self.get_model(), drafter)  # type: ignore[attr-defined]
 
     def _look_into_history(self) -> None:
         """In an engine without a draft model, replace vLLM's n-gram proposer."""
@@ -142,17 +171,51 @@ class _Adaptive:
             "proposer": type(drafter).__name__ if drafter is not None else None,
             "sampler": type(getattr(self.model_runner, "rejection_sampler", None)).__name__,  # type: ignore[attr-defined]
             "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
+            "drafter_faults": self._drafter_faults(),
+            "policy_faults": self._watch.differing(),
+            "compared_tensors": self._watch.num_compared,
         }
 
-    def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> None:
+    def _drafter_faults(self) -> list[str]:
+        drafter = self._draft_model
+        policy = self.get_model()  # type: ignore[attr-defined]
+        return [] if drafter is None else compat.drafter_faults(policy, drafter)
+
+    def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> dict[str, Any]:
         """One whole weight update, so that no step can run between its start and its end.
 
         Checked first against the model's folder: vLLM cannot go back once it has started, and
-        weights that do not fit must change nothing.
+        weights that do not fit must change nothing. Afterwards the policy is compared with the
+        learner's; one that differs is loaded again. Returns the tensors that differed, those that
+        still do, and the seconds that this took.
         """
         config = self.vllm_config  # type: ignore[attr-defined]
         model = config.speculative_config.model if draft else config.model_config.model
         check_weights(update_info["path"], Path(model))
+        self._load(update_info, draft)
+        started_s = time.monotonic()
+        source = Path(update_info["path"])
+        differed = self._watch.differing() if draft else self._watch.expect(source)
+        if compat.skips("fingerprint"):
+            differed = []
+        still = self._mend_policy(differed) if differed else []
+        return {"differed": differed, "still": still, "seconds": time.monotonic() - started_s}
+
+    def _mend_policy(self, differed: list[str]) -> list[str]:
+        """Load the policy again from where it came; what still differs."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        try:
+            with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+                compat.begin_reload(model)
+                compat.load(model, self._watch.tensors())
+                compat.end_reload(model, self.vllm_config.model_config)  # type: ignore[attr-defined]
+            self._renew_drafter()
+            return self._watch.differing()
+        except Exception:
+            logger.exception("the policy could not be loaded again")
+            return differed
+
+    def _load(self, update_info: dict[str, Any], draft: bool) -> None:
         if draft:
             self.start_draft_weight_update()  # type: ignore[attr-defined]
         else:
@@ -160,6 +223,7 @@ class _Adaptive:
         self.update_weights(update_info)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
         if not draft:
+            self._renew_drafter()
             self._drop_states()
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,205 @@
+"""No drafter can touch the policy, and the drafter follows the policy's embedding.
+
+Every kind of drafter that vLLM would let share a module with the policy, through the calls that a
+run makes: the engine starts with it, takes other drafter weights, takes another policy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import EngineProcess
+from workloads import EngineFactory, greedy, random_prompts
+
+from tlt.contracts import SamplingSpec
+from tlt.errors import EngineError, EngineTainted
+from tlt.rollout.weights import SharedWeights
+
+pytestmark = pytest.mark.vllm
+
+GREEDY = SamplingSpec(max_tokens=24, temperature=0, ignore_eos=True)
+EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    tied: bool = False
+    draft_vocab: int | None = None
+    brings: tuple[str, ...] = ("lm_head.weight",)
+    """Which of head and embedding the drafter's checkpoint holds."""
+    model: str = "tiny"
+
+
+CASES = {
+    "fresh": Case(),  # what a run without engine.drafter starts with
+    "fresh, tied": Case(tied=True),
+    "reduced vocabulary": Case(draft_vocab=128),
+    "brings an equal embedding": Case(brings=("lm_head.weight", "embed_tokens.weight")),
+    "brings no head": Case(brings=()),
+    "SmolLM2, fresh": Case(model="smollm2"),
+    "SmolLM2, reduced vocabulary": Case(model="smollm2", draft_vocab=2048),
+}
+IN_THE_GATE = {"fresh", "fresh, tied", "reduced vocabulary", "brings no head"}
+
+
+@dataclass
+class Scene:
+    policy: Any
+    folder: Path
+    drafter: Path
+    weights: dict[str, Any]
+    """The drafter's."""
+    prompts: list[list[int]]
+
+    def expected(self) -> list[tuple[int, ...]]:
+        return greedy(self.policy, self.prompts, GREEDY.max_tokens)
+
+    def drawn(self, engine: EngineProcess) -> list[tuple[int, ...]]:
+        return [s.token_ids for s in engine.generate(self.prompts, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def scene(request: Any, tmp_path_factory: Any) -> Callable[[Case], Scene]:
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.trainer import fresh_drafter
+
+    def make(case: Case) -> Scene:
+        folder: Path = request.getfixturevalue(case.model)
+        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if case.tied:
+            policy.config.tie_word_embeddings = True
+            policy.tie_weights()
+            with torch.no_grad():  # or it would say the last token again and again
+                policy.get_input_embeddings().weight.mul_(0.05)
+                policy.model.norm.weight.mul_(20)
+            folder = tmp_path_factory.mktemp("tied")
+            policy.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(request.getfixturevalue(case.model)).save_pretrained(
+                folder
+            )
+            policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        head = policy.get_output_embeddings().weight.detach()
+        tokens = None if case.draft_vocab is None else torch.arange(case.draft_vocab)
+        out = tmp_path_factory.mktemp("drafter")
+        save_drafter(fresh_drafter(policy.config, head, tokens), out, torch.float32)
+        weights = load_file(out / "model.safetensors")
+        own = {"embed_tokens.weight": policy.get_input_embeddings().weight.detach().clone()}
+        weights = {
+            name: tensor
+            for name, tensor in (own | weights).items()
+            if name in case.brings or name not in ("lm_head.weight", "embed_tokens.weight")
+        }
+        save_file(weights, out / "model.safetensors")
+        vocab = (4, 260) if case.model == "tiny" else (100, 40_000)
+        num_prompts = 12 if case.model == "tiny" else 4
+        return Scene(policy, folder, out, weights, random_prompts(num_prompts, 8, vocab))
+
+    return make
+
+
+def changed(weights: dict[str, Any]) -> dict[str, Any]:
+    """Other weights, as training leaves them."""
+    import torch
+
+    torch.manual_seed(0)
+    return {
+        name: tensor + 0.5 * torch.randn_like(tensor) if tensor.is_floating_point() else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def swap(engine: EngineProcess, weights: dict[str, Any], version: int) -> None:
+    with SharedWeights(weights.items()) as shared:
+        engine.call("update_drafter", shared.manifest(), version)
+
+
+def start(
+    engines: EngineFactory, scene: Scene, environment: dict[str, str] | None = None
+) -> EngineProcess:
+    args = {"enforce_eager": True, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 16}
+    return engines(
+        environment,
+        model=str(scene.folder),
+        drafter=str(scene.drafter),
+        policy=EAGLE,
+        kv_cache_gib=0.2,
+        engine_args=args,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.gate] if n in IN_THE_GATE else []) for n in CASES],
+)
+def test_the_policy_stays_its_own(
+    engines: EngineFactory, scene: Callable[[Case], Scene], name: str
+) -> None:
+    import torch
+
+    made = scene(CASES[name])
+    before = made.expected()
+    engine = start(engines, made)
+    assert made.drawn(engine) == before
+    report = engine.call("report")
+    assert report["policy_faults"] == report["drafter_faults"] == []
+    assert report["compared_tensors"] >= 4 * made.policy.config.num_hidden_layers
+    swap(engine, changed(made.weights), 1)
+    assert made.drawn(engine) == before, "the drafter swap changed the policy"
+
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.policy.parameters():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    with SharedWeights(made.policy.named_parameters()) as weights:
+        engine.call("update_policy", weights.manifest(), 1)
+        after = made.expected()
+        assert after != before
+        assert made.drawn(engine) == after
+        # In the report: the drafter's copy of the embedding is the new one.
+        assert engine.call("report")["drafter_faults"] == []
+        swap(engine, made.weights, 2)
+        assert made.drawn(engine) == after
+    assert engine.stats().policy_mismatches == 0
+    engine.close()
+
+
+@pytest.mark.gate
+def test_it_is_needed_and_a_policy_that_was_changed_is_found(
+    engines: EngineFactory, scene: Callable[[Case], Scene]
+) -> None:
+    """Without the fix a swap changes the policy; the fingerprint finds and mends that."""
+    made = scene(CASES["fresh"])
+    before = made.expected()
+    unguarded = start(engines, made, {"TLT_COMPAT_SKIP": "sharing,fingerprint"})
+    swap(unguarded, changed(made.weights), 1)
+    drawn = made.drawn(unguarded)
+    assert sum(a == b for a, b in zip(drawn, before, strict=True)) == 0
+    unguarded.close()
+
+    guarded = start(engines, made, {"TLT_COMPAT_SKIP": "sharing"})
+    swap(guarded, changed(made.weights), 1)
+    assert made.drawn(guarded) == before
+    assert guarded.stats().policy_mismatches == 1
+    guarded.close()
+
+
+@pytest.mark.gate
+def test_a_policy_that_cannot_be_mended_ends_its_engine(
+    engines: EngineFactory, scene: Callable[[Case], Scene]
+) -> None:
+    """The file that it would be loaded from is gone: not one sample more."""
+    made = scene(CASES["fresh"])
+    engine = start(engines, made, {"TLT_COMPAT_SKIP": "sharing"})
+    with SharedWeights(made.policy.named_parameters()) as weights:
+        engine.call("update_policy", weights.manifest(), 1)
+    with pytest.raises(EngineTainted, match=r"not the learner's in lm_head\.weight, nor after"):
+        swap(engine, changed(made.weights), 1)
+    with pytest.raises(EngineError, match="has failed"):
+        engine.submit(made.prompts, GREEDY)
+    engine.close()
