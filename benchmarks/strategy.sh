@@ -17,7 +17,7 @@ compiled=(--engine-arg enforce_eager=false)
 "$tlt" bench rollout "${work[@]}" "${compiled[@]}" --drafter "$drafter" --engines 1 --repeats 3 \
   --mode off --mode ngram:4 --mode eagle3:1 --mode eagle3:2 --mode eagle3:3 --mode eagle3:4 \
   --mode eagle3:6 --mode published --mode adaptive --out "$out/live"
-"$tlt" bench strategy "$out/live/rollout.json" --out "$out"
+"$tlt" bench strategy "$out/live/rollout.json" --rollouts 8 --seeds 3 --out "$out"
 
 "$python" benchmarks/random_drafter.py "$drafter" models/random-eagle3
 "$tlt" bench rollout "${work[@]}" --drafter models/random-eagle3 --engines 1 --repeats 5 \

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,6 +295,107 @@ def test_hard_text_is_hard_for_longer_drafts_too() -> None:
     assert acceptance.recent_tokens(2)[0] == pytest.approx(acceptance.usual_tokens(2)[0], abs=0.2)
 
 
+def verified(acceptance: Acceptance, accepted_at: tuple[int, ...], steps: int) -> bool:
+    """Whether the text turned in any of these steps of ten drafts."""
+    made = report((Arm("eagle3", len(accepted_at)), OFF), 10, 0.1, accepted_at)
+    return sum(bool(acceptance.observe(made)) for _ in range(steps)) > 0
+
+
+def test_a_jump_replaces_the_short_memory_within_a_few_drafts() -> None:
+    acceptance = Acceptance(max_draft_tokens=4)
+    assert not verified(acceptance, (8, 6), steps=50)
+    assert verified(acceptance, (0, 0), steps=3)
+    assert acceptance.recent_tokens(2)[0] < 1.6
+    assert acceptance.usual_tokens(2)[0] > 2  # other text is still as it was
+
+
+def test_a_trial_that_does_not_fit_replaces_both_memories() -> None:
+    acceptance = Acceptance(max_draft_tokens=4, prior=0.7)
+    verified(acceptance, (1, 0), steps=150)
+    acceptance.begin()
+    verified(acceptance, (8,), steps=2)
+    assert acceptance.usual_tokens(4)[0] < 1.3
+    assert acceptance.believe_latest(ease=1.0)
+    assert acceptance.usual_tokens(4)[0] > 2.5  # nothing of the old drafts is left
+    assert acceptance.recent_tokens(4)[0] > 2.5
+
+
+def test_text_that_is_easy_for_both_drafters_is_no_news() -> None:
+    acceptance = Acceptance(max_draft_tokens=4)
+    verified(acceptance, (4, 2), steps=150)
+    acceptance.begin()
+    verified(acceptance, (8, 6), steps=2)
+    assert not acceptance.believe_latest(ease=2.0)
+    assert acceptance.believe_latest(ease=1.0)
+
+
+def test_the_long_memory_tells_the_short_one_about_rare_positions() -> None:
+    """Few drafts get to the last positions, where nearly all are accepted."""
+    acceptance = Acceptance(max_draft_tokens=12)
+    for _ in range(200):
+        easy = (3, *[2] * 11)
+        acceptance.observe(report((Arm("eagle3", 12), OFF), 10, 0.1, accepted_at=easy))
+    for _ in range(12):  # shorter drafts in the same text
+        acceptance.observe(report((Arm("eagle3", 2), OFF), 10, 0.1, accepted_at=(3, 2)))
+    acceptance.expect_other_text()
+    assert acceptance.recent_tokens(12)[0] == pytest.approx(1 + 0.3 + 11 * 0.2, rel=0.1)
+
+
+def find_again(policy: DraftPolicy, good_from: int, num_steps: int) -> int:
+    """Steps from `good_from`, when all drafters become good, until EAGLE-3 is used for good."""
+    rng, last, found_at = random.Random(0), OFF, 0
+    for step in range(num_steps):
+        arm = policy.decide(StepContext(step, 8, 0, 0, 0))
+        seconds = 0.02 + 0.0002 * 8 * last.num_draft_tokens
+        seconds += 0.001 * last.num_draft_tokens * (last.drafter == "eagle3")
+        good = step >= good_from
+        chance = {"off": 0.0, "eagle3": 0.85 * good, "ngram": 0.35 * good}[last.drafter]
+        accepted, left = [], 8
+        for _ in range(last.num_draft_tokens):
+            left = sum(rng.random() < chance for _ in range(left))
+            accepted.append(left)
+        made = report((last, arm), 8, seconds * rng.uniform(0.95, 1.05), tuple(accepted))
+        policy.observe(made)
+        if arm.drafter != "eagle3":
+            found_at = step + 1
+        last = arm
+    return found_at - good_from
+
+
+def test_what_failed_for_long_is_found_soon_after_a_jump() -> None:
+    """Beside n-grams that became good, too, and after many trials in vain."""
+    assert find_again(Adaptive(ARMS), good_from=3000, num_steps=4000) < 700
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_drafter_is_found_at_the_batch_sizes_where_it_is_best(seed: int) -> None:
+    """N-grams in large batches, EAGLE-3 in small ones, and no look at what is not in use."""
+    seconds = {OFF: [(1.0, 0.03), (64.0, 0.06)]}
+    for arm in EAGLE:
+        seconds[arm] = [(1.0, 0.034), (8.0, 0.04), (64.0, 0.12)]
+    for arm in NGRAM:
+        seconds[arm] = [(1.0, 0.031), (64.0, 0.07)]
+    accepted = {"eagle3": [0.75, 0.6, 0.45, 0.35], "ngram": [0.5, 0.3, 0.2, 0.1]}
+    table = StepTable(seconds, accepted, {})
+    policy = Adaptive(ARMS, Caution(look_every_steps=100_000))
+    work = [[300] * 64, [400] * 4]
+    made = replay(lambda run: policy, table, SCENARIOS["stationary"], work, seed)
+    large = [r.proposed.drafter for r in made.reports if r.num_decodes > 32][20:]
+    small = [r.proposed.drafter for r in made.reports if r.num_decodes <= 4][40:]
+    assert large.count("ngram") > 0.8 * len(large)
+    assert small.count("eagle3") > 0.9 * len(small)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_long_draft_that_costs_no_more_is_found(seed: int) -> None:
+    """At batch size 1 the longer drafts take as long as the shorter ones. Only a trial shows it."""
+    table = published_h100()
+    policy = Adaptive(list(table.seconds))
+    made = replay(lambda run: policy, table, SCENARIOS["stationary"], [[6000]], seed)
+    used = [r.proposed.num_draft_tokens for r in made.reports]
+    assert used.count(64) > 0.5 * len(used)
+
+
 def test_as_fast_as_the_best_arm_where_text_and_machine_change() -> None:
     """Rollouts of seconds, requests that turn hard in the middle, a host that slows down and a new
     drafter every time: what misleads a policy that compares what it saw at different moments."""
@@ -408,6 +510,40 @@ def test_a_table_is_learned_from_reports() -> None:
 
 def fixed(arm: Arm) -> dict[str, object]:
     return {"kind": "fixed", "drafter": arm.drafter, "num_draft_tokens": arm.num_draft_tokens}
+
+
+@pytest.mark.parametrize("make", [recorded, published_h100])
+def test_a_replay_accepts_as_many_tokens_as_the_oracle_expects(
+    make: Callable[[], StepTable],
+) -> None:
+    table = make()
+    for arm in table.seconds:
+        made = replay(lambda run, arm=arm: Fixed(arm), table, lambda p: 1.0, [[9000] * 16], seed=0)
+        steady = [r for r in made.reports if r.verified == arm and r.num_decodes == 16]
+        gained = sum(r.num_decodes + r.num_accepted_tokens for r in steady)
+        decodes = sum(r.num_decodes for r in steady)
+        assert gained / decodes == pytest.approx(table.tokens(arm, 1.0), rel=0.02), arm
+
+
+def test_rates_that_rise_with_the_position_are_refused_by_the_table() -> None:
+    table = StepTable({OFF: [(1.0, 0.01)]}, {"eagle3": [0.5, 0.2, 0.3]}, {})
+    assert table.accepted == {"eagle3": [0.5, 0.2, 0.2]}
+
+
+def test_by_the_same_seed_every_policy_drafts_the_same_text() -> None:
+    """Two strategies that draft alike from some token on are equally lucky from there on."""
+    table, arm = recorded(), Arm("eagle3", 4)
+
+    class LateStart(Fixed):
+        def decide(self, context: StepContext) -> Arm:
+            return OFF if context.step < 7 else super().decide(context)
+
+    ends = []
+    for make in (Fixed, LateStart):
+        made = replay(lambda run, make=make: make(arm), table, lambda p: 1.0, [[600]], seed=0)
+        left = [600 - sum(r.num_output_tokens for r in made.reports[:n]) for n in range(200)]
+        ends.append([rest for rest in left if 0 < rest < 500])
+    assert len(set(ends[0]) & set(ends[1])) > 0.8 * len(set(ends[0]))
 
 
 def test_the_oracle_is_not_beaten_by_a_fixed_arm() -> None:

@@ -15,6 +15,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ class StepTable:
     """Draft tokens per token asked for."""
     verified_tokens: int = VERIFIED_TOKENS
     """Tokens a step of this hardware can verify with profit: the published policy's buckets."""
+
+    def __post_init__(self) -> None:
+        """A draft that is accepted up to a position is accepted up to those before it, too; rates
+        of different positions come from different steps and may say otherwise."""
+        falling = {drafter: list(accumulate(r, min)) for drafter, r in self.accepted.items()}
+        object.__setattr__(self, "accepted", falling)
 
     def step_s(self, batch: int, verified: Arm, proposed: Arm) -> float:
         """A step between two arms is taken to cost half of each."""
@@ -216,8 +223,12 @@ def replay(
     seed: int,
     noise: float = 0.1,
 ) -> Replayed:
-    """Decode rollouts of these response lengths one after another."""
-    rng = random.Random(seed)
+    """Decode rollouts of these response lengths one after another.
+
+    The luck of a draft belongs to the token it starts at: by the same seed, every policy drafts
+    the same text.
+    """
+    host, text = random.Random(f"{seed}/host"), random.Random(f"{seed}/text")
     run = Run(table, scenario)
     policy = make_policy(run)
     total = sum(map(sum, rollouts))
@@ -227,15 +238,17 @@ def replay(
     reports = []
     for lengths in rollouts:
         left = list(lengths)
+        luck = [[text.random() for _ in range(length)] for length in lengths]
         while left:
             run.progress = done / total
             power = scenario(run.progress)
             context = StepContext(step, len(left), 0, 0)
             proposed = policy.decide(context)
             switches += proposed != verified
-            gains, drafted, accepted_at = _verify(table, verified, len(left), power, rng)
+            points = [drawn[rest - 1] for drawn, rest in zip(luck, left, strict=True)]
+            gains, drafted, accepted_at = _verify(table, verified, points, power)
             seconds = table.step_s(len(left), verified, proposed)
-            seconds *= math.exp(rng.gauss(0, noise))
+            seconds *= math.exp(host.gauss(0, noise))
             clock_s += seconds
             output = sum(min(gain, rest) for gain, rest in zip(gains, left, strict=True))
             report = StepReport(
@@ -254,6 +267,9 @@ def replay(
             )
             policy.observe(report)
             reports.append(report)
+            luck = [
+                drawn for drawn, rest, gain in zip(luck, left, gains, strict=True) if rest > gain
+            ]
             left = [rest - gain for rest, gain in zip(left, gains, strict=True) if rest > gain]
             done += output
             verified = proposed
@@ -262,21 +278,23 @@ def replay(
 
 
 def _verify(
-    table: StepTable, arm: Arm, batch: int, power: float, rng: random.Random
+    table: StepTable, arm: Arm, points: Sequence[float], power: float
 ) -> tuple[list[int], int, list[int]]:
-    """Tokens each request gains, drafted tokens, and acceptances by position."""
+    """Tokens each request gains, drafted tokens, and acceptances by position.
+
+    A draft is accepted up to the first position whose rate is no larger than its point.
+    """
     rates = [table.rate(arm.drafter, i, power) for i in range(arm.num_draft_tokens)]
     gains = []
     accepted_at = [0] * len(rates)
-    for _ in range(batch):
-        point = rng.random()
+    for point in points:
         length = 0
         while length < len(rates) and point < rates[length]:
             accepted_at[length] += 1
             length += 1
         gains.append(1 + length)
     share = table.drafted_share.get(arm.drafter, 1.0)
-    return gains, round(batch * arm.num_draft_tokens * share), accepted_at
+    return gains, round(len(points) * arm.num_draft_tokens * share), accepted_at
 
 
 def published_h100() -> StepTable:
@@ -285,14 +303,15 @@ def published_h100() -> StepTable:
     Published: the speed-up by batch size at 16 and at 64 verified tokens, and an acceptance length
     of 4.59 before adaptation. Assumed, because it is not published: that 4.59 is the length at 64
     tokens and 4.0 that at 16, and that a plain step takes the same time up to batch 32. The time of
-    a step is then its acceptance length over its speed-up.
+    a step is then its acceptance length over its speed-up. The rates are those of two kinds of
+    text, one of them rare and always accepted, that add up to these two lengths.
     """
     speedups = {
         16: [(1, 3.22), (2, 3.08), (4, 3.01), (8, 2.73), (16, 2.67), (32, 2.48)],
         64: [(1, 3.62), (2, 3.38), (4, 2.98), (8, 2.27), (16, 1.91), (32, 1.70)],
     }
-    rates = [0.75 ** (i + 1) for i in range(16)]
-    rates += [(3.59 - sum(rates)) / 48] * 48
+    easy = (4.59 - 4.0) / 48
+    rates = [easy + (0.75 - easy) * 0.73892**i for i in range(16)] + [easy] * 48
     table: dict[Arm, list[tuple[float, float]]] = {OFF: [(1, 0.01), (32, 0.01)]}
     for length, points in speedups.items():
         gained = 1 + sum(rates[:length])

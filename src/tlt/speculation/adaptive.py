@@ -14,8 +14,9 @@ Four rules keep it calm and safe:
   whatever the model believes.
 - **Like is compared with like.** Text turns from easy to hard within a response, for all drafters
   alike. The draft length follows the text of the moment; drafters are compared over all text.
-- **News is looked at.** A new version of the drafter is soon judged by its own drafts, and what is
-  not in use is looked at from time to time, ever more rarely if it is no better.
+- **News is looked at.** A new version of the drafter is soon judged by its own drafts. A drafter
+  that is not in use is looked at from time to time, more and more rarely while it is no better and
+  nothing changes. Drafts that do not fit what is remembered replace it.
 
 There is no clock but the seconds that steps report and no random choice: the same reports give the
 same decisions.
@@ -32,7 +33,7 @@ from tlt.contracts import OFF, Arm, StepContext, StepReport
 from tlt.speculation.estimates import MAX_RATIO, Acceptance, StepTime, batch_bucket
 
 Times = Mapping[Arm, tuple[float, float]]
-"""Of every arm: seconds of a step, and their relative error."""
+"""Of every arm: seconds of a step, expected and at best."""
 Trial = Literal["look", "hope"]
 """Why an arm is tried: nobody looked at its drafter for long, or it might be the fastest."""
 PRIOR = {"eagle3": 0.7, "ngram": 0.3}
@@ -54,8 +55,9 @@ class Caution:
     first_probes_steps: float = 4.0
     """What trying may cost at a batch size that is new, or after a new drafter, in plain steps."""
     look_every_steps: int = 64
-    """Steps after which an unused drafter is looked at again, if the budget allows. Beside another
-    drafter each look in vain doubles them, up to 64 times as many."""
+    """Steps after which an unused drafter is looked at again, if the budget allows. Each look in
+    vain doubles them, up to 16 times as many beside another drafter and twice as many beside none,
+    until acceptance changes."""
     known_drafts: int = 50
     """Verified drafts after which a drafter is tried by such looks alone, beside another one."""
 
@@ -94,14 +96,11 @@ class Adaptive:
         self._looks = {drafter: _Spent() for drafter in self._lengths}
         """At drafters that are not in use; each has its own budget, so that none is starved by one
         that is no good."""
-        self._trial_gain_s = 0.0
-        """What the current trial has won over the best arm so far."""
         self._switches = 3.0
         self._best_rate = 0.0
         self._version: int | None = None
         self._steps = 0
         self._looked_at: dict[str, int] = {}
-        self._champions: dict[str, Arm] = {}
         self._vain_looks: dict[str, int] = {}
 
     def arms(self) -> frozenset[Arm]:
@@ -115,7 +114,9 @@ class Adaptive:
             elapsed_s = 0.0
         drafter = report.verified.drafter
         if drafter in self._acceptance and report.drafter_version == self._version:
-            self._acceptance[drafter].observe(report)
+            turned = self._acceptance[drafter].observe(report)
+            if turned:
+                self._vain_looks.clear()  # other drafters may do better now, too
         # A step that starts an EAGLE-3 drafter also gives it what it has missed.
         if report.proposed.drafter in ("off", report.verified.drafter):
             self._time.observe(report, steady=report.verified == report.proposed)
@@ -130,8 +131,6 @@ class Adaptive:
             cost_s = max(0.0, decoding_s) - report.num_output_tokens / self._best_rate
             account = self._looks[self._current.drafter] if self._trial == "look" else spent
             account.probes_s = max(0.0, account.probes_s + cost_s)
-            if drafter == self._current.drafter:
-                self._trial_gain_s -= cost_s
         self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
         self._steps += 1
         self._looked_at[drafter] = self._steps
@@ -154,18 +153,23 @@ class Adaptive:
             return self._current
         if context.num_prefills > context.num_decodes and self._current == OFF:
             return OFF  # the batch is still filling up: no time to try things
-        if self._trial and self._trial_gain_s > 0 and self._current != OFF:
-            # Better than what is remembered of it: things have changed, believe the newest.
-            self._acceptance[self._current.drafter].forget(weight=24.0)
-        self._trial_gain_s = 0.0
+        if self._trial and self._current.drafter not in ("off", self._settled.drafter):
+            in_use = self._acceptance.get(self._settled.drafter)
+            tried = self._acceptance[self._current.drafter]
+            if tried.believe_latest(ease=in_use.ease if in_use else 1.0):
+                self._vain_looks.clear()
         arm, trial = self._choose(num_decodes)
         if arm != self._current and self._switches >= 1:
             self._switches -= 1
+            if arm.drafter != self._current.drafter and arm != OFF:
+                self._acceptance[arm.drafter].begin()
             self._current = arm
             self._chosen_for = num_decodes
             self._trial = trial
             if not trial:
                 self._settled = arm
+            elif trial == "look":
+                self._vain_looks[arm.drafter] = self._vain_looks.get(arm.drafter, 0) + 1
             self._steps_left = self._trial_steps(arm) if trial else self._caution.dwell_steps
         elif arm == self._current:
             self._chosen_for = num_decodes
@@ -175,7 +179,7 @@ class Adaptive:
 
     def _choose(self, num_decodes: int) -> tuple[Arm, Trial | None]:
         """The best arm; or one that might be better and may be tried, and why it is."""
-        times = {arm: self._expected_s(num_decodes, arm) for arm in self._arms}
+        times = self._times(num_decodes)
         rates = {arm: self._rate(num_decodes, arm, times) for arm in self._arms}
         best = self._best(num_decodes, {arm: rate for arm, (rate, _) in rates.items()}, times)
         self._best_rate = rates[best][0]
@@ -187,12 +191,11 @@ class Adaptive:
         hopes[OFF] = rates[OFF][1] / self._best_rate
         worth = 1 + self._caution.margin
         hopeful = sorted((a for a in hopes if hopes[a] >= worth), key=lambda a: -hopes[a])
-        trials: list[tuple[Arm, Trial]] = [(arm, "look") for arm in self._overlooked()]
+        trials: list[tuple[Arm, Trial]] = []
+        trials += [(arm, "look") for arm in self._overlooked(num_decodes, times)]
         trials += [(arm, "hope") for arm in hopeful]
         for arm, trial in trials:
             if arm != best and self._may_be_tried(arm, num_decodes, rates[arm][0], trial):
-                if trial == "look":
-                    self._vain_looks[arm.drafter] = self._vain_looks.get(arm.drafter, 0) + 1
                 return arm, trial
         self._vain_looks[best.drafter] = 0
         return best, None
@@ -201,7 +204,7 @@ class Adaptive:
         """Of every drafter the length that suits the text of the moment; of these the best in usual
         text; and that one only if, at the moment, it is better than none."""
         kept, margin = self._settled, self._caution.margin
-        champions = self._champions = {
+        champions = {
             drafter: max(tried, key=lambda arm: rates[arm] * (1 + margin * (arm == kept)))
             for drafter, lengths in self._lengths.items()
             if (tried := [arm for arm in lengths if self._time.visits(num_decodes, arm) >= 1])
@@ -220,14 +223,17 @@ class Adaptive:
     def _hope(self, num_decodes: int, arm: Arm, best: Arm, times: Times) -> float:
         """How many times as fast as the best arm a draft might be.
 
-        Once a drafter is known, it is no longer tried because of hopes beside another drafter, but
-        looked at from time to time: hopes rise where the text is hard for the one in use, and such
-        text is hard for all.
+        Once the acceptance of a drafter is known, it is not tried in the hope of more acceptance
+        beside another drafter, but looked at from time to time: hopes rise where the text is hard
+        for the drafter in use, and such text is hard for all. Hopes for a shorter step remain until
+        the arm was timed at about this batch size: step times do not depend on the text.
         """
         if best != OFF and arm.drafter != best.drafter:
+            expected, hoped = self._rate(num_decodes, arm, times, usual=True)
             if self._acceptance[arm.drafter].num_verified >= self._caution.known_drafts:
-                return 0.0
-            hoped = self._rate(num_decodes, arm, times, usual=True)[1]
+                seconds, least_s = times[arm]
+                timed = self._time.visits(num_decodes, arm) >= 1
+                hoped = 0.0 if timed else expected * seconds / least_s
             return hoped / self._rate(num_decodes, best, times, usual=True)[0]
         return self._rate(num_decodes, arm, times, in_use=best)[1] / self._best_rate
 
@@ -238,15 +244,21 @@ class Adaptive:
         first_look = arm != OFF and not self._acceptance[arm.drafter].seen(arm)
         return steps if first_look else steps + 1
 
-    def _overlooked(self) -> list[Arm]:
-        """Drafters that were not looked at for long: they, or the text, may have changed."""
+    def _overlooked(self, num_decodes: int, times: Times) -> list[Arm]:
+        """Of each drafter that was not looked at for long, the length that might be best here. The
+        drafter, or the text, may have changed."""
+
+        def hoped(arm: Arm) -> float:
+            return self._rate(num_decodes, arm, times, usual=True)[1]
+
         overlooked = []
         for drafter, lengths in self._lengths.items():
             # With none in use, text that has become easy is worth looking for.
-            in_vain = min(6 if self._settled != OFF else 2, self._vain_looks.get(drafter, 0))
+            in_vain = min(4 if self._settled != OFF else 1, self._vain_looks.get(drafter, 0))
             steps = self._steps - self._looked_at.get(drafter, 0)
             if steps > self._caution.look_every_steps << in_vain:
-                overlooked.append(self._champions.get(drafter, lengths[0]))
+                num_seen = sum(self._acceptance[drafter].seen(arm) for arm in lengths)
+                overlooked.append(max(lengths[: num_seen + 1], key=hoped))
         return overlooked
 
     def _may_be_tried(self, arm: Arm, num_decodes: int, rate: float, trial: Trial) -> bool:
@@ -268,14 +280,24 @@ class Adaptive:
         first_s = self._caution.first_probes_steps * self._time.expected_s(num_decodes, 0, OFF)[0]
         return here.probes_s + cost_s <= first_s + share * here.busy_s
 
-    def _expected_s(self, num_decodes: int, arm: Arm) -> tuple[float, float]:
-        """Seconds of a step, and their relative error. The dear half of a rate, and the same in
-        whatever text."""
-        draft_tokens = 0.0
-        if arm.num_draft_tokens:
-            share = self._acceptance[arm.drafter].drafted_share
-            draft_tokens = num_decodes * arm.num_draft_tokens * share
-        return self._time.expected_s(num_decodes, draft_tokens, arm)
+    def _times(self, num_decodes: int) -> Times:
+        """The dear half of all rates, and the same in whatever text. Of an arm that was never timed
+        at any batch size, one may hope that it takes no longer than the next shorter draft."""
+        seconds, error = self._time.expected_s(num_decodes, 0, OFF)
+        times = {OFF: (seconds, seconds * (1 - 0.5 * error))}
+        for drafter, lengths in self._lengths.items():
+            shorter_s = times[OFF][0]
+            for arm in lengths:
+                share = self._acceptance[drafter].drafted_share
+                draft_tokens = num_decodes * arm.num_draft_tokens * share
+                seconds, error = self._time.expected_s(num_decodes, draft_tokens, arm)
+                least_s = seconds * (1 - 0.5 * error)
+                times[arm] = (
+                    seconds,
+                    least_s if self._time.timed(arm) else min(least_s, shorter_s),
+                )
+                shorter_s = seconds
+        return times
 
     def _rate(
         self, num_decodes: int, arm: Arm, times: Times, usual: bool = False, in_use: Arm = OFF
@@ -290,8 +312,8 @@ class Adaptive:
                 if usual
                 else acceptance.recent_tokens(arm.num_draft_tokens, in_use.num_draft_tokens)
             )
-        seconds, error = times[arm]
-        return num_decodes * gained / seconds, num_decodes * hoped / (seconds * (1 - 0.5 * error))
+        seconds, least_s = times[arm]
+        return num_decodes * gained / seconds, num_decodes * hoped / least_s
 
     def _meet_new_drafter(self, version: int) -> None:
         if self._version is not None and "eagle3" in self._acceptance:

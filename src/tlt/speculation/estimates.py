@@ -28,15 +28,21 @@ class Acceptance:
 
     Two memories. The short one follows the text, which turns from easy to hard within a response:
     it tells the lengths of one drafter apart. The long one tells drafters apart: one that was last
-    tried on easy text must not seem better than the one that has hard text to draft now.
+    tried on easy text must not seem better than the one that has hard text to draft now. What the
+    short one has seen too little of, it takes from the long one: how chances change from one
+    position to the next.
+
+    A few latest drafts tell when a memory is out of date. They replace the short one as soon as
+    they do not fit it. They replace the long one only where a trial shows it (`believe_latest`).
     """
 
-    RECENT, USUAL = 120.0, 2000.0
+    LATEST, RECENT, USUAL = 24.0, 120.0, 2000.0
     """Verified requests that are remembered."""
     OTHER_TEXT = 16.0
     """Verified requests that usual text counts for, where other requests have started."""
 
     def __init__(self, max_draft_tokens: int, prior: float = 0.3) -> None:
+        self._latest = _Chances(max_draft_tokens, self.LATEST, prior)
         self._recent = _Chances(max_draft_tokens, self.RECENT, prior)
         self._usual = _Chances(max_draft_tokens, self.USUAL, prior)
         self._verified = [0.0] * max_draft_tokens
@@ -44,24 +50,30 @@ class Acceptance:
         self._offered = 0.0
         self._drafted = 0.0
 
-    def observe(self, report: StepReport) -> None:
-        """Learn from the drafts that a step verified."""
+    def observe(self, report: StepReport) -> bool:
+        """Learn from the drafts that a step verified. Return whether the text has turned: the
+        latest drafts do not fit the short memory."""
         length = min(report.verified.num_draft_tokens, len(self._verified))
         num_requests = max(report.num_decodes, report.num_drafts)
         if length == 0 or num_requests <= 0:
-            return
+            return False
         reached = [num_requests]
         for position in range(length):
             accepted = report.accepted_at[position] if position < len(report.accepted_at) else 0
             reached.append(min(accepted, reached[-1]))
             self._verified[position] += num_requests
+        self._latest.observe(reached)
+        turned = self._latest.differs_from(self._recent)
         self._recent.observe(reached)
         self._usual.observe(reached)
+        if turned:
+            self._recent.become(self._latest, self.LATEST)
         keep = math.exp(-num_requests / self.USUAL)
         self._offered = keep * self._offered + num_requests * length
         self._drafted = keep * self._drafted + min(
             report.num_draft_tokens, num_requests * report.verified.num_draft_tokens
         )
+        return turned
 
     @property
     def num_verified(self) -> float:
@@ -73,8 +85,28 @@ class Acceptance:
 
     def forget(self, weight: float) -> None:
         """Keep the rates but trust them no more than `weight` requests: the drafter has changed."""
+        self._latest.forget(0.0)
         self._recent.forget(weight)
         self._usual.forget(weight)
+
+    @property
+    def ease(self) -> float:
+        """How much more often than usual the first draft token is accepted at the moment."""
+        return self._recent.first / self._usual.first
+
+    def begin(self) -> None:
+        """The drafter takes over: only drafts from now on count as its latest."""
+        self._latest.forget(0.0)
+
+    def believe_latest(self, ease: float) -> bool:
+        """Let the latest drafts replace both memories if they do not fit the long one. Return
+        whether they did. `ease` is that of the drafter in use: text that is easy or hard for both
+        is no news."""
+        changed = self._latest.differs_from(self._usual, ease)
+        if changed:
+            self._recent.become(self._latest, self.LATEST)
+            self._usual.become(self._latest, self.LATEST)
+        return changed
 
     def expect_other_text(self) -> None:
         """Other requests are running: usual text until they say otherwise."""
@@ -89,7 +121,7 @@ class Acceptance:
         """Tokens a request gains by a step with this draft length, in the text of the moment:
         expected, and what might be hoped for beside drafts of the length in use, which share
         their first positions, for better or worse."""
-        return self._recent.tokens(num_draft_tokens, in_use)
+        return self._recent.tokens(num_draft_tokens, in_use, self._usual.chances(num_draft_tokens))
 
     def usual_tokens(self, num_draft_tokens: int) -> tuple[float, float]:
         """The same over all text, beside other drafters."""
@@ -100,6 +132,8 @@ class _Chances:
     """Of each draft position: the chance to be accepted once those before it are."""
 
     PRIOR_WEIGHT = 6.0
+    MIN_DRAFTS, DEVIATIONS = 6.0, 3.0
+    """Drafts from which two memories are compared, and standard errors that are no chance."""
 
     def __init__(self, num_positions: int, window: float, prior: float) -> None:
         self._window = window
@@ -123,21 +157,56 @@ class _Chances:
         self._reached, self._accepted = list(other._reached), list(other._accepted)
         self.forget(weight)
 
-    def tokens(self, num_draft_tokens: int, num_given: int) -> tuple[float, float]:
+    @property
+    def first(self) -> float:
+        """Chance of the first position."""
+        weight = self._reached[0] + self.PRIOR_WEIGHT
+        return (self._accepted[0] + self.PRIOR_WEIGHT * self._prior) / weight
+
+    def differs_from(self, other: _Chances, ease: float = 1.0) -> bool:
+        """Whether the first position does not do `ease` times as well as in the other memory, by
+        more than chance explains."""
+        num, num_other = self._reached[0], other._reached[0]
+        if num < self.MIN_DRAFTS or num_other < self.MIN_DRAFTS:
+            return False
+        expected = min(0.95, max(0.05, ease * other._accepted[0] / num_other))
+        variance = expected * (1 - expected) * (1 / num + 1 / num_other)
+        return abs(self._accepted[0] / num - expected) > self.DEVIATIONS * math.sqrt(variance)
+
+    def chances(self, num_draft_tokens: int, shape: list[float] | None = None) -> list[float]:
+        """Of each position. Until it is known, a position does as the one before it, or, beside the
+        chances of a longer memory (`shape`), better or worse than it by the same odds."""
+        chances: list[float] = []
+        chance = shape[0] if shape else self._prior
+        for position in range(min(num_draft_tokens, len(self._reached))):
+            if shape and position:
+                odds = _odds(shape[position]) / _odds(shape[position - 1]) * _odds(chance)
+                chance = odds / (1 + odds)
+            weight = self._reached[position] + self.PRIOR_WEIGHT
+            chance = (self._accepted[position] + self.PRIOR_WEIGHT * chance) / weight
+            chances.append(chance)
+        return chances
+
+    def tokens(
+        self, num_draft_tokens: int, num_given: int, shape: list[float] | None = None
+    ) -> tuple[float, float]:
         """Expected, and optimistic about all but the first `num_given` positions."""
         expected = optimistic = rate = hope = 1.0
-        chance, variance = self._prior, 0.0
-        for position in range(min(num_draft_tokens, len(self._reached))):
-            weight = self._reached[position] + self.PRIOR_WEIGHT
-            # Until it is known, a position does as the one before it.
-            chance = (self._accepted[position] + self.PRIOR_WEIGHT * chance) / weight
+        variance = 0.0
+        for position, chance in enumerate(self.chances(num_draft_tokens, shape)):
             rate *= chance
             if position >= num_given:
+                weight = self._reached[position] + self.PRIOR_WEIGHT
                 variance += max(chance * (1 - chance), 0.05) / weight / max(chance, 0.05) ** 2
             hope = min(hope, rate * (1 + 1.5 * math.sqrt(variance)))
             expected += rate
             optimistic += hope
         return expected, optimistic
+
+
+def _odds(chance: float) -> float:
+    chance = min(max(chance, 0.01), 0.99)
+    return chance / (1 - chance)
 
 
 class StepTime:
@@ -172,6 +241,7 @@ class StepTime:
         self._growth = 1.0
         self._unsolved = 0
         self._cells: dict[tuple[int, Arm], _Cell] = {}
+        self._timed: set[Arm] = set()
         self._error: dict[str, float] = dict.fromkeys(["off", *self._drafters], 0.4)
         """Typical relative error of the fit alone, by drafter, where it was not corrected yet."""
 
@@ -235,6 +305,10 @@ class StepTime:
     def visits(self, num_decodes: int, arm: Arm) -> float:
         """Steps of this arm seen at about this batch size, or, counting less, at others near."""
         return sum(near * cell.weight for near, cell in self._near(num_decodes, arm))
+
+    def timed(self, arm: Arm) -> bool:
+        """Whether a step of this arm was ever seen, at any batch size."""
+        return arm in self._timed
 
     def _near(self, num_decodes: int, arm: Arm) -> Iterator[tuple[float, _Cell]]:
         bucket = batch_bucket(num_decodes)
@@ -309,6 +383,7 @@ class StepTime:
             self._growth = 1.0
 
     def _correct(self, report: StepReport, elapsed_s: float, fitted_s: float) -> None:
+        self._timed.add(report.proposed)
         key = (batch_bucket(report.num_decodes), report.proposed)
         cell = self._cells.setdefault(key, _Cell())
         if cell.weight < 1:  # the first look at a cell tells how good the fit is by itself
