@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tlt.run.provenance import provenance
+
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
 
 
@@ -88,6 +90,7 @@ def main() -> None:
         shutil.rmtree(folder)
     ratio = [f / o for f, o in zip(times["full"], times["ours"], strict=True)]
     result = {
+        "provenance": provenance(),
         "options": vars(options),
         "stall_s": times,
         "written_after_s": written,

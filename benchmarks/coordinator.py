@@ -21,6 +21,7 @@ from typing import Any
 
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings, Judged, Trained
 from tlt.harvest.leases import LeaseSettings
+from tlt.run.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "coordinator.json"
 PASS_S = 0.03
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
     found = [asyncio.run(simulate(count, options.seconds)) for count in options.workers]
-    RESULT.write_text(json.dumps(found, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance(), "rows": found}, indent=2) + "\n")
     for each in found:
         print(
             f"{each['workers']:5} workers: {each['events_per_s']:7.0f} events/s, longest pause "

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tlt.run.provenance import provenance
+
 CORE = max(os.sched_getaffinity(0))
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("target pass", "target head", "sampling", "proposer")
@@ -205,7 +207,10 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     out = RESULTS / options.out
     out.with_suffix(".json").write_text(
-        json.dumps({"options": vars(options), "results": results}, indent=1) + "\n"
+        json.dumps(
+            {"provenance": provenance(), "options": vars(options), "results": results}, indent=1
+        )
+        + "\n"
     )
     plot(results, options, out.with_suffix(".png"))
 

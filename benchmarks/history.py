@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from tlt.run.provenance import provenance
+
 RESULT = Path(__file__).parent / "results" / "history.json"
 MAX_TOKENS = 600
 
@@ -165,6 +167,7 @@ def main() -> None:
     samples = sample(options)
     per_epoch = len(samples) // options.epochs
     result: dict[str, Any] = {
+        "provenance": provenance(),
         "options": vars(options),
         "num_tokens": sum(len(response) for _, response in samples),
         "replay": {},

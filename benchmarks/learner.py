@@ -22,12 +22,13 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tlt.run.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "learner.json"
 
@@ -53,7 +54,6 @@ def main() -> None:
     from tlt.learner.batch import TrainSample, Weighting, rows_by_rank
     from tlt.learner.policy_loss import PolicyLossSettings, policy_loss
     from tlt.learner.rank import LearnerRank, RankSettings
-    from tlt.run.cluster import versions
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
@@ -159,9 +159,8 @@ def main() -> None:
 
     lengths = sorted(len(s.response_ids) for s in samples)
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "provenance": provenance(),
         "model": options.model,
-        "versions": versions(),
         "num_samples": len(samples),
         "num_tokens": num_tokens,
         "computed_tokens": sum(len(s.response_ids) for s in samples)

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tlt.run.provenance import provenance
+
 RESULT = Path(__file__).parent / "results" / "neighbour.json"
 MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
 NUM_SAMPLES = 24
@@ -171,7 +173,7 @@ def main() -> None:
     options = parser.parse_args()
     start_ray(2)
     result = asyncio.run(measure(options.rounds, options.seconds))
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
     for name, found in result.items():
         print(name, found.get("slow_down", found))
 

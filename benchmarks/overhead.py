@@ -1,29 +1,41 @@
 """What the plug-in costs: TLT's engine against bare vLLM, side by side on one core.
 
-    python benchmarks/overhead.py [--model models/smollm2-sft] [--drafter models/smollm2-eagle3]
+    tlt models smollm2 --out models/smollm2
+    python benchmarks/overhead.py [--model models/smollm2] [--drafter DRAFTER]
 
-Five engines, each in its own process on the same core, one working at a time:
+Six engines, each in its own process on the same core, one working at a time:
 
     bare+eagle3    stock vLLM, static speculative_config
     tlt+eagle3     TLT's engine, the same draft length as a fixed policy
     bare           stock vLLM, no drafter
     tlt            TLT's engine, no drafter
     tlt+idle       TLT's engine, drafter loaded, speculation off
+    tlt+capture    the same, keeping the hidden states of all samples, as harvest does
 
-Each round runs all five on the same prompts, starting with another one each time; ratios are taken
-within a round. Greedy, so that all do the same work. Writes benchmarks/results/overhead.json.
+Each round runs all of them on the same prompts, starting with another one each time; ratios are
+taken within a round. Greedy, so that all do the same work. Without --drafter, a new one with 2,048
+draft tokens, whose drafts are never accepted: that is the most verification for the least gain.
+
+At the end, what it takes to compare an engine's policy with the learner's (its fingerprint), in a
+drafter swap and in a policy update. Writes benchmarks/results/overhead.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from tlt.hardware import compute_dtype
+from tlt.run.provenance import provenance
 
 CORE = max(os.sched_getaffinity(0))
 RESULT = Path(__file__).parent / "results" / "overhead.json"
@@ -42,12 +54,17 @@ def serve(kind: str, options: argparse.Namespace, pipe: Any) -> None:
     pipe.send("ready")
     while (prompts := pipe.recv()) is not None:
         started = time.perf_counter()
-        num_tokens = run(prompts)
-        pipe.send((num_tokens, time.perf_counter() - started))
+        done = run(prompts)
+        pipe.send((done, time.perf_counter() - started))
 
 
 def common(options: argparse.Namespace) -> dict[str, Any]:
-    return {"enforce_eager": not options.compiled, "max_model_len": 512, "max_num_seqs": 32}
+    return {
+        "enforce_eager": not options.compiled,
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "dtype": compute_dtype(),
+    }
 
 
 def bare(kind: str, options: argparse.Namespace) -> Any:
@@ -96,14 +113,20 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
             policy=policy,
             max_draft_tokens=None if kind == "tlt" else options.num_draft_tokens,
             core_group=f"overhead-{kind}",
+            capture={"folder": f"{options.states}/{kind}"} if kind == "tlt+capture" else None,
             engine_args=common(options),
         )
     )
     engine.start()
     sampling = SamplingSpec(max_tokens=options.max_tokens, temperature=0, ignore_eos=True)
+    numbers = itertools.count()
 
-    def run(prompts: list[list[int]]) -> int:
-        engine.submit([SampleRequest(str(i), tuple(p), sampling) for i, p in enumerate(prompts)])
+    def run(prompts: list[list[int]] | str) -> Any:
+        if isinstance(prompts, str):
+            return fingerprint_s(engine, options, prompts)
+        engine.submit(
+            [SampleRequest(f"{next(numbers)}", tuple(p), sampling, rl_step=1) for p in prompts]
+        )
         num_tokens = num_samples = 0
         while num_samples < len(prompts):
             for sample in engine.take_finished(timeout_s=60):
@@ -114,20 +137,64 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
     return run
 
 
-KINDS = ("bare+eagle3", "tlt+eagle3", "bare", "tlt", "tlt+idle")
-COMPARED = (("tlt+eagle3", "bare+eagle3"), ("tlt", "bare"), ("tlt+idle", "bare"))
+def fingerprint_s(engine: Any, options: argparse.Namespace, method: str) -> list[float]:
+    """Seconds of several comparisons of the policy, in updates with the weights that it has."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tlt.rollout.weights import SharedWeights
+
+    folder = options.drafter if method == "update_drafter" else options.model
+    dtype = getattr(torch, compute_dtype())
+    tensors = load_file(Path(folder) / "model.safetensors")
+    seconds = []
+    with SharedWeights(
+        (name, t.to(dtype) if t.is_floating_point() else t) for name, t in tensors.items()
+    ) as weights:
+        for version in range(options.rounds + 1):
+            before_s = engine.stats().fingerprint_s
+            getattr(engine, method)(weights.manifest(), version)
+            seconds.append(engine.stats().fingerprint_s - before_s)
+    assert engine.stats().policy_mismatches == 0
+    return seconds[1:]
+
+
+def new_drafter(model: str) -> str:
+    """A drafter that knows nothing yet, as a run without one starts with."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.trainer import fresh_drafter
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    head = policy.get_output_embeddings().weight.detach()
+    drafter = fresh_drafter(policy.config, head, torch.arange(2048))
+    return str(save_drafter(drafter, Path(tempfile.mkdtemp()) / "drafter"))
+
+
+KINDS = ("bare+eagle3", "tlt+eagle3", "bare", "tlt", "tlt+idle", "tlt+capture")
+COMPARED = (
+    ("tlt+eagle3", "bare+eagle3"),
+    ("tlt", "bare"),
+    ("tlt+idle", "bare"),
+    ("tlt+capture", "tlt+idle"),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-sft")
-    parser.add_argument("--drafter", default="models/smollm2-eagle3")
+    parser.add_argument("--model", default="models/smollm2")
+    parser.add_argument("--drafter", help="Folder of an EAGLE-3 drafter; by default a new one.")
     parser.add_argument("--num-draft-tokens", type=int, default=2)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--compiled", action="store_true", help="torch.compile; slow to start")
     options = parser.parse_args()
+    drafter = options.drafter or "a new one, 2,048 draft tokens"
+    options.drafter = options.drafter or new_drafter(options.model)
+    options.states = tempfile.mkdtemp(prefix="tlt-overhead-", dir="/dev/shm")
 
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
@@ -172,10 +239,23 @@ def main() -> None:
         for name, values in ratios.items():
             low, high = min(values), max(values)
             print(f"  {name:24} {statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
+    compared_s = {}
+    for method in ("update_drafter", "update_policy"):
+        pipes["tlt+idle"].send(method)
+        compared_s[method], _ = pipes["tlt+idle"].recv()
+        print(f"fingerprint in {method}: {1e3 * statistics.median(compared_s[method]):.0f} ms")
     for pipe in pipes.values():
         pipe.send(None)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"options": vars(options), "results": results}, indent=1) + "\n")
+    shutil.rmtree(options.states)
+    del options.states
+    options.drafter = drafter
+    result = {
+        "provenance": provenance(),
+        "options": vars(options) | {"dtype": compute_dtype()},
+        "results": results,
+        "fingerprint_s": compared_s,
+    }
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

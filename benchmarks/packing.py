@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tlt.run.provenance import provenance
+
 RESULT = Path(__file__).parent / "results" / "packing.json"
 
 
@@ -127,7 +129,7 @@ def main() -> None:
             f"({min(ratio):.2f} to {max(ratio):.2f})"
         )
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

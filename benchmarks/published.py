@@ -19,6 +19,7 @@ import numpy as np
 
 from tlt.config.load import apply_overrides, check
 from tlt.contracts import Arm
+from tlt.run.provenance import provenance
 from tlt.simulate import clock
 from tlt.simulate.answer import figures, speed_ups
 from tlt.simulate.cluster import Mode, Simulation
@@ -169,36 +170,34 @@ def main() -> None:
                 )
                 print(rows[-1], flush=True)
     assumed = [{"what": each.what, "why": each.why} for each in ASSUMED]
-    RESULT.write_text(json.dumps({"assumed": assumed, "rows": rows}, indent=2) + "\n")
+    result = {"provenance": provenance(), "assumed": assumed, "rows": rows}
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
     plot(rows)
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
     from tlt.pictures import pyplot
 
-    figure, panel = pyplot.subplots(figsize=(6, 4), constrained_layout=True)
-    for colour, model in zip(("C0", "C1"), PUBLISHED, strict=True):
-        nodes = list(PUBLISHED[model])
-        panel.plot(nodes, list(PUBLISHED[model].values()), "s--", color=colour)
+    figure, panel = pyplot.subplots(figsize=(6.6, 4.4), layout="constrained", facecolor="white")
+    styles = {1: "^-", 2: "D-", 4: "o-"}
+    for colour, model in zip(("#0072b2", "#d55e00"), PUBLISHED, strict=True):
+        nodes, name = list(PUBLISHED[model]), model.split("-")[1].upper()
+        published = list(PUBLISHED[model].values())
+        panel.plot(nodes, published, "s--", color=colour, mfc="white", label=f"{name}, published")
         for parallel in ENGINE_GPUS[model]:
             own = [r for r in rows if (r["model"], r["gpus_per_engine"]) == (model, parallel)]
-            simulated = [row["simulated"] for row in own]
-            panel.plot(nodes, simulated, "o-", color=colour, alpha=0.25 + 0.75 * (parallel == 4))
-            panel.annotate(
-                f"{model.split('-')[1]}, {parallel} GPU{'s' * (parallel > 1)}",
-                (nodes[-1], simulated[-1]),
-                textcoords="offset points",
-                xytext=(6, 3 if model == MEASURED[0] else -7),
-                fontsize=8,
+            off_by = max(abs(row["off_by"]) for row in own)
+            label = f"{name}, modelled, {parallel} GPU{'s' * (parallel > 1)} an engine"
+            label += f": off by up to {off_by:.0%}"
+            panel.plot(
+                nodes, [r["simulated"] for r in own], styles[parallel], color=colour, label=label
             )
-    panel.set_xlim(right=14)
     panel.set_xscale("log", base=2)
     panel.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-    panel.set(
-        xlabel="nodes of 8 H100s",
-        ylabel="end-to-end speed-up",
-        title="simulated (solid) and published (dashed)",
-    )
+    panel.set_ylim(1, 3.9)
+    panel.set(xlabel="nodes of 8 H100s", ylabel="end-to-end speed-up")
+    panel.set_title("Modelled speed-ups of 7B depend on the GPUs an engine has")
+    panel.legend(fontsize=8, loc="upper left")
     figure.savefig(RESULT.with_suffix(".png"), dpi=120)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.observe.record import read
+from tlt.run.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "quality.json"
@@ -95,7 +96,7 @@ def main() -> None:
         value for found in runs["tlt"] for value in found["acceptance"] if math.isfinite(value)
     )
     result["runs"] = runs
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
     plot(runs, RESULT.with_suffix(".png"))
     print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=2))
 

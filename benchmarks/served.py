@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.metrics import spread
+from tlt.run.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "served.json"
 PORTS = {"plain": 8431, "drafted": 8432}
@@ -115,7 +116,7 @@ def main() -> None:
         ratios = [r["drafted"] / r["plain"] for r in found if r["at_once"] == at_once]
         result[f"speed_up_{at_once}"] = asdict(spread(ratios))
         print(at_once, "at once:", result[f"speed_up_{at_once}"])
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tlt.config.load import apply_overrides, check
+from tlt.run.provenance import provenance
 from tlt.simulate import clock
 from tlt.simulate.cluster import Mode, Simulation
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, workload_of
@@ -51,7 +52,7 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    RESULT.write_text(json.dumps(rows, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

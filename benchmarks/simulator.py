@@ -25,6 +25,7 @@ from typing import Any
 
 from tlt.config.load import apply_overrides, check
 from tlt.observe.report import RunView, look_at
+from tlt.run.provenance import provenance
 from tlt.simulate.calibrate import Calibration, calibrate, observations
 from tlt.simulate.model import PARTS, EngineModel
 from tlt.simulate.scenario import ScenarioConfig, simulate
@@ -165,7 +166,7 @@ def main() -> None:
                 "worst_error": max(errors),
             }
             print(name + kind, result[name + kind])
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
     plot(rows, RESULT.with_suffix(".png"))
 
 

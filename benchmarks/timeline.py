@@ -26,6 +26,7 @@ from typing import Any
 from tlt.bench.metrics import spread
 from tlt.observe.record import read
 from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
+from tlt.run.provenance import provenance
 from tlt.spans import Span, SpanLog
 
 ROOT = Path(__file__).parents[1]
@@ -105,7 +106,7 @@ def main() -> None:
         "share": (with_s - without_s + 1e-6 * result["noting_us"] * engine_steps) / step_s,
         "with_over_without": asdict(spread(ratios)),
     }
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 
 

@@ -14,12 +14,13 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tlt.run.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "train_rollout.json"
 
@@ -67,7 +68,7 @@ def main() -> None:
 
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig
-    from tlt.run.cluster import start_ray, versions
+    from tlt.run.cluster import start_ray
     from tlt.run.preflight import prepare
 
     config = load_config(TrainConfig, options.config, options.overrides)
@@ -76,9 +77,8 @@ def main() -> None:
     rounds = asyncio.run(_run(config, prepared, options.rounds))
     ratios = [r["loop_tokens_per_s"] / r["bare_tokens_per_s"] for r in rounds]
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "provenance": provenance(),
         "config": str(options.config),
-        "versions": versions(),
         "loop_against_bare": {
             "median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)
         },

@@ -37,8 +37,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from picture import draw
+
 from tlt.bench.metrics import spread
 from tlt.observe.record import read
+from tlt.run.provenance import provenance
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -79,8 +82,8 @@ KINDS = {
 Record = dict[str, float]
 
 
-def run(arm: str, repeat: int, options: argparse.Namespace) -> list[Record]:
-    """The records of one run's steps."""
+def run(arm: str, repeat: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run, and when it began: repeats compare runs that follow each other."""
     out = ROOT / "runs" / "e2e" / f"{options.kind}-{arm}-{repeat}"
     if not (out / "summary.json").exists():
         shutil.rmtree(out, ignore_errors=True)
@@ -91,7 +94,9 @@ def run(arm: str, repeat: int, options: argparse.Namespace) -> list[Record]:
         started_s = time.monotonic()
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         print(f"{arm} {repeat}: {(time.monotonic() - started_s) / 60:.1f} minutes", flush=True)
-    return [record for record in read(out / "metrics.jsonl") if record["step"] > 0]
+    found = figures([record for record in read(out / "metrics.jsonl") if record["step"] > 0])
+    began = json.loads((out / "versions.json").read_text())["starts"][0]["at"]
+    return {"began": began} | found
 
 
 def total(records: list[Record], name: str) -> float:
@@ -145,42 +150,6 @@ def compare(runs: dict[str, list[dict[str, Any]]], base: str) -> dict[str, Any]:
     return result
 
 
-def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    from tlt.pictures import pyplot
-
-    shown = {"hits": "share of drafts whose first token is accepted"}
-    if path.stem == "moving":
-        # A drafter that n-grams have replaced has no hits; a coin's rewards say nothing.
-        shown = {"acceptance": "tokens a request gets in a step", "rewards": "mean reward"}
-    figure, axes = pyplot.subplots(
-        1, 1 + len(shown), figsize=(4.7 * (1 + len(shown)), 4), layout="constrained"
-    )
-    arms = list(runs)
-    bars = axes[0]
-    for stage, colour in (("rollout_s", "tab:blue"), ("update_s", "tab:orange")):
-        below = [0.0] * len(arms)
-        if stage == "update_s":
-            below = [statistics.median(r["rollout_s"] for r in runs[arm]) / 60 for arm in arms]
-        height = [statistics.median(r[stage] for r in runs[arm]) / 60 for arm in arms]
-        bars.bar(arms, height, bottom=below, color=colour, label=stage.removesuffix("_s"))
-    for place, arm in enumerate(arms):
-        bars.plot([place] * len(runs[arm]), [r["step_s"] / 60 for r in runs[arm]], "k_", ms=14)
-    bars.set_ylabel("minutes")
-    bars.set_title("time of the run (dashes: each repeat)")
-    bars.legend()
-    for axis, (key, title) in zip(axes[1:], shown.items(), strict=True):
-        for arm in arms:
-            steps = list(zip(*(r[key] for r in runs[arm]), strict=False))
-            if any(any(values) for values in steps):
-                middle = [statistics.median(values) for values in steps]
-                axis.plot(range(1, len(steps) + 1), middle, label=arm)
-        axis.set_title(title)
-        axis.set_xlabel("RL step")
-        axis.legend()
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -193,23 +162,26 @@ def main() -> None:
     arms = options.arms.split(",")
     path = RESULTS / f"{options.kind}.json"
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    left_out = None
     if path.exists() and not options.anew:
         before = json.loads(path.read_text())
         if before["steps"] == options.steps and list(before["runs"]) == arms:
-            runs = before["runs"]
+            runs, left_out = before["runs"], before.get("left_out")
     for repeat in range(len(runs[arms[0]]), options.repeats):
         turn = repeat % len(arms)
         for arm in arms[turn:] + arms[:turn]:
-            runs[arm].append(figures(run(arm, repeat, options)))
+            runs[arm].append(run(arm, repeat, options))
         RESULTS.mkdir(parents=True, exist_ok=True)
         result = {
+            "provenance": provenance(),
             "steps": options.steps,
             "repeats": repeat + 1,
+            "left_out": left_out,  # written by hand: {"repeats": [0], "why": "..."}
             "speed_up": compare(runs, arms[0]),
             "runs": runs,
         }
         path.write_text(json.dumps(result, indent=2) + "\n")
-        plot(runs, path.with_suffix(".png"))
+        draw(options.kind, result, path.with_suffix(".png"))
     for arm, found in compare(runs, arms[0]).items():
         cells = [
             f"{name} {s['median']:.2f}x ({s['low']:.2f}-{s['high']:.2f})"

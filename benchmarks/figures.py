@@ -1,0 +1,172 @@
+"""Render the measurements stated in the documentation from the results under benchmarks/results.
+
+    python benchmarks/figures.py             rewrite README.md, docs/*.md and benchmarks/README.md
+    python benchmarks/figures.py --check     list what disagrees with the results, and exit with 1
+
+A figure within a sentence stands between two comments, a table between two lines:
+
+    TLT is <!--=e2e.tail.tlt-->1.60x and 1.79x<!--/--> as fast.
+
+    <!-- table: e2e.tail -->
+    ...
+    <!-- /table -->
+
+The names are declared in benchmarks/registry, grouped by result file. `strays` finds text that
+looks like a measurement and is not rendered; numbers that are settings or published elsewhere and
+look the same are listed in `GIVEN`, with their source. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from registry import Results, UnknownFigure, render
+
+ROOT = Path(__file__).parents[1]
+MARKED = re.compile(
+    r"<!--=(?P<figure>[^\s>]+)-->(?P<stated>(?:(?!<!--).)*)<!--/-->"
+    r"|<!-- table: (?P<table>\S+) -->\n(?P<rows>(?:(?!<!--).)*)<!-- /table -->",
+    re.S,
+)
+OPENED = re.compile(r"<!--=|<!-- table:")
+FENCED = re.compile(r"^```.*?^```", re.S | re.M)
+
+MEASURED = re.compile(
+    r"\b\d+(?:\.\d+)?x(?!\w)"  # a speed-up
+    r"|\b\d[\d,.]* (?:ms|µs|microseconds|MiB|tokens/s|tokens a (?:second|step)|events a second)\b"
+    r"|\bp = 0\.\d+"
+    r"|\(\d+\.\d+(?: to |-)\d+\.\d+"  # a range
+    r"|\b(?:\d+|half an?|two|three|four|five|ten|twenty) (?:minutes?|hours?)\b"
+    r"|\b\d+% (?:in the median|at worst|faster|slower|shorter)"
+)
+"""Text that looks like a measurement."""
+
+GIVEN = {
+    "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
+    "docs/operations.md": {
+        "above 64 MiB": "limit of observe/timeline.py",
+        "Up to 512 MiB": "limit of drafter/keeper.py",
+    },
+    "docs/scaling.md": {
+        "54 days x 24 hours": "the Llama 3 report",
+        "One every five hours": "calculated by benchmarks/volumes.py",
+    },
+    "docs/sight.md": {
+        "reaches 64 MiB": "limit of observe/timeline.py",
+        "less than 1.03x": "limit of observe/bottleneck.py",
+    },
+}
+"""Numbers that look like measurements and are not, by page, with where they come from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A place where the text is not what the results say, or where nothing says so."""
+
+    page: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.what}"
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Return the pages whose figures are rendered."""
+    return [root / "README.md", root / "benchmarks" / "README.md", *sorted(root.glob("docs/*.md"))]
+
+
+def rendered(text: str, page: str, results: Results) -> tuple[str, list[Difference]]:
+    """Return a page with every figure as the results have it, and where that changed the text."""
+    differences = []
+    code = [found.span() for found in FENCED.finditer(text)]
+    parts, end = [], 0
+    for found in MARKED.finditer(text):
+        if any(begin <= found.start() < stop for begin, stop in code):
+            continue
+        line = text.count("\n", 0, found.start()) + 1
+        name = found["figure"] or found["table"]
+        stated = found["stated"] if found["figure"] else found["rows"]
+        try:
+            made = render(name, results)
+        except UnknownFigure as error:
+            made = stated
+            differences.append(Difference(page, line, str(error)))
+        if found["table"]:
+            made = f"\n{made.strip()}\n\n" if made is not stated else stated
+        elif text[text.rfind("\n", 0, found.start()) + 1 : found.start()].strip() == "":
+            # Markdown takes a line that begins with a comment for HTML, and ends the paragraph.
+            differences.append(Difference(page, line, f"{name} may not begin a line"))
+        if made != stated:
+            differences += _lines(page, line, stated, made)
+        begin, stop = found.span("stated" if found["figure"] else "rows")
+        parts += [text[end:begin], made]
+        end = stop
+    result = "".join([*parts, text[end:]])
+    differences += _unclosed(FENCED.sub("", result), page)
+    return result, differences
+
+
+def _lines(page: str, line: int, stated: str, made: str) -> Iterator[Difference]:
+    """One difference for every line of a table that differs."""
+    before, after = stated.split("\n"), made.split("\n")
+    if len(before) != len(after):
+        what = f"the table has {len(before)} lines, that from the data {len(after)}"
+        yield Difference(page, line, what)
+    for offset, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a != b:
+            here = line + offset + (len(before) > 1)
+            yield Difference(page, here, f"the text says {a!r}, the data {b!r}")
+
+
+def _unclosed(text: str, page: str) -> Iterator[Difference]:
+    for found in OPENED.finditer(MARKED.sub(lambda m: "\n" * m[0].count("\n"), text)):
+        line = text.count("\n", 0, found.start()) + 1
+        yield Difference(page, line, f"{found[0]} is not closed, or holds another marker")
+
+
+def strays(text: str, page: str) -> list[Difference]:
+    """Return what looks like a measurement outside markers, code and `GIVEN`."""
+    for pattern in (FENCED, MARKED, re.compile(r"`[^`]*`"), re.compile(r"\]\([^)]*\)")):
+        text = pattern.sub(lambda m: "\n" * m[0].count("\n"), text)
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        for given in GIVEN.get(page, {}):
+            line = line.replace(given, "")
+        found += [
+            Difference(page, number, f"{match[0]!r} is not rendered; add a marker, or to GIVEN")
+            for match in MEASURED.finditer(line)
+        ]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="rewrite nothing; 1 on differences")
+    options = parser.parse_args()
+    results = Results(ROOT / "benchmarks" / "results")
+    wrong: list[Difference] = []
+    for path in pages():
+        name, before = path.relative_to(ROOT).as_posix(), path.read_text()
+        after, differences = rendered(before, name, results)
+        if not options.check:
+            if after != before:
+                path.write_text(after)
+                print(f"rewrote {name}: {len(differences)} figures")
+            _, differences = rendered(after, name, results)  # what no rewriting mends
+        wrong += [*differences, *strays(after, name)]
+    for difference in wrong:
+        print(difference)
+    if wrong:
+        sys.exit(f"{len(wrong)} figures disagree with benchmarks/results; run `make figures`")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The adaptive strategy live and in replay (`benchmarks/strategy.sh`)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from registry.core import Doc, Rows, figures, limits, several, spread, table
+
+ADAPTIVE = "adaptive"
+BEG_MAB = ("published", "beg-mab", "beg_mab")
+"""Names that results have given to the bandit of the TLT paper."""
+SCENARIOS = {"stationary": "stays", "drifting": "drifts", "abrupt": "jumps"}
+LABELS = {ADAPTIVE: "adaptive"} | dict.fromkeys(BEG_MAB, "BEG-MAB")
+Shares = dict[str, dict[str, float]]
+
+
+def is_fixed(name: str) -> bool:
+    """Whether a strategy is one arm for the whole run, such as "off" or "eagle3:3"."""
+    return name == "off" or re.fullmatch(r"\w+:\d+", name) is not None
+
+
+def shares(d: Doc, recorded: bool) -> Shares:
+    """Throughput of an oracle's, by strategy and scenario."""
+    (rows,) = (
+        rows for name, rows in d["results"].items() if name.startswith("recorded") == recorded
+    )
+    found: Shares = {}
+    for row in rows:
+        found.setdefault(row["policy"], {})[row["scenario"]] = row["of_oracle"]
+    return found
+
+
+def beg_mab(names: Any) -> str:
+    return next(name for name in BEG_MAB if name in names)
+
+
+def best_fixed(found: Shares, scenario: str) -> str:
+    """The fixed arm that came out best, which is known only afterwards."""
+    return max(filter(is_fixed, found), key=lambda name: found[name][scenario])
+
+
+def rows_of(found: Shares) -> Rows:
+    rows = [
+        [LABELS.get(name, name), *(f"{of[scenario]:.3f}" for scenario in SCENARIOS)]
+        for name, of in found.items()
+        if not is_fixed(name)
+    ]
+    best = {scenario: best_fixed(found, scenario) for scenario in SCENARIOS}
+    cells = [f"{found[name][scenario]:.3f} (`{name}`)" for scenario, name in best.items()]
+    return [*rows, ["best fixed arm in hindsight", *cells]]
+
+
+HEAD = ["share of the oracle's throughput", *(f"acceptance {how}" for how in SCENARIOS.values())]
+
+
+@table("strategy.replay.recorded", "strategy/strategy")
+def recorded(d: Doc) -> Rows:
+    return [HEAD, *rows_of(shares(d, recorded=True))]
+
+
+@table("strategy.replay", "strategy/strategy")
+def replay(d: Doc) -> Rows:
+    made = [[f"H100: {name}", *cells] for name, *cells in rows_of(shares(d, recorded=False))]
+    mine = [[f"recorded here: {name}", *cells] for name, *cells in rows_of(shares(d, True))]
+    return [HEAD, *mine, *made]
+
+
+def above(d: Doc, other: str) -> str:
+    """In how many scenarios, on recorded step times, the adaptive strategy is faster."""
+    found = shares(d, recorded=True)
+    won = 0
+    for scenario in SCENARIOS:
+        rival = beg_mab(found) if other == "BEG-MAB" else best_fixed(found, scenario)
+        won += found[ADAPTIVE][scenario] > found[rival][scenario]
+    return f"{won} of {len(SCENARIOS)}"
+
+
+def reached(d: Doc, name: str) -> str:
+    found = shares(d, recorded=True)
+    rival = beg_mab(found) if name == "BEG-MAB" else name
+    return limits(list(found[rival].values()), "{:.3f}")
+
+
+figures(
+    "strategy.replay",
+    "strategy/strategy",
+    {
+        "adaptive": lambda d: reached(d, ADAPTIVE),
+        "beg_mab": lambda d: reached(d, "BEG-MAB"),
+        "above_beg_mab": lambda d: above(d, "BEG-MAB"),
+        "above_best_fixed": lambda d: above(d, "best fixed"),
+    }
+    | {
+        f"adaptive.{how}": lambda d, scenario=scenario: (
+            f"{shares(d, recorded=True)[ADAPTIVE][scenario]:.3f}"
+        )
+        for scenario, how in SCENARIOS.items()
+    },
+)
+
+LIVE = "strategy/live/rollout"
+
+
+def summary(d: Doc) -> dict[str, Doc]:
+    return {row["mode"]: row for row in d["summary"]}
+
+
+def against(d: Doc, mode: str, base: str) -> str:
+    """Tokens a second of a mode over those of another, repeat by repeat."""
+    runs = {(run["mode"], run["repeat"]): run["tokens_per_s"] for run in d["runs"]}
+    return several(runs[mode, r] / runs[base, r] for r in range(d["repeats"]))
+
+
+def best_live(d: Doc) -> str:
+    modes = summary(d)
+    return max(filter(is_fixed, modes), key=lambda mode: modes[mode]["speed_vs_first"]["median"])
+
+
+@table("strategy.live", LIVE)
+def live(d: Doc) -> Rows:
+    base, *modes = summary(d)
+    rows = [["strategy", f"against `{base}`", "tokens/s"]]
+    for mode in modes:
+        row = summary(d)[mode]
+        rows.append([LABELS.get(mode, f"`{mode}`"), spread(row["speed_vs_first"])])
+        rows[-1].append(f"{row['tokens_per_s']['median']:.0f}")
+    return rows
+
+
+figures(
+    "strategy.live",
+    LIVE,
+    {
+        "adaptive": lambda d: spread(summary(d)[ADAPTIVE]["speed_vs_first"]),
+        "best": lambda d: f"`{best_live(d)}`",
+        "against_best": lambda d: against(d, ADAPTIVE, best_live(d)),
+        "against_beg_mab": lambda d: against(d, ADAPTIVE, beg_mab(summary(d))),
+        "requests": lambda d: str(d["workload"]["num_requests"]),
+        "median_tokens": lambda d: str(d["workload"]["median"]),
+        "longest_tokens": lambda d: str(d["workload"]["longest"]),
+        "runs": lambda d: str(d["repeats"]),
+    },
+)
+
+for name in ("no_drafter", "random_drafter", "random_text"):
+    figures(
+        f"strategy.{name}",
+        f"strategy/{name}/rollout",
+        {
+            "adaptive": lambda d: spread(summary(d)[ADAPTIVE]["speed_vs_first"]),
+            "runs": lambda d: str(d["repeats"]),
+        },
+    )
