@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup fmt lint type docs test test-unit test-integration check bench clean
+.PHONY: setup fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
 
 setup: $(VENV)/.done
 
@@ -30,6 +30,11 @@ fmt:
 lint:
 	$(BIN)/ruff format --check src tests benchmarks docs/hooks.py
 	$(BIN)/ruff check --no-cache src tests benchmarks docs/hooks.py
+	$(BIN)/python benchmarks/figures.py --check
+
+# Rewrites the figures in README.md, docs and benchmarks/README.md from benchmarks/results.
+figures:
+	$(BIN)/python benchmarks/figures.py
 
 type:
 	$(BIN)/mypy
@@ -38,19 +43,24 @@ type:
 docs:
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Pure logic, under a minute.
+# Pure logic, under two minutes.
 test-unit:
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest tests/unit -n 2
 
-# Real engines and a real local Ray cluster. What needs one core runs twice at once, each half
-# bound to a core of its own.
-test-integration:
-	$(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
-	$(BIN)/pytest tests/integration tests/e2e -m two_cores
+# Real engines and a real local Ray cluster: one test or more of every promise. What needs one core
+# runs twice at once, each half bound to a core of its own.
+test-gate:
+	$(BIN)/pytest tests/integration tests/e2e -m "gate and not two_cores" -n 2 --dist loadfile
+	$(BIN)/pytest tests/integration tests/e2e -m "gate and two_cores"
 
-test: test-unit test-integration
+# All of them, at full size: an hour and a half on two cores without bfloat16 instructions.
+test-all:
+	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
+	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m two_cores
 
-check: lint type docs test
+# The gate, which CI runs, and everything.
+check: lint type docs test-unit test-gate
+check-all: lint type docs test-unit test-all
 
 # The committed figures; see benchmarks/README.md. Needs a quiet machine.
 bench:
@@ -62,6 +72,7 @@ bench:
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/history.py
 	$(BIN)/python benchmarks/timeline.py
 	$(BIN)/python benchmarks/coordinator.py

@@ -1,7 +1,31 @@
-"""Tests that run side by side have a core each, before torch starts its threads."""
+"""Tests that run side by side have a core each, before torch starts its threads.
+
+Limits of time follow the machine's speed (`speed`).
+"""
 
 import os
+
+import pytest
+
+from speed import limit, slowness
+
+TIMEOUT_S = 900.0
+"""No test may take longer, on a machine of the slowest kind meant."""
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     _cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {_cores[int(worker.removeprefix("gw")) % len(_cores)]})
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    slowness()  # before anything else uses the machine
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"limits of time x {slowness():.1f}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(limit(TIMEOUT_S)))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from speed import limit
+
 TLT = [sys.executable, "-m", "tlt"]
 
 
@@ -20,19 +22,21 @@ def tlt(command: str, cwd: Path, check: bool = True) -> subprocess.CompletedProc
         capture_output=True,
         text=True,
         env=environment,
-        timeout=600,
+        timeout=limit(600),
     )
     if check:
         assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
+@pytest.mark.gate
 def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
     done = tlt("models tiny --hidden-size 100", tmp_path, check=False)
     assert done.returncode == 2
     assert done.stderr.strip() == "error: --hidden-size 100 is not a multiple of 64; e.g. 128"
 
 
+@pytest.mark.gate
 @pytest.mark.vllm
 def test_doctor(tmp_path: Path) -> None:
     done = tlt("doctor", tmp_path)

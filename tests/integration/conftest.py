@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,22 @@ from engine_process import EngineProcess
 from workloads import TINY_ARGS, EngineFactory
 
 from tlt.config.rollout import EngineConfig
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that all workers of pytest-xdist have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@contextmanager
+def made_once(path: Path) -> Iterator[bool]:
+    """Let one worker make what all of them use; whether it is still missing."""
+    done = path.with_suffix(".done")
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield not done.exists()
+        done.touch()
 
 
 @pytest.fixture(scope="session")
@@ -32,16 +51,23 @@ def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from tlt.drafter.checkpoint import save_drafter
 
-    trainer = train_tiny(tiny, tiny_samples(tiny, 256), num_steps=100)
-    out = tmp_path_factory.mktemp("models") / "tiny-eagle3"
-    return save_drafter(trainer.drafter, out, torch.float32)
+    out = shared_folder(tmp_path_factory) / "tiny-eagle3"
+    with made_once(out) as missing:
+        if missing:
+            trainer = train_tiny(tiny, tiny_samples(tiny, 256), num_steps=100)
+            save_drafter(trainer.drafter, out, torch.float32)
+    return out
 
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tlt.models import smollm2
 
-    return smollm2.make(tmp_path_factory.mktemp("models") / "smollm2")
+    out = shared_folder(tmp_path_factory) / "smollm2"
+    with made_once(out) as missing:
+        if missing:
+            smollm2.make(out)
+    return out
 
 
 @pytest.fixture(scope="module")

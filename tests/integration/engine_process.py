@@ -12,6 +12,11 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
 
+# Engines are forked from a process that has imported vLLM: the import takes longer than the rest
+# of their start.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["engine_imports"])
+
 
 def _serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
     os.environ.update({"TQDM_DISABLE": "1"} | environment)
@@ -36,9 +41,8 @@ class EngineProcess:
     """A `RolloutEngine` elsewhere; any method call goes there and back."""
 
     def __init__(self, config: EngineConfig, environment: dict[str, str] | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(
             target=_serve, args=(config, environment or {}, theirs), daemon=True
         )
         self._process.start()

@@ -15,11 +15,13 @@ def test_two_steps_in_flight(tiny: Path, tiny_drafter: Path) -> None:
     import subprocess
     import sys
 
+    from speed import limit
+
     done = subprocess.run(
         [sys.executable, __file__, str(tiny), str(tiny_drafter)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limit(300),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ALL GOOD" in done.stdout

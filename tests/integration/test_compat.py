@@ -5,15 +5,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from workloads import TINY_ARGS, EngineFactory
+from workloads import TINY_ARGS, EngineFactory, greedy, random_prompts
 
+from speed import limit
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SamplingSpec
+from tlt.diagnosis import PROBE
 from tlt.errors import EngineError
+from tlt.hardware import cpu_flags
 
 pytestmark = pytest.mark.vllm
 
-PROBE = """
+FAULTS = """
 from tlt.diagnosis import _probe
 print(_probe()["faults"])
 """
@@ -27,16 +30,66 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=dict(os.environ) | environment,
-        timeout=300,
+        timeout=limit(300),
         check=False,
     )
 
 
+@pytest.mark.gate
 def test_expand_is_needed() -> None:
-    assert run(PROBE).stdout.strip() == "[]"
-    faults = run(PROBE, TLT_COMPAT_SKIP="expand").stdout
+    assert run(FAULTS).stdout.strip() == "[]"
+    faults = run(FAULTS, TLT_COMPAT_SKIP="expand").stdout
     assert "55005" in faults
     assert "standard errors" in faults
+
+
+KERNELS = {
+    # The library: what torch must say of the CPU for vLLM to choose it, and what it needs to run.
+    "_C_AVX2": ((False, False), "avx2"),
+    "_C_AVX512": ((True, False), "avx512f"),
+    "_C": ((True, True), "avx512_bf16"),
+}
+CHOOSE = """
+import torch
+torch.cpu._is_avx512_supported = lambda: {avx512}
+torch.cpu._is_avx512_bf16_supported = lambda: {bf16}
+"""
+SMALL_ENGINE = """
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.rollout.offline import generate_here
+
+config = EngineConfig(model={model!r}, kv_cache_gib=0.1, core_group="test-kernels",
+    policy={{"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 3}},
+    engine_args=dict(enforce_eager=True, dtype="float32", max_model_len=128))
+request = SampleRequest("0", {prompt}, SamplingSpec(max_tokens=32, temperature=0, ignore_eos=True))
+samples, _, report = generate_here(config, [request])
+print("FAULTS", report["faults"])
+print("TOKENS", list(samples[0].token_ids))
+loaded = [line.split("/")[-1] for line in open("/proc/self/maps") if "/vllm/_C" in line]
+print("LIBRARY", loaded[0])
+"""
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("library", KERNELS)
+def test_every_kernel_library_that_this_machine_can_load(tiny: Path, library: str) -> None:
+    """vLLM chooses one by what torch reports of the CPU; each runs the probe and an engine."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    (avx512, bf16), instructions = KERNELS[library]
+    if instructions not in cpu_flags():
+        pytest.skip(f"this CPU has no {instructions}")
+    choose = CHOOSE.format(avx512=avx512, bf16=bf16)
+    probed = run(choose + PROBE, VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+    assert '"faults": []' in probed.stdout, probed.stderr[-3000:]
+    prompt = tuple(random_prompts(1, seed=2)[0])
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    done = run(choose + SMALL_ENGINE.format(model=str(tiny), prompt=prompt))
+    assert "FAULTS []" in done.stdout, done.stderr[-3000:]
+    assert f"TOKENS {list(greedy(policy, [prompt], 32)[0])}" in done.stdout
+    assert f"LIBRARY {library}.abi3.so" in done.stdout
 
 
 SHORT_PROMPT = """
@@ -81,12 +134,14 @@ def test_layerwise_reload_is_needed(tiny: Path) -> None:
     assert "weight_loader" in done.stderr
 
 
+@pytest.mark.gate
 def test_an_engine_without_the_plug_in_is_refused(engines: EngineFactory, tiny: Path) -> None:
     engine = engines({"VLLM_PLUGINS": "none"}, begin=False, model=str(tiny))
     with pytest.raises((EngineError, ValueError), match=r"plug-in|tlt_shm"):
         engine.start()
 
 
+@pytest.mark.gate
 def test_the_supported_range() -> None:
     from tlt.rollout.vllm.compat import version_supported
 
@@ -110,6 +165,7 @@ def test_reports_of_a_healthy_engine(
     engine.close()
 
 
+@pytest.mark.gate
 def test_settings_are_checked_before_the_engine_starts() -> None:
     from tlt.errors import ConfigError
     from tlt.rollout.engine import RolloutEngine

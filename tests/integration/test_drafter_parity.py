@@ -18,6 +18,7 @@ def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from speed import limit
     from tlt.drafter.checkpoint import load_drafter
 
     out = tmp_path / "drafts.json"
@@ -25,7 +26,7 @@ def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path:
         [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=limit(300),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     recorded = json.loads(out.read_text())

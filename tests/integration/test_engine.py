@@ -10,7 +10,7 @@ from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.gate]
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 
+from speed import limit
 from tlt.contracts import SampleRequest, SamplingSpec
 
 pytestmark = pytest.mark.vllm
 
 NUM_GROUPS, GROUP_SIZE = 6, 4
-STORED_S = 30.0
+STORED_S = limit(30.0)
 
 
 @pytest.mark.parametrize("cache", ["roomy", "preempting"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from workloads import greedy, random_prompts
 
+from speed import limit
 from tlt.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
@@ -74,7 +75,7 @@ def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=limit(300),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

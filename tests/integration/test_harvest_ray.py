@@ -15,6 +15,7 @@ import psutil
 import pytest
 from workloads import TINY_ARGS, random_prompts
 
+from speed import limit
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec
 from tlt.drafter.buffer import BufferSettings, SampleBuffer
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
 ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "1"))
 LONG = 1500
-STALL_S = 60.0
+STALL_S = limit(60.0)
 """No rollout may take longer, whatever is killed: an engine's start, and all samples again."""
 
 
@@ -157,7 +158,7 @@ async def running(tiny: Path, spot: SpotSettings) -> AsyncIterator[Run]:
         harvest.policy_changed(list(embedding.items()), 1)
         run = Run(pool, harvest)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(limit(60)):
                 while (await run.metrics())["ready"] < 2:
                     await asyncio.sleep(0.2)
             yield run
@@ -186,7 +187,7 @@ def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
             assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
             assert record["harvest/faults"] == 0
             assert record["harvest/kills"] == 0
-            assert record["harvest/stop_max_s"] < 0.5
+            assert record["harvest/stop_max_s"] < limit(0.5)
             trainers = processes("ray::SpotActor")
             assert len(trainers) == 2
             cores = {cores for _, cores in run.harvest._engines.values()}
@@ -235,7 +236,7 @@ async def two_at_once_are_merged(run: Run) -> None:
     run.harvest.rollout_started(2)
     for engine in ("engine-0", "engine-1"):
         run.harvest.idle(engine)
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(limit(40)):
         while not (await run.metrics())["merges"]:
             await asyncio.sleep(0.2)
     await run.harvest.rollout_ended()

@@ -39,6 +39,7 @@ def run_modes(
     return tokens, acceptance
 
 
+@pytest.mark.gate
 def test_tiny(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
     prompts = random_prompts(64)
     sampling = SamplingSpec(max_tokens=128, temperature=0, ignore_eos=True)
@@ -55,6 +56,7 @@ def test_tiny(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
     assert acceptance["switching"] > 0.2, acceptance
 
 
+@pytest.mark.gate
 def test_tiny_ngram_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
     """The engine of a run that has no drafter yet: vLLM's n-gram method under our scheduler."""
     prompts = random_prompts(32, seed=5)

@@ -53,6 +53,7 @@ def same_prompt(count: int) -> list[SampleRequest]:
     return [SampleRequest(f"group/{index}", (5, 6, 7, 8), sampling) for index in range(count)]
 
 
+@pytest.mark.gate
 def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_drafter: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -140,6 +141,7 @@ def test_weights_reach_engines_of_other_nodes(tiny: Path, tiny_drafter: Path) ->
     assert asyncio.run(first_tokens(remote=True)) == local
 
 
+@pytest.mark.gate
 def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, tiny_drafter: Path) -> None:
     from tlt.rollout.actor import ray_spawner
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from speed import limit
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.ray
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NUM_NODES = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = limit(60.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

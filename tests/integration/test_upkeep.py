@@ -27,12 +27,14 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["roomy", "preempting"])
 def recorded(request: Any, tiny: Path, tiny_drafter: Path, tmp_path_factory: Any) -> Any:
+    from speed import limit
+
     out = tmp_path_factory.mktemp("upkeep") / "recorded.pt"
     done = subprocess.run(
         [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out), request.param],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=limit(600),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     import torch
