@@ -15,7 +15,7 @@ def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
     watch = GapWatch(4.0, "float32")
     rng = random.Random(0)
     for _ in range(5):
-        watch.observe(4.5e-7 * rng.uniform(0.5, 2))
+        watch.observe(4.5e-7 * rng.uniform(0.5, 2), watch.limit())
     assert watch.limit() == FLOOR < 1e-4
 
 
@@ -23,16 +23,25 @@ def test_the_noise_of_bfloat16_is_not_alarming() -> None:
     """Gaps of 24 steps of SmolLM2 (benchmarks/results/train/metrics.jsonl) raise none."""
     watch = GapWatch(4.0, "bfloat16")
     for gap in (0.0064, 0.0100, 0.0069, 0.0062, 0.0081, 0.0102, 0.0044, 0.0108, 0.0043, 0.0111):
-        assert gap < watch.limit()
-        watch.observe(gap)
+        assert not watch.observe(gap, watch.limit())
     assert watch.limit() < 0.04
+
+
+def test_alarms_are_counted_and_do_not_become_history() -> None:
+    watch = GapWatch(4.0, "bfloat16")
+    assert not watch.observe(0.01, watch.limit())
+    assert watch.observe(0.2, watch.limit())
+    assert watch.observe(float("nan"), watch.limit())
+    assert watch.in_a_row == 2
+    assert watch.limit() == 0.04
+    assert not watch.observe(0.02, watch.limit())
+    assert watch.in_a_row == 0
 
 
 def test_history_follows_a_policy_that_changes() -> None:
     watch = GapWatch(4.0, "bfloat16")
     gap = 0.002
     for _ in range(60):
-        assert gap < watch.limit()
-        watch.observe(gap)
+        assert not watch.observe(gap, watch.limit())
         gap *= 1.06
     assert gap > 0.06

@@ -155,9 +155,10 @@ class AlarmConfig(Schema):
     """A step is alarming when its `learner/gap_mean` is more than this many times the median of the
     20 steps before it."""
     then: Literal["warn", "drop", "stop"] = "drop"
-    """What follows: `warn` trains on the samples all the same; `drop` makes no update of them and
-    gives the engines their weights again; `stop` ends the run. A dropped step costs one step, while
-    an update of samples that came from another policy cannot be taken back."""
+    """What follows: `warn` trains on the samples all the same; `drop` makes no update of them,
+    gives the engines their weights again, and ends the run after five in a row; `stop` ends the run
+    at once. A dropped step costs one step, while an update of samples that came from another policy
+    cannot be taken back."""
 
 
 class CaptureConfig(Schema):

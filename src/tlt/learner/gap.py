@@ -18,6 +18,10 @@ FLOOR = 1e-5
 """A gap below this is never alarming: float32 kernels differ that much at times."""
 
 
+MAX_IN_A_ROW = 5
+"""So many alarming updates in a row are no accident: dropping more of them would train nothing."""
+
+
 class GapWatch:
     """Knows the gap of earlier RL steps, and from which gap on the next step is alarming."""
 
@@ -25,6 +29,12 @@ class GapWatch:
         self._factor = factor
         self._first_limit = FIRST_LIMITS[dtype]
         self._history: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._in_a_row = 0
+
+    @property
+    def in_a_row(self) -> int:
+        """Alarming updates since the last one that was not."""
+        return self._in_a_row
 
     def limit(self) -> float:
         """Return the largest gap that an update may have."""
@@ -32,6 +42,11 @@ class GapWatch:
             return self._first_limit
         return max(FLOOR, self._factor * median(self._history))
 
-    def observe(self, gap: float) -> None:
-        """Take note of a step that was not alarming."""
-        self._history.append(gap)
+    def observe(self, gap: float, limit: float) -> bool:
+        """Take note of an update's gap; whether it is above the limit that was set for it."""
+        if gap <= limit:
+            self._history.append(gap)
+            self._in_a_row = 0
+            return False
+        self._in_a_row += 1
+        return True

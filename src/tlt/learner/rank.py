@@ -174,7 +174,7 @@ class LearnerRank:
         Samples on which engines and learner disagree by more than `max_gap` change nothing.
         """
         sums, self._sums = self._total(self._sums), Sums()
-        refused = sums.gap > max_gap * max(1.0, sums.learned_tokens)
+        refused = not sums.gap <= max_gap * max(1.0, sums.learned_tokens)  # or not a number
         gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
         grad_norm = 0.0
         if gradients:  # none when no sample of the batch taught anything

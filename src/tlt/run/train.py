@@ -37,7 +37,7 @@ from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, Show
 from tlt.errors import EngineError, LearnerLost
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
-from tlt.learner.gap import GapWatch
+from tlt.learner.gap import MAX_IN_A_ROW, GapWatch
 from tlt.observe.record import MetricsLog, StepLog, read
 from tlt.observe.sinks import Sinks
 from tlt.observe.stopwatch import Stopwatch
@@ -125,7 +125,7 @@ class Training:
             for record in read(self._folder.metrics):
                 gap = record.get("learner/gap_mean", 0.0)
                 if record["step"] <= done and gap and not record.get("learner/gap_alarms"):
-                    self._gap.observe(gap)
+                    self._gap.observe(gap, math.inf)
             await self._go_on_from(done)
         self._rewind(done if done else -1)
         if done == 0 and self._config.eval.every_steps:
@@ -345,7 +345,8 @@ class Training:
         watch.skip()
         waiting = await feeding
         reports = []
-        max_gap = self._gap.limit() if self._config.alarm.then != "warn" else math.inf
+        limit = self._gap.limit()
+        max_gap = math.inf if self._config.alarm.then == "warn" else limit
         num_updates = self._config.learner.updates_per_step
         parts: list[list[TrainSample]] = [[] for _ in range(num_updates)]
         lengths: list[list[int]] = [[] for _ in range(num_updates)]
@@ -368,7 +369,7 @@ class Training:
             await self._learner.forget_logprobs()
         watch.lap("update")
         updates = [report for report, _, _ in reports]
-        alarms = self._judge_gaps(step, updates)
+        alarms = self._judge_gaps(step, updates, limit)
         tokens = sum(u.sums.tokens for u in updates)
         learned = max(1.0, sum(u.sums.learned_tokens for u in updates))
         computed = sum(u.sums.computed_tokens for u in updates)
@@ -396,24 +397,29 @@ class Training:
             **(capture if self._config.capture.enabled else {}),
         }
 
-    def _judge_gaps(self, step: int, updates: Sequence[UpdateReport]) -> int:
+    def _judge_gaps(self, step: int, updates: Sequence[UpdateReport], limit: float) -> int:
         """Take note of how far engines and learner are apart; how often that was alarming."""
-        limit, alarms = self._gap.limit(), 0
+        alarms = 0
         for update in updates:
             gap = update.sums.gap / max(1.0, update.sums.learned_tokens)
-            if gap <= limit:
-                if update.sums.learned_tokens:
-                    self._gap.observe(gap)
+            if not update.sums.learned_tokens or not self._gap.observe(gap, limit):
                 continue
             alarms += 1
             text = (
                 f"step {step}: engines and learner differ by {gap:.2g} in the log-probability of a "
                 f"token, more than {limit:.2g}: these samples may come from another policy"
             )
-            if self._config.alarm.then == "stop":
+            then = self._config.alarm.then
+            if then == "stop":
                 raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
+            if then == "drop" and self._gap.in_a_row >= MAX_IN_A_ROW:
+                raise EngineError(
+                    f"{text}; that was so {MAX_IN_A_ROW} times in a row. See the log for engines "
+                    "that were replaced; if engines and learner differ on purpose, raise "
+                    f"alarm.gap_factor (now {self._config.alarm.gap_factor:g})"
+                )
             follows = "no update was made of them" if update.refused else "trained on all the same"
-            logger.error("%s; %s (alarm.then = %r)", text, follows, self._config.alarm.then)
+            logger.error("%s; %s (alarm.then = %r)", text, follows, then)
         return alarms
 
     async def _sync(self) -> None:

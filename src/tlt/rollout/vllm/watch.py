@@ -2,7 +2,7 @@
 
 A drafter swap, a failed load or a fault of vLLM could leave other weights in the policy than the
 learner's. After every weight update and every drafter swap the worker compares fingerprints
-(`tlt.rollout.fingerprint`) before the next engine step. It costs about as much as one engine step.
+(`tlt.rollout.fingerprint`) before the next engine step. It takes as long as a few engine steps.
 
 Tensors that vLLM keeps under another name than the checkpoint are compared with what they were when
 the policy was last loaded. So are all tensors of quantized policies, and under tensor parallelism,
