@@ -22,7 +22,7 @@ def thread_environment() -> dict[str, str]:
 
     Threads of GNU OpenMP spin while they wait for each other. When another process wants one of
     their cores, the waiting threads use up the time in which the late one could catch up
-    (`benchmarks/threads.py`). A value that the user has set wins.
+    (`benchmarks/cpu.py`). A value that the user has set wins.
     """
     return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0")}
 

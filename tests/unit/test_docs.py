@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tlt.config.reference import SECTIONS, reference
+from tlt.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -13,6 +14,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 def test_the_settings_page_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference()
+
+
+def test_every_section_is_on_the_settings_page() -> None:
+    assert set(TrainConfig.model_fields) <= {name for name, _ in SECTIONS}
 
 
 @pytest.mark.parametrize("schema", [schema for _, schema in SECTIONS])

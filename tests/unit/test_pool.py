@@ -164,6 +164,27 @@ def test_engines_that_end_by_themselves_say_nothing_against_the_weights() -> Non
     asyncio.run(main())
 
 
+def test_a_drafter_that_taints_every_engine_is_taken_back() -> None:
+    torch = pytest.importorskip("torch")
+
+    async def main() -> None:
+        factory = Factory()
+        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+            await pool.update_drafter([("w", torch.ones(2))], version=1)
+            for engine in list(factory.made.values()):
+                engine.refuse_weights = EngineTainted("not the learner's policy")
+            with pytest.raises(EngineTainted):
+                await pool.update_drafter([("w", torch.zeros(2))], version=2)
+            assert pool.num_tainted == 2
+            for engine in list(factory.made.values()):
+                engine.dead = True
+            ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
+            assert len(ids) == 8
+            assert factory.made["engine-0.1"].calls[0][1][1] == 1, "the drafter before"
+
+    asyncio.run(main())
+
+
 def test_a_successor_starts_with_the_current_weights() -> None:
     torch = pytest.importorskip("torch")
 

@@ -92,12 +92,13 @@ def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
                 place + (index - (len(scenarios) - 1) / 2) * width for place in range(len(policies))
             ]
             axes.bar(places, middle, 0.9 * width, yerr=[low, high], capsize=2, label=scenario)
-        axes.axhline(0.97, color="0.4", linestyle=":", linewidth=1)
+        axes.axhline(0.97, color="0.4", linestyle=":", linewidth=1, label="0.97")
         axes.set_xticks(range(len(policies)), policies)
         axes.set_ylim(0, 1.1)
         axes.set_ylabel("throughput of the oracle's")
-        axes.set_title(table, loc="left")
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(scenarios), frameon=False)
+        axes.set_title(f"replay (modelled), {table}", loc="left", fontsize=10)
+        columns = len(scenarios) + 1
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False)
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
     return out

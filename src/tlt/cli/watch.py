@@ -34,7 +34,7 @@ LAST_STEP = (
 
 ALARMS = {
     "learner/gap_alarms": "engines and learner disagree about the samples of this step",
-    "rollout/policy_mismatches": "an engine held another policy than the learner's, and was mended",
+    "rollout/policy_mismatches": "an engine held another policy than the learner's",
 }
 
 

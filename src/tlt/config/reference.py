@@ -20,6 +20,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("pool", PoolConfig),
     ("algorithm", train.AlgorithmConfig),
     ("learner", train.LearnerConfig),
+    ("alarm", train.AlarmConfig),
     ("tlt", train.TltConfig),
     ("capture", train.CaptureConfig),
     ("eval", train.EvalConfig),

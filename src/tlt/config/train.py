@@ -152,13 +152,13 @@ class AlarmConfig(Schema):
     """What happens when engines and learner disagree about the probabilities of samples."""
 
     gap_factor: float = Field(default=4.0, gt=1)
-    """A step is alarming when its `learner/gap_mean` is more than this many times the median of the
-    20 steps before it."""
+    """An update is alarming when the mean gap of its tokens (`learner/gap_mean`) is more than this
+    many times the median of the 20 updates before it."""
     then: Literal["warn", "drop", "stop"] = "drop"
     """What follows: `warn` trains on the samples all the same; `drop` makes no update of them,
-    gives the engines their weights again, and ends the run after five in a row; `stop` ends the run
-    at once. A dropped step costs one step, while an update of samples that came from another policy
-    cannot be taken back."""
+    gives the engines their weights again, and ends the run after five such steps in a row; `stop`
+    ends the run at once. A dropped step costs one step, while an update of samples that came from
+    another policy cannot be taken back."""
 
 
 class CaptureConfig(Schema):

@@ -8,33 +8,31 @@ sampler. The learner then makes no update of them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
 HISTORY_STEPS = 20
 FIRST_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest gap of a run's first step, by the dtype of the engines, when there is no history yet."""
+"""Largest gap of a run's first step, by the dtype of the engines, when there is no history yet; at
+temperature 1, with a factor of 4."""
 FLOOR = 1e-5
 """A gap below this is never alarming: float32 kernels differ that much at times."""
 
 
 MAX_IN_A_ROW = 5
-"""So many alarming updates in a row are no accident: dropping more of them would train nothing."""
+"""So many alarming steps in a row are no accident: dropping more of them would train nothing."""
 
 
 class GapWatch:
     """Knows the gap of earlier RL steps, and from which gap on the next step is alarming."""
 
-    def __init__(self, factor: float, dtype: str) -> None:
+    def __init__(self, factor: float, dtype: str, temperature: float = 1.0) -> None:
         self._factor = factor
-        self._first_limit = FIRST_LIMITS[dtype]
+        # A low temperature multiplies all differences of logits.
+        self._first_limit = FIRST_LIMITS[dtype] * (factor / 4) / min(1.0, temperature)
         self._history: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._in_a_row = 0
-
-    @property
-    def in_a_row(self) -> int:
-        """Alarming updates since the last one that was not."""
-        return self._in_a_row
 
     def limit(self) -> float:
         """Return the largest gap that an update may have."""
@@ -42,11 +40,12 @@ class GapWatch:
             return self._first_limit
         return max(FLOOR, self._factor * median(self._history))
 
-    def observe(self, gap: float, limit: float) -> bool:
-        """Take note of an update's gap; whether it is above the limit that was set for it."""
-        if gap <= limit:
+    def observe(self, gap: float) -> None:
+        """Take note of the gap of an update that was made."""
+        if math.isfinite(gap):
             self._history.append(gap)
-            self._in_a_row = 0
-            return False
-        self._in_a_row += 1
-        return True
+
+    def step_ended(self, alarming: bool) -> int:
+        """Take note of a whole step; how many in a row were alarming."""
+        self._in_a_row = self._in_a_row + 1 if alarming else 0
+        return self._in_a_row

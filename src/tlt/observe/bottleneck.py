@@ -97,7 +97,7 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
         yield Bottleneck(
             "policy_mismatch",
             f"In {steps} engines held another policy than the learner's after new weights. They "
-            "loaded it again before the next engine step; no sample was affected.",
+            "loaded it again or were replaced before the next engine step; no sample was affected.",
             "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
             "report it.",
             1.5,

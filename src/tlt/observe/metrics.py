@@ -37,7 +37,10 @@ _DECLARED = (
     Metric("rollout/drafter_hit_share", "Share of the drafter's drafts whose first token is taken"),
     Metric("rollout/engine_restarts", "Engines that were lost and started again"),
     Metric("rollout/broken_samples", "Samples that ended by abort or error, generated again"),
-    Metric("rollout/policy_mismatches", "Engines whose policy was not the learner's: mended"),
+    Metric(
+        "rollout/policy_mismatches",
+        "Engines whose policy was wrong: mended or replaced",
+    ),
     Metric("rollout/fingerprint_s", "Engine seconds spent on comparing policies, all engines"),
     Metric("rollout/idle_share", "Share of the engines' seconds without a running request"),
     Metric("learner/loss", "Policy loss, mean over the step's updates"),

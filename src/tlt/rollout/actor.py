@@ -19,6 +19,11 @@ from tlt.rollout.pool import Spawner
 if TYPE_CHECKING:
     import torch
 
+    from tlt.rollout.fingerprint import Fingerprint
+
+    Shipped = tuple[list[tuple[str, torch.Tensor]], tuple[int, dict[str, tuple[str, Fingerprint]]]]
+    """Tensors, and the seed and fingerprints that they had before their journey."""
+
 POLL_S = 2.0
 """How often an engine with nothing to deliver shows that it is alive."""
 
@@ -39,13 +44,14 @@ class EngineActor:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._engine, method)(*args)
 
-    def call_with_weights(
-        self, method: str, tensors: list[tuple[str, torch.Tensor]], version: int
-    ) -> Any:
+    def call_with_weights(self, method: str, shipped: Shipped, version: int) -> Any:
         """A weight update whose tensors came through Ray's object store, from another node."""
-        from tlt.rollout.weights import SharedWeights
+        from tlt.rollout.weights import SharedWeights, read_fingerprints
 
-        with SharedWeights(tensors) as weights:
+        tensors, (seed, fingerprints) = shipped
+        with SharedWeights(tensors, seed) as weights:
+            if read_fingerprints(str(weights.path)) != (seed, fingerprints):
+                raise EngineError("weights were damaged on their way from another node")
             return self.call(method, weights.manifest(), version)
 
     def take_finished(self) -> list[Sample]:
@@ -60,14 +66,14 @@ _shipping = threading.Lock()
 
 def ship(path: str) -> Any:
     """Weights for engines on other nodes: put into the object store once, fetched once a node."""
-    from tlt.rollout.weights import read_weights
+    from tlt.rollout.weights import read_fingerprints, read_weights
 
     with _shipping:
         if path not in _shipped:
             if len(_shipped) > 1:  # the latest policy and the latest drafter
                 _shipped.pop(next(iter(_shipped)))
             tensors = [(name, tensor.clone()) for name, tensor in read_weights(path)]
-            _shipped[path] = ray.put(tensors)
+            _shipped[path] = ray.put((tensors, read_fingerprints(path)))
         return _shipped[path]
 
 

@@ -225,7 +225,13 @@ class RolloutEngine:
 
     def _load(self, manifest: dict[str, Any], draft: bool) -> None:
         """Weights into all workers, which then compare their policy with the learner's."""
-        reports = self._llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
+        self._llm.collective_rpc("tlt_check_weights", args=(manifest, draft))
+        try:
+            reports = self._llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
+        except Exception as error:
+            raise EngineTainted(
+                f"{self.name}: new weights were loaded in part: {error!r}"
+            ) from error
         self._fingerprint_s += max(report["seconds"] for report in reports)
         differed = sorted({name for report in reports for name in report["differed"]})
         if not differed:
@@ -339,9 +345,17 @@ class RolloutEngine:
         reports = self._llm.collective_rpc("tlt_report", args=(speculating,))
         faults = sorted({fault for report in reports for fault in report["faults"]})
         for report in reports:
-            wrong = report["policy_faults"] + report["drafter_faults"]
-            if wrong and not skips("sharing"):
+            wrong = [] if skips("sharing") else list(report["drafter_faults"])
+            if not skips("fingerprint"):
+                wrong += [f"{name} is not the policy's" for name in report["policy_faults"]]
+            if wrong:
                 raise EngineTainted(f"{self.name} is not what it should be: {wrong[0]}")
+            if not report["compared_tensors"]:
+                logger.warning(
+                    "%s compares its policy only with what it was when it was loaded: its tensors "
+                    "are not known by the names of the checkpoint",
+                    self.name,
+                )
             if not report["plugin"]:
                 raise EngineError(
                     "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
@@ -379,6 +393,7 @@ class RolloutEngine:
             try:
                 future.set_result(function())
             except EngineTainted as error:
+                self._fail(error)  # before anybody hears of it and submits more
                 for _, left in commands[place:]:
                     left.set_exception(error)
                 raise  # not one step more

@@ -1,20 +1,24 @@
 """Fingerprints of weights: is what an engine computes with what the learner handed out?
 
-A fingerprint is one number for every tensor, made from a few of its columns. Engines cannot show
-all of their weights: CPU kernels pack matrices and drop the originals. But the product of a matrix
-and a one-hot vector is one of its columns, exactly, in whatever form the matrix is kept and with
-any kernel, because everything else is multiplied by zero. So engines compute the columns with the
-very code that generates samples, and both sides add up the same numbers.
+A fingerprint is made from a few columns of a tensor. Engines cannot show all of their weights: CPU
+kernels pack matrices and drop the originals. But the product of a matrix and a one-hot vector is
+one of its columns, exactly, in whatever form the matrix is kept and with any kernel, because
+everything else is multiplied by zero. So engines compute the columns with the very code that
+generates samples, and both sides add up the same numbers.
 
-The numbers do not depend on the order of rows: a matrix that an engine keeps fused with others has
-the sum of their numbers, and rows of zeros that pad it count nothing. Which columns are taken
-follows from a seed, another one for every version, so that in the long run all of them are.
+A fingerprint is two sums over hashes of the values: a plain one, and one weighted by row and
+column. From those of its parts follows that of a matrix which an engine keeps fused, and rows of
+zeros that pad it count nothing. Which columns are taken follows from a seed, another one for every
+version, so that in the long run all of them are.
+
+Shapes: R rows, n columns that are looked at.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +26,20 @@ NUM_COLUMNS = 8
 TINY = 1e-30
 """Smaller values count as zero: some kernels treat them so."""
 _MASK = 2**64 - 1
+_ROW, _COLUMN = 0x9E3779B97F4A7C15, 0x3C6EF372FE94F82B
+"""What a row and a column further on adds to the weight of a value."""
+
+
+class Fingerprint(NamedTuple):
+    """The fingerprint of one tensor."""
+
+    plain: int
+    weighted: int
+    num_rows: int
+
+    def same(self, other: Fingerprint | None) -> bool:
+        """Whether the values are the same; rows of zeros at the end do not count."""
+        return other is not None and self[:2] == other[:2]
 
 
 def columns(seed: int, width: int) -> list[int]:
@@ -29,43 +47,59 @@ def columns(seed: int, width: int) -> list[int]:
     return sorted(random.Random(f"{seed}/{width}").sample(range(width), min(NUM_COLUMNS, width)))
 
 
-def tensor_fingerprint(tensor: torch.Tensor, seed: int) -> int:
-    """Return the number of a tensor whose values are all at hand."""
+def fingerprint(tensor: torch.Tensor, seed: int, dtype: torch.dtype | None = None) -> Fingerprint:
+    """Return the fingerprint of a tensor whose values are all at hand, as it is in this dtype."""
     if tensor.dim() == 2:
         tensor = tensor[:, columns(seed, tensor.shape[1])]
-    return values_fingerprint(tensor)
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return of_columns(tensor if tensor.dim() == 2 else tensor.reshape(-1, 1))
 
 
-def values_fingerprint(values: torch.Tensor) -> int:
-    """Return the sum of a hash of every value, whatever their order."""
-    if not values.is_floating_point():
-        bits = values.reshape(-1).long()
-    else:
-        flat = values.reshape(-1).contiguous()
-        flat = torch.where(flat.abs() < TINY, torch.zeros_like(flat), flat)
-        bits = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        bits = bits.long()
-    # Integer products wrap around; zero stays zero.
-    hashed = bits * 0x2545F4914F6CDD1D
-    hashed = (hashed ^ (hashed >> 29)) * 0x369DEA0F31A53F85
-    hashed = hashed ^ (hashed >> 32)
-    return int(hashed.sum()) & _MASK
+def of_columns(values_Rn: torch.Tensor) -> Fingerprint:
+    """Return the fingerprint of a tensor, given the columns that are looked at."""
+    hash_Rn = _hashes(values_Rn)
+    row_R = torch.arange(len(hash_Rn), device=hash_Rn.device)
+    column_n = torch.arange(hash_Rn.shape[1], device=hash_Rn.device)
+    # Products of integers wrap around, which is what a sum modulo 2^64 wants.
+    weight_Rn = row_R[:, None] * _signed(_ROW) + column_n * _signed(_COLUMN) + 1
+    return Fingerprint(
+        int(hash_Rn.sum()) & _MASK, int((hash_Rn * weight_Rn).sum()) & _MASK, len(hash_Rn)
+    )
+
+
+def fused(parts: Sequence[Fingerprint]) -> Fingerprint:
+    """Return the fingerprint of tensors that are kept as one, their rows one after another."""
+    plain = weighted = offset = 0
+    for part in parts:
+        plain += part.plain
+        weighted += part.weighted + offset * _ROW * part.plain
+        offset += part.num_rows
+    return Fingerprint(plain & _MASK, weighted & _MASK, offset)
 
 
 def fingerprints(
     tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, seed: int
-) -> dict[str, int]:
-    """Return the numbers of named tensors as they are in this dtype."""
-    found = {}
-    for name, tensor in tensors:
-        if tensor.dim() == 2:
-            tensor = tensor[:, columns(seed, tensor.shape[1])]
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        found[name] = values_fingerprint(tensor)
-    return found
+) -> dict[str, Fingerprint]:
+    """Return the fingerprints of named tensors as they are in this dtype."""
+    return {name: fingerprint(tensor, seed, dtype) for name, tensor in tensors}
 
 
-def added(numbers: Iterable[int]) -> int:
-    """Return the number of tensors that are kept as one."""
-    return sum(numbers) & _MASK
+def _hashes(values: torch.Tensor) -> torch.Tensor:
+    """One integer for every value; 0 for zero."""
+    if not values.is_floating_point():
+        bits = values.long()
+    elif values.element_size() == 1:
+        bits = values.contiguous().view(torch.int8).long()
+    else:
+        values = torch.where(values.abs() < TINY, torch.zeros_like(values), values).contiguous()
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = values.view(integers[values.element_size()]).long()
+    hashed = bits * 0x2545F4914F6CDD1D
+    hashed = (hashed ^ (hashed >> 29)) * 0x369DEA0F31A53F85
+    return hashed ^ (hashed >> 32)
+
+
+def _signed(number: int) -> int:
+    """The same 64 bits as torch takes them."""
+    return number - 2**64 if number >= 2**63 else number

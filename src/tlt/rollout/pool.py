@@ -22,7 +22,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tlt.config.rollout import PoolConfig
@@ -98,6 +97,8 @@ class RolloutPool:
         self._absent: dict[str, list[Span]] = {}
         """When places in the pool were without an engine since the spans were last taken."""
         self.num_restarts = 0
+        self.num_tainted = 0
+        """Engines that were replaced because they may not have held the learner's policy."""
         self.num_broken = 0
         """Samples that ended by abort or error and were generated again."""
 
@@ -176,8 +177,17 @@ class RolloutPool:
     async def call_engine(self, engine: str, method: str) -> None:
         """Call a method of one engine, if it is there."""
         if (handle := self._handles.get(engine)) is not None:
-            with suppress(EngineGone):
-                await handle.call(method)
+            await self._call_or_stop(handle, method)
+
+    async def _call_or_stop(self, handle: EngineHandle, method: str, *args: Any) -> None:
+        """Call a method of one engine; an engine that fails in it is replaced."""
+        try:
+            await handle.call(method, *args)
+        except EngineGone:
+            pass
+        except EngineError as error:
+            logger.warning("an engine failed in %s (%r) and is replaced", method, error)
+            await handle.stop(graceful=False)
 
     async def stats(self) -> list[EngineStats]:
         return await self.call_all("stats")
@@ -241,8 +251,7 @@ class RolloutPool:
         """The current drafter for an engine that was skipped."""
         current, handle = self._weights.get("update_drafter"), self._handles.get(engine)
         if current is not None and handle is not None:
-            with suppress(EngineGone):
-                await handle.call("update_drafter", current[0].manifest(), current[1])
+            await self._call_or_stop(handle, "update_drafter", current[0].manifest(), current[1])
 
     async def _update(
         self, method: str, new: NewWeights, version: int, skip: Collection[str] = ()
@@ -277,6 +286,10 @@ class RolloutPool:
         errors = [a for a in answers if isinstance(a, BaseException)]
         # Engines that end by themselves are replaced: nothing is said against the weights.
         refused = [a for a in errors if not isinstance(a, EngineGone | EngineTainted)]
+        tainted = [a for a in errors if isinstance(a, EngineTainted)]
+        self.num_tainted += len(tainted)
+        if method == "update_drafter" and tainted and len(tainted) == len(answers):
+            raise tainted[0]  # of a drafter: the run goes on with the one before
         if refused and len(errors) == len(answers):
             raise refused[0]  # the weights are wrong, not the engines
         for (name, handle), answer in zip(handles.items(), answers, strict=True):

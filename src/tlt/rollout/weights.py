@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tlt.rollout.fingerprint import tensor_fingerprint
+from tlt.rollout.fingerprint import Fingerprint, fingerprint
 
 SHARED_DIR = Path("/dev/shm")
 PREFIX = "tlt-weights-"
@@ -32,11 +32,13 @@ _MAGIC = b"TLTW0002"
 class SharedWeights:
     """One version of weights in shared memory, owned by the process that wrote it."""
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], seed: int | None = None
+    ) -> None:
         entries: list[dict[str, Any]] = []
         arrays: list[torch.Tensor] = []
         offset = 0
-        seed = secrets.randbits(31)
+        seed = secrets.randbits(31) if seed is None else seed
         for name, tensor in tensors:
             array = tensor.detach().to("cpu").contiguous()
             entries.append(
@@ -45,7 +47,7 @@ class SharedWeights:
                     "dtype": str(array.dtype).removeprefix("torch."),
                     "shape": list(array.shape),
                     "offset": offset,
-                    "fingerprint": tensor_fingerprint(array, seed),
+                    "fingerprint": fingerprint(array, seed),
                 }
             )
             arrays.append(array)
@@ -116,10 +118,11 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield entry["name"], flat.view(shape)
 
 
-def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, int]]]:
+def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, Fingerprint]]]:
     """Return the seed, and dtype and fingerprint of every tensor of a shared-memory file."""
     _, header, _ = _open(path)
-    found = {e["name"]: (e["dtype"], e["fingerprint"]) for e in header["tensors"]}
+    entries = header["tensors"]
+    found = {e["name"]: (e["dtype"], Fingerprint(*e["fingerprint"])) for e in entries}
     return header["seed"], found
 
 
@@ -149,14 +152,20 @@ def remove_abandoned() -> int:
     return count
 
 
-def check_weights(path: str, folder: Path) -> None:
-    """Refuse weights whose names or shapes are not those of the model in `folder`."""
+def check_weights(path: str, folder: Path, whole: bool) -> None:
+    """Refuse weights whose names or shapes are not those of the model in `folder`.
+
+    `whole`: all of them must be there. vLLM would leave what is missing of a fused matrix as it
+    finds it in memory.
+    """
     expected: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         expected |= {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
+    given = set()
     for name, tensor in read_weights(path):
+        given.add(name)
         # A tied head may come along though its folder does not hold it.
         if expected and name not in expected and name != "lm_head.weight":
             raise ValueError(f"weights hold {name!r}, which the model in {folder} does not have")
@@ -165,3 +174,10 @@ def check_weights(path: str, folder: Path) -> None:
                 f"weights hold {name!r} of shape {list(tensor.shape)}, but the model in {folder} "
                 f"has {expected[name]}"
             )
+    missing = [n for n in expected if n not in given and n.endswith((".weight", ".bias"))]
+    missing = [name for name in missing if name != "lm_head.weight"]
+    if whole and missing:
+        raise ValueError(
+            f"weights lack {min(missing)!r} and {len(missing) - 1} others that the model in "
+            f"{folder} has; hand over all of them"
+        )

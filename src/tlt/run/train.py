@@ -105,7 +105,11 @@ class Training:
         self._log = MetricsLog(folder.metrics)
         self._lengths = StepLog(folder.lengths)
         self._weighting = Weighting(config.algorithm.mean_over, config.sampling.max_tokens)
-        self._gap = GapWatch(config.alarm.gap_factor, config.policy.dtype)
+        self._gap = GapWatch(
+            config.alarm.gap_factor, config.policy.dtype, config.sampling.temperature
+        )
+        self._tainted = 0
+        """Engines that were replaced for it until the last rollout."""
         self._last_stats: Sequence[EngineStats] = ()
         """What engines had done at the end of the last rollout."""
         self._version = 0
@@ -125,7 +129,7 @@ class Training:
             for record in read(self._folder.metrics):
                 gap = record.get("learner/gap_mean", 0.0)
                 if record["step"] <= done and gap and not record.get("learner/gap_alarms"):
-                    self._gap.observe(gap, math.inf)
+                    self._gap.observe(gap)
             await self._go_on_from(done)
         self._rewind(done if done else -1)
         if done == 0 and self._config.eval.every_steps:
@@ -399,27 +403,31 @@ class Training:
 
     def _judge_gaps(self, step: int, updates: Sequence[UpdateReport], limit: float) -> int:
         """Take note of how far engines and learner are apart; how often that was alarming."""
-        alarms = 0
+        then, alarms, text = self._config.alarm.then, 0, ""
         for update in updates:
             gap = update.sums.gap / max(1.0, update.sums.learned_tokens)
-            if not update.sums.learned_tokens or not self._gap.observe(gap, limit):
+            if not update.sums.learned_tokens:
+                continue
+            if gap <= limit or then == "warn":
+                self._gap.observe(gap)
+            if gap <= limit:
                 continue
             alarms += 1
             text = (
                 f"step {step}: engines and learner differ by {gap:.2g} in the log-probability of a "
                 f"token, more than {limit:.2g}: these samples may come from another policy"
             )
-            then = self._config.alarm.then
-            if then == "stop":
-                raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
-            if then == "drop" and self._gap.in_a_row >= MAX_IN_A_ROW:
-                raise EngineError(
-                    f"{text}; that was so {MAX_IN_A_ROW} times in a row. See the log for engines "
-                    "that were replaced; if engines and learner differ on purpose, raise "
-                    f"alarm.gap_factor (now {self._config.alarm.gap_factor:g})"
-                )
             follows = "no update was made of them" if update.refused else "trained on all the same"
             logger.error("%s; %s (alarm.then = %r)", text, follows, then)
+        in_a_row = self._gap.step_ended(alarms > 0)
+        if alarms and then == "stop":
+            raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
+        if then == "drop" and in_a_row >= MAX_IN_A_ROW:
+            raise EngineError(
+                f"{text}; that was so in {in_a_row} steps in a row. See the log for engines that "
+                "were replaced; if engines and learner differ on purpose, raise alarm.gap_factor "
+                f"(now {self._config.alarm.gap_factor:g}), or set alarm.then = 'warn'"
+            )
         return alarms
 
     async def _sync(self) -> None:
@@ -509,6 +517,7 @@ class Training:
         mean = _mean(rewards)
         rollout_s = max(watch.seconds["rollout"], 1e-9)
         past = _difference(before, after)
+        tainted, self._tainted = self._pool.num_tainted - self._tainted, self._pool.num_tainted
         # Also what engines did between the rollouts: they took the policy of this step.
         whole, self._last_stats = _difference(self._last_stats, after), after
         drafts, accepted, busy_s = past.drafts, past.accepted_tokens, past.busy_s
@@ -532,7 +541,7 @@ class Training:
                 else {}
             ),
             "rollout/idle_share": max(0.0, 1 - busy_s / (rollout_s * max(1, len(after)))),
-            "rollout/policy_mismatches": whole.policy_mismatches,
+            "rollout/policy_mismatches": whole.policy_mismatches + tainted,
             "rollout/fingerprint_s": whole.fingerprint_s,
             "drafter_version": max((s.drafter_version for s in after), default=0),
             **(

@@ -200,6 +200,8 @@ def _borrowed(policy: Any, drafter: Any) -> list[tuple[str, Any, Any]]:
     found = []
     for name, flag, theirs, own in pairs:
         source, target = getattr(theirs, name, None), getattr(own, name, None)
+        if source is None and name == "embed_tokens":
+            source = getattr(theirs, "embedding", None)  # as some models call it
         if source is None or target is None or getattr(drafter, flag, True):
             continue
         if source.weight.shape == target.weight.shape:

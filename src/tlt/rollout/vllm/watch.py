@@ -1,7 +1,7 @@
 """Watches that an engine's policy is the one that it was given, and nothing else.
 
 A drafter swap, a failed load or a fault of vLLM could leave other weights in the policy than the
-learner's. After every weight update and every drafter swap the worker compares fingerprints
+learner's. After every weight sync and every drafter swap the worker compares fingerprints
 (`tlt.rollout.fingerprint`) before the next engine step. It takes as long as a few engine steps.
 
 Tensors that vLLM keeps under another name than the checkpoint are compared with what they were when
@@ -11,6 +11,7 @@ where a rank holds a part.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from tlt.rollout.fingerprint import (
-    added,
+    Fingerprint,
     columns,
+    fingerprint,
     fingerprints,
-    tensor_fingerprint,
-    values_fingerprint,
+    fused,
+    of_columns,
 )
 from tlt.rollout.weights import read_fingerprints, read_weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+INDEX = "model.safetensors.index.json"
 
 
 class PolicyWatch:
@@ -39,48 +42,53 @@ class PolicyWatch:
         self._model = model
         self._dtype = dtype
         self._whole = whole
-        """Whether this worker holds all of the policy."""
+        """Whether this worker holds all of the policy, as the checkpoint has it."""
         self._source = Path()
         self._seed = 0
-        self._expected: dict[str, int] = {}
-        self.num_compared = 0
+        self._expected: dict[str, Fingerprint] = {}
+        self._compared: set[str] = set()
+
+    @property
+    def num_compared(self) -> int:
         """Tensors that are compared with those the learner handed out."""
+        return len(self._compared)
 
     def expect(self, source: Path) -> list[str]:
         """Expect the policy of a model's folder or of a file in shared memory, just loaded.
 
-        Returns the names of tensors that are not what they must be.
+        Returns the names of tensors that are not what they must be. What was compared with the
+        learner's before must be again.
         """
         self._source = source
         self._seed, given = self._given() if self._whole else (0, {})
         now = policy_fingerprint(self._model, self._dtype, self._seed)
+        before, self._compared = self._compared, set()
         self._expected = dict(now)
-        self.num_compared = 0
         for name in now:
             parts = _checkpoint_names(self._model, name, given)
             if parts:
-                self._expected[name] = added(given[part] for part in parts)
-                self.num_compared += 1
-        return self._compare(now)
+                self._expected[name] = fused([given[part] for part in parts])
+                self._compared.add(name)
+        return sorted({*self._compare(now), *(before - self._compared)})
 
     def differing(self) -> list[str]:
         """Return the names of tensors that are not what they must be."""
         return self._compare(policy_fingerprint(self._model, self._dtype, self._seed))
 
-    def _compare(self, now: Mapping[str, int]) -> list[str]:
-        return sorted(n for n, number in self._expected.items() if now.get(n) != number)
+    def _compare(self, now: Mapping[str, Fingerprint]) -> list[str]:
+        return sorted(n for n, print_ in self._expected.items() if not print_.same(now.get(n)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Read the policy again from where it came."""
         if not self._source.is_dir():
             yield from read_weights(str(self._source))
             return
-        for file in sorted(self._source.glob("*.safetensors")):
+        for file in _files(self._source):
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     yield name, opened.get_tensor(name)
 
-    def _given(self) -> tuple[int, dict[str, int]]:
+    def _given(self) -> tuple[int, dict[str, Fingerprint]]:
         """The seed, and the fingerprints of the source in the engine's dtype."""
         if self._source.is_dir():
             return 0, fingerprints(self.tensors(), self._dtype, 0)
@@ -89,23 +97,25 @@ class PolicyWatch:
         seed, found = read_fingerprints(str(self._source))
         own = str(self._dtype).removeprefix("torch.")
         if all(dtype == own for dtype, _ in found.values()):
-            return seed, {name: number for name, (_, number) in found.items()}
+            return seed, {name: print_ for name, (_, print_) in found.items()}
         return seed, fingerprints(self.tensors(), self._dtype, seed)
 
 
 @torch.inference_mode()
-def policy_fingerprint(model: torch.nn.Module, dtype: torch.dtype, seed: int) -> dict[str, int]:
-    """Return the number of every tensor of a model, as vLLM names them."""
+def policy_fingerprint(
+    model: torch.nn.Module, dtype: torch.dtype, seed: int
+) -> dict[str, Fingerprint]:
+    """Return the fingerprint of every tensor of a model, as vLLM names them."""
     found = {}
     for prefix, module in model.named_modules():
         multiplies = isinstance(module, LinearBase | ParallelLMHead)
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
             if multiplies and name == "weight":
-                columns_nR = _columns_of(module, parameter.device, dtype, seed)
-                found[full] = values_fingerprint(columns_nR)
+                found[full] = of_columns(_columns_of(module, parameter.device, dtype, seed))
             elif parameter.numel():
-                found[full] = tensor_fingerprint(parameter.data, seed)
+                # vLLM keeps some in a wider dtype than the policy's.
+                found[full] = fingerprint(parameter.data, seed, dtype)
     return found
 
 
@@ -118,16 +128,27 @@ def _columns_of(module: Any, device: torch.device, dtype: torch.dtype, seed: int
     chosen = columns(seed, width)
     probe = torch.zeros(len(chosen), width, dtype=dtype, device=device)
     probe[torch.arange(len(chosen)), chosen] = 1
-    return module.quant_method.apply(module, probe)
+    columns_nR: torch.Tensor = module.quant_method.apply(module, probe)
+    return columns_nR.T
 
 
-def _checkpoint_names(model: Any, name: str, given: Mapping[str, int]) -> list[str]:
+def _checkpoint_names(model: Any, name: str, given: Mapping[str, Fingerprint]) -> list[str]:
     """Return the checkpoint's names for a tensor of the engine's; none where they are not known."""
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if name == HEAD and EMBEDDING in given and (tied or HEAD not in given):
+        return [EMBEDDING]
     if name in given:
         return [name]
-    if name == HEAD and EMBEDDING in given:
-        return [EMBEDDING]  # a tied head
     *path, module, parameter = name.split(".")
-    fused = getattr(model, "packed_modules_mapping", {}).get(module, [])
-    parts = [".".join([*path, part, parameter]) for part in fused]
+    together = getattr(model, "packed_modules_mapping", {}).get(module, [])
+    parts = [".".join([*path, part, parameter]) for part in together]
     return parts if parts and all(part in given for part in parts) else []
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that a checkpoint consists of: those that its index names, where it has one."""
+    if (folder / INDEX).exists():
+        shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        return sorted({folder / shard for shard in shards})
+    single = folder / "model.safetensors"
+    return [single] if single.exists() else sorted(folder.glob("*.safetensors"))

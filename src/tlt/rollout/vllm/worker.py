@@ -55,7 +55,9 @@ class _Adaptive:
         self._watch = PolicyWatch(
             self.get_model(),  # type: ignore[attr-defined]
             model_config.dtype,
-            whole=parallel.world_size == 1 and model_config.quantization is None,
+            whole=parallel.world_size == 1
+            and model_config.quantization is None
+            and self.vllm_config.load_config.load_format != "dummy",  # type: ignore[attr-defined]
         )
         self._watch.expect(Path(model_config.model))
 
@@ -181,17 +183,22 @@ class _Adaptive:
         policy = self.get_model()  # type: ignore[attr-defined]
         return [] if drafter is None else compat.drafter_faults(policy, drafter)
 
-    def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> dict[str, Any]:
-        """One whole weight update, so that no step can run between its start and its end.
+    def tlt_check_weights(self, update_info: dict[str, Any], draft: bool) -> None:
+        """Refuse weights that are not those of the model's folder.
 
-        Checked first against the model's folder: vLLM cannot go back once it has started, and
-        weights that do not fit must change nothing. Afterwards the policy is compared with the
-        learner's; one that differs is loaded again. Returns the tensors that differed, those that
-        still do, and the seconds that this took.
+        Before an update: vLLM cannot go back once it has started, and weights that do not fit must
+        change nothing.
         """
         config = self.vllm_config  # type: ignore[attr-defined]
         model = config.speculative_config.model if draft else config.model_config.model
-        check_weights(update_info["path"], Path(model))
+        check_weights(update_info["path"], Path(model), whole=not draft)
+
+    def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> dict[str, Any]:
+        """One whole weight update, so that no step can run between its start and its end.
+
+        Afterwards the policy is compared with the learner's; one that differs is loaded again.
+        Returns the tensors that differed, those that still do, and the seconds that this took.
+        """
         self._load(update_info, draft)
         started_s = time.monotonic()
         source = Path(update_info["path"])
