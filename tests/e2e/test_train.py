@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from commands import command, tlt
-from speed import limit
+from speed import by_size, limit
 from trace_events import check_trace
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ SEEDS = range(int(os.environ.get("TLT_SEEDS", "1")))
 """Of the recipe that must learn; three take nine minutes."""
 ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "1"))
 """Kills of each kind; five take a quarter of an hour."""
-STEPS = 4 * (ROUNDS + 1)
+STEPS = by_size(gate=4 * ROUNDS, all_=4 * (ROUNDS + 1))
 SHORT = (
     f"run.num_steps={STEPS} sampling.prompts_per_step=8 sampling.group_size=4 "
     "sampling.seeded=true checkpoint.every_steps=1 eval.every_steps=0 "
@@ -44,7 +44,7 @@ def records(run: Path) -> list[dict[str, float]]:
 def samples_made(record: dict[str, float]) -> dict[str, float]:
     """Everything of a step that is not about time, or about who died."""
     skipped = ("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts")
-    skipped += ("learner/tokens_per_s", "learner/restarts")
+    skipped += ("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s")
     return {name: value for name, value in record.items() if not name.startswith(skipped)}
 
 

@@ -60,6 +60,21 @@ def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def fresh_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter that knows nothing yet, for tests that do not ask what it drafts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.trainer import fresh_drafter
+
+    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    head = policy.get_output_embeddings().weight.detach()
+    out = tmp_path_factory.mktemp("models") / "fresh"
+    return save_drafter(fresh_drafter(policy.config, head, None), out, torch.float32)
+
+
+@pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tlt.models import smollm2
 

@@ -38,7 +38,7 @@ POLICIES = {
     "adaptive": RESTLESS,
 }
 
-IN_THE_GATE = {"switching", "adaptive"}
+IN_THE_GATE = {"switching"}
 
 
 def draw(

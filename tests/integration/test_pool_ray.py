@@ -27,10 +27,10 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def config(tiny: Path, tiny_drafter: Path, **changes: Any) -> EngineConfig:
+def config(tiny: Path, fresh_drafter: Path, **changes: Any) -> EngineConfig:
     settings: dict[str, Any] = {
         "model": str(tiny),
-        "drafter": str(tiny_drafter),
+        "drafter": str(fresh_drafter),
         "policy": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
         "kv_cache_gib": 0.25,
         "core_group": "test-pool",
@@ -54,7 +54,9 @@ def same_prompt(count: int) -> list[SampleRequest]:
 
 
 @pytest.mark.gate
-def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_drafter: Path) -> None:
+def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
+    tiny: Path, fresh_drafter: Path
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -78,7 +80,7 @@ def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_dra
             parameter.mul_(1.05)
 
     async def main() -> None:
-        settings = config(tiny, tiny_drafter)
+        settings = config(tiny, fresh_drafter)
         async with RolloutPool(
             PoolConfig(num_engines=2), lambda name: Watched(settings, name)
         ) as pool:
@@ -112,7 +114,7 @@ def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(tiny: Path, tiny_dra
     asyncio.run(main())
 
 
-def test_weights_reach_engines_of_other_nodes(tiny: Path, tiny_drafter: Path) -> None:
+def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:
     """The way of the object store, taken by engines that believe to be elsewhere."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -126,7 +128,7 @@ def test_weights_reach_engines_of_other_nodes(tiny: Path, tiny_drafter: Path) ->
 
     async def first_tokens(remote: bool) -> list[tuple[int, ...]]:
         async with RolloutPool(
-            PoolConfig(num_engines=1), ray_spawner(config(tiny, tiny_drafter))
+            PoolConfig(num_engines=1), ray_spawner(config(tiny, fresh_drafter))
         ) as pool:
             for handle in pool._handles.values():
                 assert isinstance(handle, RayEngine)
@@ -142,18 +144,18 @@ def test_weights_reach_engines_of_other_nodes(tiny: Path, tiny_drafter: Path) ->
 
 
 @pytest.mark.gate
-def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, tiny_drafter: Path) -> None:
+def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, fresh_drafter: Path) -> None:
     from tlt.rollout.actor import ray_spawner
 
     with pytest.raises(ConfigError, match=r"engine\.drafter is not set"):
-        ray_spawner(config(tiny, tiny_drafter, drafter=None))
+        ray_spawner(config(tiny, fresh_drafter, drafter=None))
 
 
-def test_an_engine_that_cannot_start_says_why(tiny: Path, tiny_drafter: Path) -> None:
+def test_an_engine_that_cannot_start_says_why(tiny: Path, fresh_drafter: Path) -> None:
     from tlt.errors import EngineError
     from tlt.rollout.actor import ray_spawner
 
-    broken = config(tiny, tiny_drafter, model="/nowhere/at/all")
+    broken = config(tiny, fresh_drafter, model="/nowhere/at/all")
 
     async def main() -> None:
         async with RolloutPool(PoolConfig(num_engines=1, max_restarts=0), ray_spawner(broken)):
