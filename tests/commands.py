@@ -1,11 +1,13 @@
-"""The `tlt` command, as a user runs it."""
+"""The `tlt` command, as a user runs it, and what a run has recorded so far."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from speed import limit
 
@@ -20,3 +22,10 @@ def tlt(arguments: str, cwd: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a run's metrics; none before it has written any."""
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

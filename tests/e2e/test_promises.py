@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from commands import tlt
+from commands import records, tlt
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
@@ -18,12 +17,6 @@ NO_GAP = 1e-5
 """Engines and learner in float32 differ by less, with the same weights."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.mark.gate

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import command, tlt
+from commands import command, records, tlt
 from speed import by_size, limit
 from trace_events import check_trace
 
@@ -32,13 +32,6 @@ SHORT = (
 """Seeded and small: two runs of it are equal to the last bit."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
-
-
-def records(run: Path) -> list[dict[str, float]]:
-    if not (run / "metrics.jsonl").exists():
-        return []
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def samples_made(record: dict[str, float]) -> dict[str, float]:

@@ -262,7 +262,7 @@ class RolloutEngine:
         )
 
     def report(self) -> dict[str, Any]:
-        """What every worker says of itself now."""
+        """Ask every worker about itself again, as at the start; what the first one says."""
         return self._command(self._report)
 
     def take_trace(self) -> list[StepReport]:

@@ -27,7 +27,7 @@ TINY = 1e-30
 """Smaller values count as zero: some kernels treat them so."""
 _MASK = 2**64 - 1
 _ROW, _COLUMN = 0x9E3779B97F4A7C15, 0x3C6EF372FE94F82B
-"""What a row and a column further on adds to the weight of a value."""
+"""The weight of a value grows by these from row to row and from column to column."""
 
 
 class Fingerprint(NamedTuple):
@@ -101,5 +101,5 @@ def _hashes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as torch takes them."""
+    """Return the signed number with the same 64 bits, which is what torch takes."""
     return number - 2**64 if number >= 2**63 else number

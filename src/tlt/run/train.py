@@ -111,7 +111,7 @@ class Training:
         self._tainted = 0
         """Engines that were replaced for it until the last rollout."""
         self._last_stats: Sequence[EngineStats] = ()
-        """What engines had done at the end of the last rollout."""
+        """Counters of all engines at the end of the last rollout."""
         self._version = 0
         self._captured = 0
         self._learner_restarts = 0
