@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "checkpoint.json"
 
@@ -34,9 +34,10 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.drafter.capture import Captured, Row
     from tlt.drafter.checkpoint import VersionStore
+    from tlt.drafter.row import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
+    from tlt.states.captured import Captured
 
     policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
     head = policy.get_output_embeddings().weight.detach()

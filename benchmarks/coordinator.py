@@ -21,7 +21,7 @@ from typing import Any
 
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings, Judged, Trained
 from tlt.harvest.leases import LeaseSettings
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "coordinator.json"
 PASS_S = 0.03

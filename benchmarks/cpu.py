@@ -52,7 +52,7 @@ def main() -> None:
     if options.work:
         _serve(options)
         return
-    from tlt.run.provenance import provenance
+    from tlt.observe.provenance import provenance
 
     rates: dict[str, list[float]] = {}
     for work in WORK:
@@ -220,8 +220,9 @@ def _drafter(model: str, dtype: str) -> Callable[[], None]:
     import torch
     from transformers import AutoConfig
 
-    from tlt.drafter.capture import Captured, Row
+    from tlt.drafter.row import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
+    from tlt.states.captured import Captured
 
     config = AutoConfig.from_pretrained(model)
     head = torch.randn(config.vocab_size, config.hidden_size) * 0.05

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 CORE = max(os.sched_getaffinity(0))
 RESULTS = Path(__file__).parent / "results"
@@ -52,10 +52,10 @@ def serve(options: argparse.Namespace, drafter: str | None, pipe: Any) -> None:
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
         draft_tokens, prompts, name, timed = job
-        policy = {"kind": "off"}
+        strategy = {"kind": "off"}
         if draft_tokens:
-            policy = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": draft_tokens}
-        engine.set_policy(policy)
+            strategy = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": draft_tokens}
+        engine.set_strategy(strategy)
         sampling = SamplingSpec(options.max_tokens, options.temperature, logprobs=options.logprobs)
         before = engine.stats()
         timers.start(timed)

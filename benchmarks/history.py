@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "history.json"
 MAX_TOKENS = 600

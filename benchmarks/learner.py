@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "learner.json"
 
@@ -47,13 +47,13 @@ def main() -> None:
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tlt.drafter.buffer import BufferSettings, SampleBuffer
-    from tlt.drafter.capture import Captured
     from tlt.drafter.eagle3.config import Eagle3Config
-    from tlt.drafter.keeper import StateKeeper
     from tlt.learner.batch import TrainSample, Weighting, rows_by_rank
     from tlt.learner.policy_loss import PolicyLossSettings, policy_loss
     from tlt.learner.rank import LearnerRank, RankSettings
+    from tlt.states.buffer import BufferSettings, SampleBuffer
+    from tlt.states.captured import Captured
+    from tlt.states.writer import StateWriter
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
@@ -87,7 +87,7 @@ def main() -> None:
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     shared = tempfile.mkdtemp(prefix="tlt-bench-", dir="/dev/shm")
-    keeper = StateKeeper(SampleBuffer(BufferSettings(folder=shared, capacity_bytes=2**30)))
+    keeper = StateWriter(SampleBuffer(BufferSettings(folder=shared, capacity_bytes=2**30)))
 
     def keep_states(sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
         captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "neighbour.json"
 MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
@@ -58,9 +58,9 @@ def fill_buffer(folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.drafter.buffer import BufferSettings, SampleBuffer
-    from tlt.drafter.capture import capture
     from tlt.drafter.eagle3.config import Eagle3Config
+    from tlt.states.buffer import BufferSettings, SampleBuffer
+    from tlt.states.captured import capture
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
@@ -84,21 +84,21 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.drafter.trainer import TrainerSettings
-    from tlt.harvest.spot import SpotSettings
+    from tlt.harvest.actor import RayTrainer, TrainerPlace
+    from tlt.harvest.trainer import HarvestSettings
     from tlt.rollout.actor import RayEngine
-    from tlt.run.trainers import RayTrainer, TrainerPlace
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
     folder = f"/dev/shm/tlt-neighbour-{os.getpid()}"
-    spot = SpotSettings(
+    spot = HarvestSettings(
         DRAFTER, MODEL, fill_buffer(folder), TrainerSettings(row_tokens=512, lr=3e-4)
     )
     engine = RayEngine(
         EngineConfig(
             model=MODEL,
             drafter=DRAFTER,
-            policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3},
+            strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3},
             engine_args={"max_model_len": 2048, "max_num_seqs": 8, "dtype": "bfloat16"},
         ),
         "engine-0",
@@ -165,7 +165,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    from tlt.run.cluster import start_ray
+    from tlt.node.cluster import start_ray
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.hardware import compute_dtype
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 CORE = max(os.sched_getaffinity(0))
 RESULT = Path(__file__).parent / "results" / "overhead.json"
@@ -99,9 +99,9 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.rollout.engine import RolloutEngine
 
-    policy: dict[str, Any] = {"kind": "off"}
+    strategy: dict[str, Any] = {"kind": "off"}
     if kind == "tlt+eagle3":
-        policy = {
+        strategy = {
             "kind": "fixed",
             "drafter": "eagle3",
             "num_draft_tokens": options.num_draft_tokens,
@@ -110,7 +110,7 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
         EngineConfig(
             model=options.model,
             drafter=None if kind == "tlt" else options.drafter,
-            policy=policy,
+            strategy=strategy,
             max_draft_tokens=None if kind == "tlt" else options.num_draft_tokens,
             core_group=f"overhead-{kind}",
             capture={"folder": f"{options.states}/{kind}"} if kind == "tlt+capture" else None,
@@ -142,7 +142,7 @@ def fingerprint_s(engine: Any, options: argparse.Namespace, method: str) -> list
     import torch
     from safetensors.torch import load_file
 
-    from tlt.rollout.weights import SharedWeights
+    from tlt.node.weights import SharedWeights
 
     folder = options.drafter if method == "update_drafter" else options.model
     dtype = getattr(torch, compute_dtype())

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "packing.json"
 
@@ -38,11 +38,12 @@ def main() -> None:
 
     import torch
 
-    from tlt.drafter.capture import Captured, Row
     from tlt.drafter.eagle3.config import Eagle3Config
     from tlt.drafter.eagle3.model import Eagle3Drafter
+    from tlt.drafter.row import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
     from tlt.packing import pack
+    from tlt.states.captured import Captured
     from tlt.tasks.tail import HeavyTail
 
     config = Eagle3Config(

@@ -19,14 +19,14 @@ import numpy as np
 
 from tlt.config.load import apply_overrides, check
 from tlt.contracts import Arm
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 from tlt.simulate import clock
 from tlt.simulate.answer import figures, speed_ups
 from tlt.simulate.cluster import Mode, Simulation
 from tlt.simulate.model import EngineModel
 from tlt.simulate.profiles import MODELS, h100
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, workload_of
-from tlt.speculation.policies import build_policy
+from tlt.strategy.spec import build_strategy
 
 RESULT = Path(__file__).parent / "results" / "published.json"
 PUBLISHED = {
@@ -136,8 +136,8 @@ def run(config: ScenarioConfig) -> dict[str, list[dict[str, float]]]:
         "schedule": [[LARGEST_BATCH, DRAFT_TOKENS]],
     }
     modes = [
-        Mode("off", lambda: build_policy({"kind": "off"})),
-        Mode("tlt", lambda: build_policy(small)),
+        Mode("off", lambda: build_strategy({"kind": "off"})),
+        Mode("tlt", lambda: build_strategy(small)),
     ]
     return {
         mode.name: clock.run(

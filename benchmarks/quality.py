@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tlt.observe.provenance import provenance
 from tlt.observe.record import read
-from tlt.run.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "quality.json"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.metrics import spread
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "served.json"
 PORTS = {"plain": 8431, "drafted": 8432}

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tlt.config.load import apply_overrides, check
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 from tlt.simulate import clock
 from tlt.simulate.cluster import Mode, Simulation
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, workload_of

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.load import apply_overrides, check
-from tlt.observe.report import RunView, look_at
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
+from tlt.report.view import RunView, look_at
 from tlt.simulate.calibrate import Calibration, calibrate, observations
 from tlt.simulate.model import PARTS, EngineModel
 from tlt.simulate.scenario import ScenarioConfig, simulate
@@ -41,13 +41,13 @@ LENGTHS = {
     "even": (200, 250, 300),
 }
 MODES = {
-    "off": (["engine.policy={kind='off'}"], ['modes=["off"]']),
+    "off": (["engine.strategy={kind='off'}"], ['modes=["off"]']),
     "ngram2": (
-        ["engine.policy={kind='fixed', drafter='ngram', num_draft_tokens=2}"],
+        ["engine.strategy={kind='fixed', drafter='ngram', num_draft_tokens=2}"],
         ['modes=["static"]', 'static_drafter="ngram"', "static_draft_tokens=2"],
     ),
     "ngram6": (
-        ["engine.policy={kind='fixed', drafter='ngram', num_draft_tokens=6}"],
+        ["engine.strategy={kind='fixed', drafter='ngram', num_draft_tokens=6}"],
         ['modes=["static"]', 'static_drafter="ngram"', "static_draft_tokens=6"],
     ),
     "adaptive": (

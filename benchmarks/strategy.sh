@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The adaptive policy on live engines and in replay: about 45 minutes after `bash benchmarks/drafter.sh`.
-# Writes benchmarks/results/strategy/: live/ (against every fixed arm and the published policy),
+# The adaptive strategy on live engines and in replay: about 45 minutes after `bash benchmarks/drafter.sh`.
+# Writes benchmarks/results/strategy/: live/ (against every fixed arm and BEG-MAB),
 # random_drafter/, no_drafter/, random_text/ (against no speculation), two_engines/, strategy.json, .png.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ compiled=(--engine-arg enforce_eager=false)
 
 "$tlt" bench rollout "${work[@]}" "${compiled[@]}" --drafter "$drafter" --engines 1 --repeats 3 \
   --mode off --mode ngram:4 --mode eagle3:1 --mode eagle3:2 --mode eagle3:3 --mode eagle3:4 \
-  --mode eagle3:6 --mode published --mode adaptive --out "$out/live"
+  --mode eagle3:6 --mode beg_mab --mode adaptive --out "$out/live"
 "$tlt" bench strategy "$out/live/rollout.json" --rollouts 8 --seeds 3 --out "$out"
 
 "$python" benchmarks/random_drafter.py "$drafter" models/random-eagle3

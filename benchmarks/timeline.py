@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.metrics import spread
+from tlt.observe.provenance import provenance
 from tlt.observe.record import read
 from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
-from tlt.run.provenance import provenance
 from tlt.spans import Span, SpanLog
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str,
     out = folder / f"{timeline}-{repeat}"
     command = [sys.executable, "-m", "tlt", "train", "configs/tiny_tail_cpu.toml"]
     command += [f'run.out="{out}"', f"run.num_steps={steps}", f"run.seed={repeat}"]
-    command += [f"metrics.timeline={str(timeline).lower()}", "engine.policy={kind='off'}"]
+    command += [f"metrics.timeline={str(timeline).lower()}", "engine.strategy={kind='off'}"]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return read(out / "metrics.jsonl")[1:]  # the first step warms up
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.run.provenance import provenance
+from tlt.observe.provenance import provenance
 
 RESULT = Path(__file__).parent / "results" / "train_rollout.json"
 
@@ -68,7 +68,7 @@ def main() -> None:
 
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig
-    from tlt.run.cluster import start_ray
+    from tlt.node.cluster import start_ray
     from tlt.run.preflight import prepare
 
     config = load_config(TrainConfig, options.config, options.overrides)
@@ -93,12 +93,12 @@ def main() -> None:
 
 async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, float]]:
     from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.harvest.session import NoHarvest
     from tlt.observe.sinks import Sinks
     from tlt.observe.stopwatch import Stopwatch
     from tlt.rollout.actor import ray_spawner
     from tlt.rollout.pool import RolloutPool
     from tlt.run.folder import RunFolder
-    from tlt.run.harvest import NoHarvest
     from tlt.run.train import Training
     from tlt.tasks.rewards import RewardPool
 

@@ -28,8 +28,8 @@ from typing import Any
 from tlt.config.train import TltConfig
 from tlt.contracts import Sample
 from tlt.harvest.coordinator import EXPORT_S
-from tlt.observe.bottleneck import SYNC_SHARE
 from tlt.observe.timeline import max_engine_spans
+from tlt.report.findings import SYNC_SHARE
 from tlt.spans import MAX_SPANS
 from tlt.tasks.tail import HeavyTail
 

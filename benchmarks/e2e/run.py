@@ -40,15 +40,15 @@ from typing import Any
 from picture import draw
 
 from tlt.bench.metrics import spread
+from tlt.observe.provenance import provenance
 from tlt.observe.record import read
-from tlt.run.provenance import provenance
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = HERE.parent / "results" / "e2e"
 
 DRAFTER = 'engine.drafter="models/smollm2-eagle3"'
-FIXED = 'engine.policy={kind="fixed", drafter="eagle3", num_draft_tokens=3}'
+FIXED = 'engine.strategy={kind="fixed", drafter="eagle3", num_draft_tokens=3}'
 ARMS = {
     "off": ["tlt.enabled=false"],
     "static": ["tlt.enabled=false", DRAFTER, FIXED],

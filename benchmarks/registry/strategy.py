@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from registry.core import Doc, Rows, figures, limits, several, spread, table
 
 ADAPTIVE = "adaptive"
-BEG_MAB = ("published", "beg-mab", "beg_mab")
-"""Names that results have given to the bandit of the TLT paper."""
+BEG_MAB = "beg_mab"
+"""The bandit of the TLT paper (arXiv 2511.16665)."""
 SCENARIOS = {"stationary": "stays", "drifting": "drifts", "abrupt": "jumps"}
-LABELS = {ADAPTIVE: "adaptive"} | dict.fromkeys(BEG_MAB, "BEG-MAB")
+LABELS = {ADAPTIVE: "adaptive", BEG_MAB: "BEG-MAB"}
 Shares = dict[str, dict[str, float]]
 
 
@@ -27,12 +26,8 @@ def shares(d: Doc, recorded: bool) -> Shares:
     )
     found: Shares = {}
     for row in rows:
-        found.setdefault(row["policy"], {})[row["scenario"]] = row["of_oracle"]
+        found.setdefault(row["strategy"], {})[row["scenario"]] = row["of_oracle"]
     return found
-
-
-def beg_mab(names: Any) -> str:
-    return next(name for name in BEG_MAB if name in names)
 
 
 def best_fixed(found: Shares, scenario: str) -> str:
@@ -71,14 +66,14 @@ def above(d: Doc, other: str) -> str:
     found = shares(d, recorded=True)
     won = 0
     for scenario in SCENARIOS:
-        rival = beg_mab(found) if other == "BEG-MAB" else best_fixed(found, scenario)
+        rival = BEG_MAB if other == "BEG-MAB" else best_fixed(found, scenario)
         won += found[ADAPTIVE][scenario] > found[rival][scenario]
     return f"{won} of {len(SCENARIOS)}"
 
 
 def reached(d: Doc, name: str) -> str:
     found = shares(d, recorded=True)
-    rival = beg_mab(found) if name == "BEG-MAB" else name
+    rival = BEG_MAB if name == "BEG-MAB" else name
     return limits(list(found[rival].values()), "{:.3f}")
 
 
@@ -135,7 +130,7 @@ figures(
         "adaptive": lambda d: spread(summary(d)[ADAPTIVE]["speed_vs_first"]),
         "best": lambda d: f"`{best_live(d)}`",
         "against_best": lambda d: against(d, ADAPTIVE, best_live(d)),
-        "against_beg_mab": lambda d: against(d, ADAPTIVE, beg_mab(summary(d))),
+        "against_beg_mab": lambda d: against(d, ADAPTIVE, BEG_MAB),
         "requests": lambda d: str(d["workload"]["num_requests"]),
         "median_tokens": lambda d: str(d["workload"]["median"]),
         "longest_tokens": lambda d: str(d["workload"]["longest"]),

@@ -5,7 +5,7 @@ Read this first: it is the vocabulary of the system.
 - A `SampleRequest` goes into the rollout, a `Sample` comes out. Every sample of a GRPO group is
   a request of its own; `group_id` ties them together.
 - An `Arm` is one way to decode: which drafter, and how many tokens it drafts. Before each engine
-  step a `DraftPolicy` picks an arm from a `StepContext`; after the step it sees a `StepReport`.
+  step a `Strategy` picks an arm from a `StepContext`; after the step it sees a `StepReport`.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class StepReport:
     """When, by the clock of the engine's node."""
 
 
-class DraftPolicy(Protocol):
+class Strategy(Protocol):
     """Chooses the arm of every step. Pure: no torch, no vLLM, no clock but what it is given."""
 
     def arms(self) -> frozenset[Arm]:

@@ -34,10 +34,10 @@ SLOW_RUNS = {
     "run.num_steps=5",
     "no_tail": EVEN,
     "weak_drafter": f"{TAIL} tlt.enabled=true tlt.harvest=unpublished "
-    "engine.policy.kind=fixed engine.policy.drafter=eagle3 engine.policy.num_draft_tokens=3",
+    "engine.strategy.kind=fixed engine.strategy.drafter=eagle3 engine.strategy.num_draft_tokens=3",
     "speculation_does_not_pay": f"{EVEN} sampling.temperature=2.0 "
     "engine.ngram.min_match=1 engine.ngram.max_match=1 engine.ngram.history_tokens=0 "
-    """'engine.policy={kind="random",seed=0,arms=[["off",0],["ngram",24]]}'""",
+    """'engine.strategy={kind="random",seed=0,arms=[["off",0],["ngram",24]]}'""",
     "too_little_room": "sampling.max_tokens=6 sampling.prompts_per_step=32",
 }
 """Runs that are slow in one way each, and what must be said of them."""

@@ -87,8 +87,8 @@ def test_everything_switched_on(policy: Path) -> None:
         "learner.updates_per_step=2 algorithm.kl_weight=0.01 algorithm.advantage=rloo "
         "sampling.temperature=0.8 capture.enabled=true capture.capacity_gib=0.1 "
         "eval.every_steps=2 eval.num_problems=8 metrics.tensorboard=true "
-        "metrics.prometheus_port=0 engine.policy.kind=fixed engine.policy.drafter=ngram "
-        "engine.policy.num_draft_tokens=2",
+        "metrics.prometheus_port=0 engine.strategy.kind=fixed engine.strategy.drafter=ngram "
+        "engine.strategy.num_draft_tokens=2",
         policy,
     )
     run = policy / "runs" / "all"
@@ -111,7 +111,7 @@ def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy
         "engine.engine_args={enforce_eager=true,max_model_len=1024,max_num_seqs=64} "
         "eval.every_steps=0 checkpoint.every_steps=2 tlt.enabled=true tlt.min_lease_s=0.1 "
         "tlt.session_s=1 tlt.lr=3e-3 "  # and no n-grams, which would leave little idle time:
-        """engine.policy='{kind="fixed",drafter="eagle3",num_draft_tokens=2}'"""
+        """engine.strategy='{kind="fixed",drafter="eagle3",num_draft_tokens=2}'"""
     )
     tlt(f"train {settings} run.num_steps=8", policy)
     run = policy / "runs" / "harvest"

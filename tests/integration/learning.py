@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from tlt.drafter.capture import Captured, capture
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
+from tlt.states.captured import Captured, capture
 
 PROMPT_TOKENS = 8
 

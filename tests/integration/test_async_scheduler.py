@@ -45,7 +45,7 @@ def test_asynchronous_engine_on_a_gpu(tiny: Path, tiny_drafter: Path) -> None:
     plain = EngineConfig(model=str(tiny), num_gpus=1, engine_args=TINY_ARGS)
     arms = [["off", 0], ["eagle3", 1], ["eagle3", 2], ["eagle3", 4]]
     drafting = plain.model_copy(
-        update={"drafter": str(tiny_drafter), "policy": {"kind": "random", "arms": arms}}
+        update={"drafter": str(tiny_drafter), "strategy": {"kind": "random", "arms": arms}}
     )
     reference = [s.token_ids for s in generate(plain, requests)]
     assert [s.token_ids for s in generate(drafting, requests)] == reference
@@ -83,7 +83,7 @@ def drive(model: str, drafter: str) -> None:
     config = EngineConfig(
         model=model,
         drafter=drafter,
-        policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
+        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
         engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 128},
     )
     vllm_config = EngineArgs(**engine_args(config)).create_engine_config()
@@ -99,7 +99,7 @@ def drive(model: str, drafter: str) -> None:
         block_size=16,
     )
     policy = Script()
-    active_controller(scheduler).set_policy(policy)
+    active_controller(scheduler).set_strategy(policy)
     init_none_hash(hash)
     scheduler.add_request(
         Request(

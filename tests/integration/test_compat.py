@@ -8,16 +8,16 @@ import pytest
 from workloads import TINY_ARGS, EngineFactory, greedy, random_prompts
 
 from speed import limit
+from tlt.cli.diagnosis import PROBE
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SamplingSpec
-from tlt.diagnosis import PROBE
 from tlt.errors import EngineError
 from tlt.hardware import cpu_flags
 
 pytestmark = pytest.mark.vllm
 
 FAULTS = """
-from tlt.diagnosis import _probe
+from tlt.cli.diagnosis import _probe
 print(_probe()["faults"])
 """
 
@@ -60,7 +60,7 @@ from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.rollout.offline import generate_here
 
 config = EngineConfig(model={model!r}, kv_cache_gib=0.1, core_group="test-kernels",
-    policy={{"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 3}},
+    strategy={{"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 3}},
     engine_args=dict(enforce_eager=True, dtype="float32", max_model_len=128))
 request = SampleRequest("0", {prompt}, SamplingSpec(max_tokens=32, temperature=0, ignore_eos=True))
 samples, _, report = generate_here(config, [request])
@@ -174,7 +174,7 @@ def test_settings_are_checked_before_the_engine_starts() -> None:
         RolloutEngine(
             EngineConfig(
                 model="/nowhere",
-                policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+                strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
                 engine_args=TINY_ARGS,
             )
         )

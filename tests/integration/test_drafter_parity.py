@@ -101,7 +101,7 @@ def record(model: str, drafter: str, out: str) -> None:
         model=model,
         drafter=drafter,
         kv_cache_gib=0.25,
-        policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": NUM_DRAFTS},
+        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": NUM_DRAFTS},
         engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 256},
     )
     llm = LLM(**engine_args(config))

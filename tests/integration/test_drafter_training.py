@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from learning import PROMPT_TOKENS, tiny_samples, train_tiny
 
-from tlt.drafter.capture import Captured
+from tlt.states.captured import Captured
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_expected_length_is_what_drafting_comes_to(
     """Against the plain count: how many drafts in a row equal the sampled text."""
     import torch
 
-    from tlt.drafter.capture import Row
+    from tlt.drafter.row import Row
 
     trainer = train_tiny(tiny, samples, num_steps=60)
     at_one = held_out[: len(held_out) // 2]  # the half sampled at temperature 1

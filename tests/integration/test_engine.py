@@ -18,7 +18,7 @@ def engine(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProc
     return engines(
         model=str(tiny),
         drafter=str(tiny_drafter),
-        policy={"kind": "random", "arms": SWITCHING_ARMS},
+        strategy={"kind": "random", "arms": SWITCHING_ARMS},
         max_draft_tokens=8,
     )
 

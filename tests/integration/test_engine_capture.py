@@ -22,14 +22,14 @@ def test_states_of_all_samples_are_kept(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.drafter.buffer import BufferSettings, SampleBuffer
-    from tlt.drafter.capture import capture
     from tlt.drafter.checkpoint import load_drafter
+    from tlt.states.buffer import BufferSettings, SampleBuffer
+    from tlt.states.captured import capture
 
     engine = engines(
         model=str(tiny),
         drafter=str(tiny_drafter),
-        policy={"kind": "random", "arms": SWITCHING_ARMS, "seed": 3},
+        strategy={"kind": "random", "arms": SWITCHING_ARMS, "seed": 3},
         capture={"folder": str(tmp_path / "buffer")},
         kv_cache_gib=0.5 if cache == "roomy" else 0.003,
     )

@@ -14,8 +14,8 @@ import pytest
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm
 from tlt.rollout.vllm.args import engine_args, graph_plan
-from tlt.speculation.graphs import GraphPlan, choices_of
-from tlt.speculation.policies import build_policy
+from tlt.strategy.graphs import GraphPlan, choices_of
+from tlt.strategy.spec import build_strategy
 
 pytestmark = pytest.mark.vllm
 
@@ -70,9 +70,9 @@ def vllm_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def engine(model: Path, policy: dict[str, Any], **args: Any) -> EngineConfig:
+def engine(model: Path, strategy: dict[str, Any], **args: Any) -> EngineConfig:
     limits = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "dtype": "float32"}
-    return EngineConfig(model=str(model), num_gpus=1, policy=policy, engine_args=limits | args)
+    return EngineConfig(model=str(model), num_gpus=1, strategy=strategy, engine_args=limits | args)
 
 
 def manager(config: Any) -> Any:
@@ -171,7 +171,7 @@ def test_v1_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> No
     policy, args = POLICIES[name]
     config = engine(tiny, policy, **args)
     plan = GraphPlan.for_arms(
-        choices_of(build_policy(policy), args["max_num_seqs"]),
+        choices_of(build_strategy(policy), args["max_num_seqs"]),
         args["max_num_seqs"],
         max_num_batched_tokens=args.get("max_num_batched_tokens"),
         runner="v1",

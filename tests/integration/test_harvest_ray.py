@@ -18,13 +18,13 @@ from workloads import TINY_ARGS, random_prompts
 from speed import limit
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec
-from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.drafter.trainer import TrainerSettings
 from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.spot import EMBEDDING, SpotSettings
+from tlt.harvest.trainer import EMBEDDING, HarvestSettings
 from tlt.rollout.pool import RolloutPool
+from tlt.states.buffer import BufferSettings, SampleBuffer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
@@ -45,7 +45,9 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def spot_settings(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpotSettings]:
+def trainer_settings(
+    tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[HarvestSettings]:
     """An untrained drafter and states to train it on."""
     import shutil
 
@@ -64,7 +66,7 @@ def spot_settings(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     store = SampleBuffer(buffer)
     for index, sample in enumerate(tiny_samples(tiny, 64)):
         store.put(str(index), 1, sample)
-    yield SpotSettings(
+    yield HarvestSettings(
         drafter=str(folder),
         policy=str(tiny),
         buffer=buffer,
@@ -134,15 +136,15 @@ class Run:
 
 
 @asynccontextmanager
-async def running(tiny: Path, spot: SpotSettings) -> AsyncIterator[Run]:
-    from tlt.harvest.spot import read_tensors
+async def running(tiny: Path, spot: HarvestSettings) -> AsyncIterator[Run]:
+    from tlt.harvest.session import Harvest
+    from tlt.harvest.trainer import read_tensors
     from tlt.rollout.actor import ray_spawner
-    from tlt.run.harvest import Harvest
 
     engine = EngineConfig(
         model=str(tiny),
         drafter=spot.drafter,
-        policy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
         kv_cache_gib=0.25,
         core_group="test-harvest",
         engine_args=TINY_ARGS | {"max_model_len": 1600, "max_num_seqs": 16},
@@ -178,36 +180,36 @@ def processes(title: str) -> list[psutil.Process]:
 
 
 def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
-    tiny: Path, spot_settings: SpotSettings
+    tiny: Path, trainer_settings: HarvestSettings
 ) -> None:
     async def scene() -> None:
-        async with running(tiny, spot_settings) as run:
+        async with running(tiny, trainer_settings) as run:
             await until_published(run)
             record = await run.harvest.record()
             assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
             assert record["harvest/faults"] == 0
             assert record["harvest/kills"] == 0
             assert record["harvest/stop_max_s"] < limit(0.5)
-            trainers = processes("ray::SpotActor")
+            trainers = processes("ray::TrainerActor")
             assert len(trainers) == 2
             cores = {cores for _, cores in run.harvest._engines.values()}
             assert {tuple(p.cpu_affinity()) for p in trainers} == cores
             assert len(cores) == 2, "each trainer is on the core of its engine"
             await nobody_computes(trainers)
             await two_at_once_are_merged(run)
-        assert not processes("ray::SpotActor")
+        assert not processes("ray::TrainerActor")
 
     asyncio.run(scene())
 
 
 def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
-    tiny: Path, spot_settings: SpotSettings
+    tiny: Path, trainer_settings: HarvestSettings
 ) -> None:
     async def refuse(*args: object, **kwargs: object) -> list[float]:
         raise ValueError("weights of another model")
 
     async def scene() -> None:
-        async with running(tiny, spot_settings) as run:
+        async with running(tiny, trainer_settings) as run:
             run.pool.update_drafter = refuse  # type: ignore[method-assign]
             for _ in range(12):
                 await run.rollout()
@@ -216,7 +218,7 @@ def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
             assert run.harvest._off
             assert (await run.harvest.record())["harvest/enabled"] == 0.0
             await run.rollout()
-        assert not processes("ray::SpotActor")
+        assert not processes("ray::TrainerActor")
 
     asyncio.run(scene())
 
@@ -252,10 +254,10 @@ async def nobody_computes(trainers: list[psutil.Process]) -> None:
 
 
 def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
-    tiny: Path, spot_settings: SpotSettings
+    tiny: Path, trainer_settings: HarvestSettings
 ) -> None:
     async def scene() -> None:
-        async with running(tiny, spot_settings) as run:
+        async with running(tiny, trainer_settings) as run:
             for victim in (kill_trainer, kill_coordinator, kill_engine):
                 for _ in range(ROUNDS):
                     await killed_once(run, victim)
@@ -301,7 +303,7 @@ async def kill_coordinator(run: Run) -> None:
 async def kill_trainer(run: Run) -> None:
     import ray
 
-    from tlt.run.trainers import trainer_name
+    from tlt.harvest.actor import trainer_name
 
     worker = next(iter(run.harvest._idle))
     trainer = ray.get_actor(trainer_name(run.harvest._run, run.harvest._epoch, worker))

@@ -23,7 +23,7 @@ def run(
     engine: EngineProcess, policy: dict[str, object], prompts: list[list[int]]
 ) -> tuple[list[tuple[int, ...]], float]:
     """Tokens of each response, and how many tokens a verified draft brought."""
-    engine.call("set_policy", policy)
+    engine.call("set_strategy", policy)
     before = engine.stats()
     samples: list[Sample] = engine.generate(prompts, GREEDY)
     after = engine.stats()
@@ -33,7 +33,7 @@ def run(
 
 
 def test_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
-    engine = engines(begin=False, model=str(tiny), policy=NGRAM)
+    engine = engines(begin=False, model=str(tiny), strategy=NGRAM)
     assert engine.start()["proposer"] == "HistoryProposer"
     prompts = random_prompts(16, seed=21)
     first, alone = run(engine, NGRAM, prompts)
@@ -55,7 +55,7 @@ def test_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
 
 
 def test_its_own_text_only(engines: EngineFactory, tiny: Path) -> None:
-    engine = engines(model=str(tiny), policy=NGRAM, ngram={"history_tokens": 0})
+    engine = engines(model=str(tiny), strategy=NGRAM, ngram={"history_tokens": 0})
     prompts = random_prompts(8, seed=23)
     first, alone = run(engine, NGRAM, prompts)
     again, seen_before = run(engine, NGRAM, prompts)
@@ -64,7 +64,7 @@ def test_its_own_text_only(engines: EngineFactory, tiny: Path) -> None:
 
 
 def test_beside_a_drafter(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
-    engine = engines(model=str(tiny), drafter=str(tiny_drafter), policy=NGRAM)
+    engine = engines(model=str(tiny), drafter=str(tiny_drafter), strategy=NGRAM)
     prompts = random_prompts(16, seed=24)
     by_drafter, _ = run(engine, EAGLE3, prompts)
     by_history, seen_before = run(engine, NGRAM, prompts)

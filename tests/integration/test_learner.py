@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt.drafter.buffer import BufferSettings, SampleBuffer
 from tlt.errors import LearnerLost
+from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import TrainSample, Weighting
+from tlt.learner.group import LearnerGroup
 from tlt.learner.policy_loss import PolicyLossSettings
 from tlt.learner.rank import RankSettings
-from tlt.rollout.weights import read_weights
-from tlt.run.learner import LearnerGroup, LearnerPlan
+from tlt.node.weights import read_weights
+from tlt.states.buffer import BufferSettings, SampleBuffer
 
 pytestmark = [pytest.mark.ray, pytest.mark.two_cores]
 
@@ -184,7 +185,7 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tlt.drafter.capture import capture
+    from tlt.states.captured import capture
 
     layers = (1, 2, 3)
     settings = BufferSettings(folder=str(tmp_path / "states"), capacity_bytes=2**26)

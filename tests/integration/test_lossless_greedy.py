@@ -31,7 +31,7 @@ def run_modes(
 ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, float]]:
     tokens, acceptance = {}, {}
     for name, policy in MODES.items():
-        engine.call("set_policy", policy)
+        engine.call("set_strategy", policy)
         samples, acceptance[name] = engine.accepted_during(
             lambda: engine.generate(prompts, sampling)
         )
@@ -62,10 +62,10 @@ def test_tiny_ngram_without_a_drafter(engines: EngineFactory, tiny: Path) -> Non
     prompts = random_prompts(32, seed=5)
     sampling = SamplingSpec(max_tokens=96, temperature=0, ignore_eos=True)
     engine = engines(
-        model=str(tiny), policy={"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
+        model=str(tiny), strategy={"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
     )
     drafted, acceptance = engine.accepted_during(lambda: engine.generate(prompts, sampling))
-    engine.call("set_policy", {"kind": "off"})
+    engine.call("set_strategy", {"kind": "off"})
     plain = engine.generate(prompts, sampling)
     assert [s.token_ids for s in drafted] == [s.token_ids for s in plain]
     assert acceptance > 0.2
@@ -79,10 +79,10 @@ def test_smollm2(
     from transformers import AutoModelForCausalLM
 
     from tlt.drafter import vocabulary
-    from tlt.drafter.capture import capture
     from tlt.drafter.checkpoint import save_drafter
     from tlt.drafter.eagle3.config import Eagle3Config
     from tlt.drafter.trainer import TrainerSettings
+    from tlt.states.captured import capture
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
     from tlt.tasks.tail import HeavyTail

@@ -89,7 +89,7 @@ def drafting(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EnginePr
 def test_same_distribution(
     plain: Plain, drafting: EngineProcess, settings: str, policy: str
 ) -> None:
-    drafting.call("set_policy", POLICIES[policy])
+    drafting.call("set_strategy", POLICIES[policy])
     before = drafting.stats()
     drawn = draw(drafting, plain.prompt, SETTINGS[settings])
     after = drafting.stats()
@@ -111,7 +111,7 @@ def test_probabilistic_drafts_follow_it_too(
     engine = engines(
         model=str(tiny),
         drafter=str(tiny_drafter),
-        policy=POLICIES["eagle3"],
+        strategy=POLICIES["eagle3"],
         engine_args=ARGS | {"speculative_config": {"draft_sample_method": "probabilistic"}},
     )
     drawn = draw(engine, plain.prompt, SETTINGS["temperature 1"])
@@ -133,7 +133,7 @@ def test_the_test_catches_a_wrong_sampler(
         begin=False,
         model=str(tiny),
         drafter=str(tiny_drafter),
-        policy=POLICIES["eagle3"],
+        strategy=POLICIES["eagle3"],
         engine_args=ARGS,
     )
     report = engine.start()

@@ -15,7 +15,7 @@ from workloads import EngineFactory, greedy, random_prompts
 
 from tlt.contracts import SamplingSpec
 from tlt.errors import EngineError, EngineTainted
-from tlt.rollout.weights import SharedWeights
+from tlt.node.weights import SharedWeights
 
 pytestmark = pytest.mark.vllm
 
@@ -127,7 +127,7 @@ def start(
         environment,
         model=str(scene.folder),
         drafter=str(scene.drafter),
-        policy=EAGLE,
+        strategy=EAGLE,
         kv_cache_gib=0.2,
         engine_args=args,
     )

@@ -31,7 +31,7 @@ def config(tiny: Path, fresh_drafter: Path, **changes: Any) -> EngineConfig:
     settings: dict[str, Any] = {
         "model": str(tiny),
         "drafter": str(fresh_drafter),
-        "policy": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+        "strategy": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
         "kv_cache_gib": 0.25,
         "core_group": "test-pool",
         "engine_args": TINY_ARGS | {"max_num_seqs": 16},

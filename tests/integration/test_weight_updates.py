@@ -10,7 +10,7 @@ from workloads import EngineFactory, greedy, random_prompts
 from speed import limit
 from tlt.contracts import SamplingSpec
 from tlt.errors import ConfigError, EngineError
-from tlt.rollout.weights import SharedWeights
+from tlt.node.weights import SharedWeights
 
 pytestmark = pytest.mark.vllm
 
@@ -20,7 +20,7 @@ EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
 
 @pytest.fixture(scope="module")
 def engine(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProcess:
-    return engines(model=str(tiny), drafter=str(tiny_drafter), policy=EAGLE)
+    return engines(model=str(tiny), drafter=str(tiny_drafter), strategy=EAGLE)
 
 
 @pytest.mark.gate
@@ -156,5 +156,5 @@ def test_drafter_update_needs_a_drafter(engines: EngineFactory, tiny: Path) -> N
     with pytest.raises(ConfigError, match=r"without engine\.drafter"):
         plain.call("update_drafter", {"path": "/nowhere"}, 1)
     with pytest.raises(ConfigError, match=r"set engine\.max_draft_tokens = 4"):
-        plain.call("set_policy", EAGLE)
+        plain.call("set_strategy", EAGLE)
     plain.close()

@@ -2,9 +2,9 @@
 
 import torch
 
-from tlt.drafter.capture import Captured
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.states.captured import Captured
 
 CONFIG = Eagle3Config(
     hidden_size=32,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tlt.cli.diagnosis import first_error
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig, written_out
-from tlt.diagnosis import first_error
 from tlt.hardware import compute_dtype, thread_environment, why_dtype
 
 AMX = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_bf16"})

@@ -73,7 +73,7 @@ def _arm_order(text: str) -> tuple[bool, str, int]:
 
 
 def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
-    """Throughput of every policy against the oracle's: a panel per table, bars per scenario."""
+    """Throughput of every strategy against the oracle's: a panel per table, bars per scenario."""
     from tlt.pictures import pyplot
 
     figure, panels = pyplot.subplots(
@@ -81,19 +81,20 @@ def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
     )
     for axes, (table, rows) in zip(panels[:, 0], results.items(), strict=True):
         scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
-        policies = list(dict.fromkeys(row["policy"] for row in rows))
+        strategies = list(dict.fromkeys(row["strategy"] for row in rows))
         width = 0.8 / len(scenarios)
         for index, scenario in enumerate(scenarios):
-            mine = {row["policy"]: row for row in rows if row["scenario"] == scenario}
-            middle = [mine[policy]["of_oracle"] for policy in policies]
-            low = [mine[policy]["of_oracle"] - mine[policy]["low"] for policy in policies]
-            high = [mine[policy]["high"] - mine[policy]["of_oracle"] for policy in policies]
+            mine = {row["strategy"]: row for row in rows if row["scenario"] == scenario}
+            middle = [mine[strategy]["of_oracle"] for strategy in strategies]
+            low = [mine[strategy]["of_oracle"] - mine[strategy]["low"] for strategy in strategies]
+            high = [mine[strategy]["high"] - mine[strategy]["of_oracle"] for strategy in strategies]
             places = [
-                place + (index - (len(scenarios) - 1) / 2) * width for place in range(len(policies))
+                place + (index - (len(scenarios) - 1) / 2) * width
+                for place in range(len(strategies))
             ]
             axes.bar(places, middle, 0.9 * width, yerr=[low, high], capsize=2, label=scenario)
         axes.axhline(0.97, color="0.4", linestyle=":", linewidth=1, label="0.97")
-        axes.set_xticks(range(len(policies)), policies)
+        axes.set_xticks(range(len(strategies)), strategies)
         axes.set_ylim(0, 1.1)
         axes.set_ylabel("throughput of the oracle's")
         axes.set_title(f"replay (modelled), {table}", loc="left", fontsize=10)

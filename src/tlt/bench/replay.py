@@ -1,7 +1,7 @@
-"""Engines replayed from recorded step times: how close does a policy come to the best arm?
+"""Engines replayed from recorded step times: how close does a strategy come to the best arm?
 
 A `StepTable` says how long a step of each arm takes at each batch size and how often drafts are
-accepted. `replay` runs a policy against it, step by step as the engine would: the drafts of one
+accepted. `replay` runs a strategy against it, step by step as the engine would: the drafts of one
 step are verified in the next, requests end one by one, step times are noisy. The same workload
 under the `Oracle`, which reads the best arm from the table, is what can be had at most.
 """
@@ -19,11 +19,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
-from tlt.speculation.adaptive import Adaptive
-from tlt.speculation.policies import Fixed
-from tlt.speculation.published import VERIFIED_TOKENS, EpsilonGreedy
+from tlt.strategy.adaptive import Adaptive
+from tlt.strategy.beg_mab import VERIFIED_TOKENS, BegMab
+from tlt.strategy.spec import Fixed
 
 Scenario = Callable[[float], float]
 """From the progress of a run, 0 to 1, to the power that acceptance rates are raised to: 1 leaves
@@ -47,7 +47,7 @@ class StepTable:
     drafted_share: dict[str, float]
     """Draft tokens per token asked for."""
     verified_tokens: int = VERIFIED_TOKENS
-    """Tokens a step of this hardware can verify with profit: the published policy's buckets."""
+    """Tokens a step of this hardware can verify with profit: the published strategy's buckets."""
 
     def __post_init__(self) -> None:
         """A draft that is accepted up to a position is accepted up to those before it, too; rates
@@ -104,7 +104,7 @@ class StepTable:
         widest = max((points[-1][0] for points in table.seconds.values()), default=0.0)
         for arm, points in list(table.seconds.items()):
             if arm != OFF and (len(points) < 3 or points[-1][0] < widest / 4):
-                del table.seconds[arm]  # a policy's rare trials: too little to replay
+                del table.seconds[arm]  # a strategy's rare trials: too little to replay
         if OFF not in table.seconds or len(table.seconds) < 2:
             raise ConfigError(
                 f"{path}: its modes used the arms {', '.join(map(str, table.seconds))}; a replay "
@@ -216,7 +216,7 @@ class Replayed:
 
 
 def replay(
-    make_policy: Callable[[Run], DraftPolicy],
+    make_strategy: Callable[[Run], Strategy],
     table: StepTable,
     scenario: Scenario,
     rollouts: Sequence[Sequence[int]],
@@ -225,12 +225,12 @@ def replay(
 ) -> Replayed:
     """Decode rollouts of these response lengths one after another.
 
-    The luck of a draft belongs to the token it starts at: by the same seed, every policy drafts
+    The luck of a draft belongs to the token it starts at: by the same seed, every strategy drafts
     the same text.
     """
     host, text = random.Random(f"{seed}/host"), random.Random(f"{seed}/text")
     run = Run(table, scenario)
-    policy = make_policy(run)
+    strategy = make_strategy(run)
     total = sum(map(sum, rollouts))
     done = switches = step = 0
     clock_s = 0.0
@@ -243,7 +243,7 @@ def replay(
             run.progress = done / total
             power = scenario(run.progress)
             context = StepContext(step, len(left), 0, 0)
-            proposed = policy.decide(context)
+            proposed = strategy.decide(context)
             switches += proposed != verified
             points = [drawn[rest - 1] for drawn, rest in zip(luck, left, strict=True)]
             gains, drafted, accepted_at = _verify(table, verified, points, power)
@@ -265,7 +265,7 @@ def replay(
                 elapsed_s=seconds,
                 ended_s=clock_s,
             )
-            policy.observe(report)
+            strategy.observe(report)
             reports.append(report)
             luck = [
                 drawn for drawn, rest, gain in zip(luck, left, gains, strict=True) if rest > gain
@@ -321,21 +321,21 @@ def published_h100() -> StepTable:
 
 def compare(
     table: StepTable,
-    policies: dict[str, Callable[[Run], DraftPolicy]],
+    strategies: dict[str, Callable[[Run], Strategy]],
     rollouts: Sequence[Sequence[int]],
     seeds: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Throughput of every policy in every scenario against the oracle's, by the same seeds."""
+    """Throughput of every strategy in every scenario against the oracle's, by the same seeds."""
     rows = []
     for name, scenario in SCENARIOS.items():
         best = [replay(Oracle, table, scenario, rollouts, seed).tokens_per_s for seed in seeds]
-        for policy, make in policies.items():
+        for strategy, make in strategies.items():
             runs = [replay(make, table, scenario, rollouts, seed) for seed in seeds]
             ratios = [run.tokens_per_s / top for run, top in zip(runs, best, strict=True)]
             rows.append(
                 {
                     "scenario": name,
-                    "policy": policy,
+                    "strategy": strategy,
                     "of_oracle": statistics.median(ratios),
                     "low": min(ratios),
                     "high": max(ratios),
@@ -346,18 +346,18 @@ def compare(
     return rows
 
 
-def contenders(table: StepTable) -> dict[str, Callable[[Run], DraftPolicy]]:
-    """The learning policies with all of the table's arms, and every arm by itself."""
+def contenders(table: StepTable) -> dict[str, Callable[[Run], Strategy]]:
+    """The learning strategies with all of the table's arms, and every arm by itself."""
     arms = list(table.seconds)
-    policies: dict[str, Callable[[Run], DraftPolicy]] = {
+    strategies: dict[str, Callable[[Run], Strategy]] = {
         "adaptive": lambda run: Adaptive(arms),
-        "published": lambda run: EpsilonGreedy(
+        "beg_mab": lambda run: BegMab(
             arms, random.Random(0), verified_tokens=table.verified_tokens
         ),
     }
     for arm in sorted(arms, key=lambda arm: (arm.drafter != "off", str(arm))):
-        policies[str(arm)] = lambda run, arm=arm: Fixed(arm)  # type: ignore[misc]
-    return policies
+        strategies[str(arm)] = lambda run, arm=arm: Fixed(arm)  # type: ignore[misc]
+    return strategies
 
 
 def largest_batch(table: StepTable) -> int:

@@ -1,10 +1,10 @@
 """`tlt bench rollout`: one workload, several ways to decode, interleaved and repeated.
 
 Each mode runs on engines set up for just that: `off` has no drafter loaded at all, `ngram:K` looks
-up n-grams, `eagle3:K` and `tail:K@B` load the drafter, and so do `adaptive` and `published` where
+up n-grams, `eagle3:K` and `tail:K@B` load the drafter, and so do `adaptive` and `beg_mab` where
 there is one. All engines stay up, only one mode works at a time, and the modes take turns within
 each repeat, so that a slow minute of the machine hits all of them. A first, short round warms every
-engine up and is not counted; policies that learn start from nothing in every run.
+engine up and is not counted; strategies that learn start from nothing in every run.
 
 What each step took is kept on the way: a `StepTable` for `tlt bench strategy`, and the decisions of
 the last run of each mode.
@@ -30,16 +30,16 @@ from tlt.errors import ConfigError
 from tlt.rollout.guard import check_sampling
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.vllm.args import drafters, engine_args
-from tlt.speculation.policies import LEARNING, build_policy, complete_policy
+from tlt.strategy.spec import LEARNING, build_strategy, complete_strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
     """One way to decode, as the user names it: `off`, `ngram:4`, `eagle3:4`, `tail:4@8`, `adaptive`
-    or `published`."""
+    or `beg_mab`."""
 
     name: str
-    policy: dict[str, Any]
+    strategy: dict[str, Any]
     setup: str
     """Which engines it runs on: `off`, `ngram` or `eagle3`."""
 
@@ -53,20 +53,20 @@ class Mode:
                 return cls(text, {"kind": text}, setup="eagle3" if has_drafter else "ngram")
             if drafter == "tail":
                 length, _, batch = rest.partition("@")
-                policy: dict[str, Any] = {
+                strategy: dict[str, Any] = {
                     "kind": "by_batch_size",
                     "drafter": "eagle3",
                     "schedule": [[int(batch), int(length)]],
                 }
             else:
-                policy = {"kind": "fixed", "drafter": drafter, "num_draft_tokens": int(rest)}
-            build_policy(policy)
+                strategy = {"kind": "fixed", "drafter": drafter, "num_draft_tokens": int(rest)}
+            build_strategy(strategy)
         except (ValueError, TypeError) as error:
             raise ConfigError(
                 f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K' (K draft tokens), "
-                "'tail:K@B' (EAGLE-3 at most B running), 'adaptive' or 'published'; e.g. eagle3:2"
+                "'tail:K@B' (EAGLE-3 at most B running), 'adaptive' or 'beg_mab'; e.g. eagle3:2"
             ) from error
-        return cls(text, policy, setup="ngram" if drafter == "ngram" else "eagle3")
+        return cls(text, strategy, setup="ngram" if drafter == "ngram" else "eagle3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,12 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
         }
     )
     check_sampling(SamplingSpec(1, plan.temperature, plan.top_p), speculating=setup != "off")
-    policies = [complete_policy(mode.policy, drafters(config)) for mode in modes]
-    arms = {arm for policy in policies for arm in build_policy(policy).arms()}
+    strategies = [complete_strategy(mode.strategy, drafters(config)) for mode in modes]
+    arms = {arm for strategy in strategies for arm in build_strategy(strategy).arms()}
     config = config.model_copy(
         update={
-            # The engine is prepared for all arms of its modes; each mode sets its own policy.
-            "policy": {"kind": "random", "arms": [[a.drafter, a.num_draft_tokens] for a in arms]},
+            # The engine is prepared for all arms of its modes; each mode sets its own strategy.
+            "strategy": {"kind": "random", "arms": [[a.drafter, a.num_draft_tokens] for a in arms]},
             "max_draft_tokens": max(arm.num_draft_tokens for arm in arms) or None,
         }
     )
@@ -136,7 +136,7 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
                 label = f"warming up {mode.name}"
                 lengths = tuple(min(length, 16) for length in lengths)
             pool = pools[mode.setup]
-            await pool.set_policy(mode.policy)
+            await pool.set_strategy(mode.strategy)
             report = partial(on_progress, label)
             await pool.call_all("reset_prefix_cache")  # and n-grams learned from earlier runs
             await pool.call_all("take_trace")

@@ -68,9 +68,9 @@ def rollout(
     from tlt.bench import workload
     from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
-    from tlt.run.cluster import start_ray
-    from tlt.run.provenance import provenance
-    from tlt.speculation.policies import LEARNING
+    from tlt.node.cluster import start_ray
+    from tlt.observe.provenance import provenance
+    from tlt.strategy.spec import LEARNING
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import DEFAULT_SIZES, problems
     from tlt.tasks.tail import HeavyTail
@@ -150,7 +150,7 @@ def strategy(
 
     from tlt.bench import replay
     from tlt.bench.plot import plot_replay
-    from tlt.run.provenance import provenance
+    from tlt.observe.provenance import provenance
     from tlt.tasks.tail import HeavyTail
 
     console = Console()
@@ -186,14 +186,14 @@ def strategy(
 def _strategy_table(name: str, rows: list[dict[str, Any]]) -> Table:
     scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
     table = result_table(f"{name}: throughput of the oracle's, median (low-high)")
-    table.add_column("policy")
+    table.add_column("strategy")
     for scenario in scenarios:
         table.add_column(scenario, justify="right")
     table.add_column("switches per 1000 steps", justify="right")
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        mine = [row for row in rows if row["policy"] == policy]
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        mine = [row for row in rows if row["strategy"] == strategy]
         table.add_row(
-            policy,
+            strategy,
             *(f"{row['of_oracle']:.3f} ({row['low']:.2f}-{row['high']:.2f})" for row in mine),
             f"{max(row['switches_per_1000_steps'] for row in mine):.0f}",
         )

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tlt.cli.diagnosis import Status, diagnose
 from tlt.cli.options import print_findings
-from tlt.diagnosis import Status, diagnose
 
 
 def doctor(
@@ -21,7 +21,7 @@ def doctor(
     """Check hardware, engine and features of this machine; or, with --run, a run."""
     console = Console()
     if run is not None:
-        from tlt.observe.report import look_at
+        from tlt.report.view import look_at
 
         print_findings(console, look_at(run))
         return

@@ -51,9 +51,9 @@ def train(
     from tlt.drafter.plot import plot_training
     from tlt.drafter.trainer import TrainerSettings
     from tlt.hardware import compute_dtype
-    from tlt.run.cluster import start_ray
-    from tlt.run.drafter import DrafterPlan, train_drafter
-    from tlt.run.provenance import provenance
+    from tlt.node.cluster import start_ray
+    from tlt.observe.provenance import provenance
+    from tlt.offline.drafter import DrafterPlan, train_drafter
 
     console = Console()
     require_plots()

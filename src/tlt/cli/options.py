@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from tlt.observe.report import RunView
+    from tlt.report.view import RunView
 
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
 Compute = Annotated[
@@ -36,7 +36,7 @@ def command_line() -> str:
 
 def print_findings(console: Console, view: RunView) -> None:
     """What holds a run back, and what to change."""
-    from tlt.observe.bottleneck import findings
+    from tlt.report.findings import findings
 
     for finding in findings(view):
         console.print(

@@ -26,9 +26,9 @@ def report(
     ] = False,
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""
-    from tlt.observe.page import as_html, as_json
-    from tlt.observe.page import pictures as charts
-    from tlt.observe.report import compare, look_at
+    from tlt.report.page import as_html, as_json
+    from tlt.report.page import pictures as charts
+    from tlt.report.view import compare, look_at
 
     views = [look_at(run) for run in runs]
     if len({view.name for view in views}) < len(views):

@@ -43,7 +43,7 @@ def sft(
     from tlt.config.load import apply_overrides
     from tlt.hardware import compute_dtype
     from tlt.learner.sft import SftSettings, SftStep
-    from tlt.run.sft import train_policy
+    from tlt.offline.sft import train_policy
 
     console = Console()
     history: list[SftStep] = []

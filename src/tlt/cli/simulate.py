@@ -22,7 +22,7 @@ def calibrate(
 ) -> None:
     """Learn from runs how fast their machine is, for `tlt simulate`."""
     from tlt.contracts import OFF
-    from tlt.observe.report import look_at
+    from tlt.report.view import look_at
     from tlt.simulate.calibrate import calibrate as learn
 
     found = learn([look_at(run) for run in runs])
@@ -124,7 +124,7 @@ def simulate(
 
 def _like(run: Path, folder: Path) -> list[str]:
     """Settings that make a scenario of a run."""
-    from tlt.observe.report import look_at
+    from tlt.report.view import look_at
     from tlt.simulate.calibrate import as_scenario
     from tlt.simulate.calibrate import calibrate as learn
 

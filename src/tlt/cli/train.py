@@ -92,7 +92,7 @@ def _report(console: Console, out: str, records: list[dict[str, float]]) -> None
         highlight=False,
     )
     if importlib.util.find_spec("matplotlib") is not None:
-        from tlt.observe.plot import plot_run
+        from tlt.report.plot import plot_run
 
         plot_run(records, folder / "run.png", folder.name)
     console.print(f"[green]wrote[/] {folder}: metrics.jsonl, samples/, policy/, run.png")

@@ -16,6 +16,11 @@ from tlt.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
+RENAMED = {
+    "engine.policy": "engine.strategy",
+}
+"""Settings that have another name now."""
+
 
 def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     """Read `path`, apply `section.key=value` overrides (values as in TOML), and check it all."""
@@ -80,6 +85,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     fields, field = _find(schema, location)
+    if problem["type"] == "extra_forbidden" and key in RENAMED:
+        return f"{key} is called {RENAMED[key]} now; rename it"
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(location[-1], list(fields), 1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"

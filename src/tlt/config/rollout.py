@@ -26,10 +26,10 @@ class EngineSettings(Schema):
 
     drafter: str | None = None
     """Folder of an EAGLE-3 drafter; without one, only n-grams can draft."""
-    policy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
-    """Which arm to use when; see `tlt.speculation.policies`."""
+    strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
+    """Which arm to use when; see `tlt.strategy.spec`."""
     max_draft_tokens: int | None = Field(default=None, ge=1, le=32)
-    """Longest draft any policy of this engine may use; by default what `policy` needs."""
+    """Longest draft that any strategy of this engine may use; by default what `strategy` needs."""
     ngram: NgramConfig | None = Field(default_factory=NgramConfig)
     """The drafter that looks the last tokens up; null leaves it out of the engine."""
     drafter_state_mib: int = Field(default=512, ge=0)

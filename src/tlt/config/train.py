@@ -227,8 +227,8 @@ class TltConfig(Schema):
     """Speculation chosen by measured speed, with a drafter that idle workers train."""
 
     enabled: bool = False
-    """The one switch: engines speculate as `{ kind = "adaptive" }` does unless `engine.policy` says
-    otherwise, states are captured, and harvest is on."""
+    """The one switch: turns on the adaptive strategy unless `engine.strategy` names another, the
+    capture of hidden states, and harvest."""
     harvest: Literal["on", "unpublished", "off"] = "on"
     """Whether idle workers train the drafter: `on`; `unpublished` does all the work but tells the
     engines nothing, to measure what it costs; `off` leaves the drafter as it is, if there is
@@ -290,8 +290,8 @@ def written_out(config: TrainConfig) -> TrainConfig:
     if not config.tlt.enabled:
         return config
     engine, capture = config.engine, config.capture
-    if engine.policy == EngineSettings().policy:
-        engine = engine.model_copy(update={"policy": {"kind": "adaptive"}})
+    if engine.strategy == EngineSettings().strategy:
+        engine = engine.model_copy(update={"strategy": {"kind": "adaptive"}})
     if config.tlt.harvests:
         by = capture.by or ("learner" if engine.num_gpus else "engines")
         capture = capture.model_copy(update={"enabled": True, "by": by})

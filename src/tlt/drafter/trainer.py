@@ -21,11 +21,12 @@ from typing import Any, Protocol
 import torch
 
 from tlt.drafter import vocabulary
-from tlt.drafter.capture import Captured, Row
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, Answers, unrolled_loss
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.row import Row
 from tlt.hardware import compute_dtype
+from tlt.states.captured import Captured
 
 ShouldStop = Callable[[], bool]
 MISSES_PER_ROW = 8

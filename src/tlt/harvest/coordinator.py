@@ -65,7 +65,7 @@ class Judged:
 
 
 class TrainerHandle(Protocol):
-    """A `SpotTrainer` somewhere else; a dead one raises `TrainerGone`. Weights are opaque here."""
+    """A `HarvestTrainer` elsewhere; a dead one raises `TrainerGone`. Weights are opaque here."""
 
     async def start(self) -> None:
         """Ends when the trainer can take a lease."""

@@ -19,7 +19,7 @@ from tlt.rollout.pool import Spawner
 if TYPE_CHECKING:
     import torch
 
-    from tlt.rollout.fingerprint import Fingerprint
+    from tlt.node.fingerprint import Fingerprint
 
     Shipped = tuple[list[tuple[str, torch.Tensor]], tuple[int, dict[str, tuple[str, Fingerprint]]]]
     """Tensors, and the seed and fingerprints that they had before their journey."""
@@ -35,7 +35,7 @@ class EngineActor:
         self._engine = RolloutEngine(config, name)
 
     def start(self) -> dict[str, Any]:
-        from tlt.rollout.weights import remove_abandoned
+        from tlt.node.weights import remove_abandoned
 
         remove_abandoned()  # of an engine that died while loading, on this node
         report = self._engine.start()
@@ -46,7 +46,7 @@ class EngineActor:
 
     def call_with_weights(self, method: str, shipped: Shipped, version: int) -> Any:
         """A weight update whose tensors came through Ray's object store, from another node."""
-        from tlt.rollout.weights import SharedWeights, read_fingerprints
+        from tlt.node.weights import SharedWeights, read_fingerprints
 
         tensors, (seed, fingerprints) = shipped
         with SharedWeights(tensors, seed) as weights:
@@ -66,7 +66,7 @@ _shipping = threading.Lock()
 
 def ship(path: str) -> Any:
     """Weights for engines on other nodes: put into the object store once, fetched once a node."""
-    from tlt.rollout.weights import read_fingerprints, read_weights
+    from tlt.node.weights import read_fingerprints, read_weights
 
     with _shipping:
         if path not in _shipped:

@@ -1,6 +1,6 @@
 """One vLLM engine and the thread that steps it.
 
-The engine core runs inside this process: no hop between the policy of each step and its
+The engine core runs inside this process: no hop between the strategy of each step and its
 scheduler, and killing the process ends the engine, whole. All of vLLM and torch is touched by one
 thread, the loop, which alone is bound to the engine's cores. Others reach it in two ways: the
 queue of requests, under a lock, and commands, which the loop runs between two steps.
@@ -35,11 +35,11 @@ from tlt.contracts import (
 )
 from tlt.errors import ConfigError, EngineError, EngineTainted, EngineUnsafe
 from tlt.hardware import thread_environment
-from tlt.rollout.cores import claim_cores
+from tlt.node.cores import claim_cores
 from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.vllm.args import drafters, engine_args, max_draft_tokens
 from tlt.spans import Span
-from tlt.speculation.policies import PolicySpec, build_policy, complete_policy
+from tlt.strategy.spec import StrategySpec, build_strategy, complete_strategy
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -170,10 +170,10 @@ class RolloutEngine:
 
     # --- settings and weights -----------------------------------------------------------------
 
-    def set_policy(self, spec: PolicySpec) -> None:
-        """Choose arms by another policy from the next step on."""
-        policy = build_policy(complete_policy(spec, drafters(self.config)))
-        for arm in policy.arms():
+    def set_strategy(self, spec: StrategySpec) -> None:
+        """Choose arms by another strategy from the next step on."""
+        strategy = build_strategy(complete_strategy(spec, drafters(self.config)))
+        for arm in strategy.arms():
             if arm.num_draft_tokens > self._max_draft_tokens:
                 raise ConfigError(
                     f"arm {arm} drafts more than the {self._max_draft_tokens} tokens this engine "
@@ -186,7 +186,7 @@ class RolloutEngine:
                     f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
                     "engine_args.async_scheduling = false"
                 )
-        self._command(lambda: self._controller.set_policy(policy))
+        self._command(lambda: self._controller.set_strategy(strategy))
 
     def update_policy(self, manifest: dict[str, Any], version: int) -> float:
         """Load new policy weights; seconds it took. Nothing may be in flight."""

@@ -38,7 +38,7 @@ SPECULATIVE_KEYS = frozenset(
 OWNED_ENGINE_ARGS = {
     "scheduler_cls": "TLT's scheduler chooses the drafts of each step",
     "worker_cls": "TLT's worker switches the drafter",
-    "additional_config": "TLT passes its policy there",
+    "additional_config": "TLT passes its strategy there",
     "weight_transfer_config": "TLT's backend loads weights from shared memory",
 }
 
@@ -63,12 +63,12 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
     drafters = {arm.drafter for arm in arms}
     if "eagle3" in drafters and config.drafter is None:
         raise ConfigError(
-            "policy uses the drafter 'eagle3' but engine.drafter is not set; name the folder of "
+            "strategy uses the drafter 'eagle3' but engine.drafter is not set; name the folder of "
             "an EAGLE-3 drafter, or use the drafter 'ngram'"
         )
     if "ngram" in drafters and config.ngram is None:
         raise ConfigError(
-            "policy uses the drafter 'ngram' but engine.ngram is null; e.g. {min_match = 2}"
+            "strategy uses the drafter 'ngram' but engine.ngram is null; e.g. {min_match = 2}"
         )
     if config.ngram is not None and config.ngram.min_match > config.ngram.max_match:
         raise ConfigError(
@@ -78,7 +78,7 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
     if config.max_draft_tokens is not None and longest > config.max_draft_tokens:
         raise ConfigError(
-            f"engine.max_draft_tokens = {config.max_draft_tokens} but the policy drafts up to "
+            f"engine.max_draft_tokens = {config.max_draft_tokens} but strategy drafts up to "
             f"{longest}; set it to {longest}"
         )
     args = config.engine_args
@@ -91,7 +91,7 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
     if args.get("logits_processors"):
         raise LossyError(
             "engine_args.logits_processors: custom processors do not see drafted tokens; remove "
-            "it, or turn speculation off with policy.kind = 'off' and no drafter"
+            "it, or turn speculation off with strategy.kind = 'off' and no drafter"
         )
     if int(args.get("data_parallel_size", 1)) > 1:
         raise ConfigError(
@@ -144,7 +144,7 @@ def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
         reason = _SAMPLING_REASONS.get(key, "it is not known to work under speculation")
         raise LossyError(
             f"sampling.extra.{key} = {value!r} is refused with speculation on: {reason}; remove "
-            "it, or turn speculation off with policy.kind = 'off' and no drafter"
+            "it, or turn speculation off with strategy.kind = 'off' and no drafter"
         )
 
 

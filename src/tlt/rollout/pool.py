@@ -33,7 +33,7 @@ from tlt.spans import Span
 if TYPE_CHECKING:
     import torch
 
-    from tlt.rollout.weights import SharedWeights
+    from tlt.node.weights import SharedWeights
 
     NewWeights = SharedWeights | Iterable[tuple[str, torch.Tensor]]
     """Already in this node's shared memory, and then the pool's to remove; or still to go there."""
@@ -219,8 +219,8 @@ class RolloutPool:
             spans[place].append(Span("lost", since_s, now_s))
         return spans
 
-    async def set_policy(self, spec: dict[str, Any]) -> None:
-        await self.call_all("set_policy", spec)
+    async def set_strategy(self, spec: dict[str, Any]) -> None:
+        await self.call_all("set_strategy", spec)
 
     async def pause(self) -> None:
         """Let every engine finish its step and hold."""
@@ -256,7 +256,7 @@ class RolloutPool:
     async def _update(
         self, method: str, new: NewWeights, version: int, skip: Collection[str] = ()
     ) -> list[float]:
-        from tlt.rollout.weights import SharedWeights
+        from tlt.node.weights import SharedWeights
 
         old = self._weights.get(method)
         weights = (

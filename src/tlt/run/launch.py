@@ -14,32 +14,33 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
-from tlt.drafter.buffer import BufferSettings
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.spot import SpotSettings
+from tlt.harvest.session import VERSION, Harvest, NoHarvest
+from tlt.harvest.trainer import HarvestSettings
+from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
+from tlt.learner.group import LearnerGroup
 from tlt.learner.policy_loss import PolicyLossSettings
 from tlt.learner.rank import RankSettings
+from tlt.node.cluster import start_ray
+from tlt.node.weights import remove_abandoned
+from tlt.observe.provenance import provenance, versions
 from tlt.observe.record import read
 from tlt.observe.sinks import Sinks, open_sinks
 from tlt.observe.summary import summary
 from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
-from tlt.rollout.weights import remove_abandoned
-from tlt.run.cluster import start_ray, versions
 from tlt.run.folder import RunFolder
-from tlt.run.harvest import VERSION, Harvest, NoHarvest
-from tlt.run.learner import LearnerGroup, LearnerPlan
 from tlt.run.live import Live
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
-from tlt.run.provenance import provenance
 from tlt.run.timekeeper import NoTimekeeper, Timekeeper
 from tlt.run.train import Record, Training
+from tlt.states.buffer import BufferSettings
 from tlt.tasks.rewards import RewardPool
 
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
@@ -101,7 +102,7 @@ async def _run(
         if config.tlt.harvests:
             harvest = Harvest(
                 coordinator_settings(config),
-                spot_settings(
+                trainer_settings(
                     config, str(engine.drafter), config.engine.drafter is None and not version
                 ),
                 pool,
@@ -233,7 +234,7 @@ def _make_drafter(config: TrainConfig, folder: Path) -> None:
 
     from tlt.drafter.checkpoint import save_drafter
     from tlt.drafter.trainer import fresh_drafter
-    from tlt.harvest.spot import EMBEDDING, HEAD, head_and_embedding, read_tensors
+    from tlt.harvest.trainer import EMBEDDING, HEAD, head_and_embedding, read_tensors
 
     head, _ = head_and_embedding(read_tensors(Path(config.policy.model), (HEAD, EMBEDDING)))
     size = config.tlt.draft_vocab_size
@@ -256,9 +257,9 @@ def coordinator_settings(config: TrainConfig) -> CoordinatorSettings:
     )
 
 
-def spot_settings(config: TrainConfig, drafter: str, untrained: bool) -> SpotSettings:
+def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestSettings:
     tlt, is_new = config.tlt, config.engine.drafter is None
-    return SpotSettings(
+    return HarvestSettings(
         drafter=drafter,
         policy=config.policy.model,
         buffer=buffer_settings(config),

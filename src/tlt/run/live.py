@@ -16,8 +16,8 @@ from typing import Any
 
 from tlt.contracts import ShowProgress
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.session import NoHarvest
 from tlt.rollout.pool import RolloutPool
-from tlt.run.harvest import NoHarvest
 from tlt.spans import State
 
 logger = logging.getLogger(__name__)

@@ -137,7 +137,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
         raise type(error)(f"engine: {error}") from error
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"engine.policy = {engine.policy} cannot be read ({error}); "
+            f"engine.strategy = {engine.strategy} cannot be read ({error}); "
             'e.g. { kind = "fixed", drafter = "ngram", num_draft_tokens = 4 }'
         ) from error
     return engine

@@ -9,11 +9,11 @@ import asyncio
 import logging
 import time
 
+from tlt.harvest.session import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
 from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
 from tlt.rollout.pool import RolloutPool
 from tlt.run.folder import RunFolder
-from tlt.run.harvest import NoHarvest
 from tlt.spans import Span
 
 logger = logging.getLogger(__name__)

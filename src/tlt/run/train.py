@@ -35,17 +35,17 @@ from typing import TYPE_CHECKING, Any
 from tlt.config.train import TrainConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
 from tlt.errors import EngineError, LearnerLost
+from tlt.harvest.session import NoHarvest
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
 from tlt.learner.gap import MAX_IN_A_ROW, GapWatch
+from tlt.learner.group import LearnerGroup
+from tlt.node.weights import remove_abandoned
 from tlt.observe.record import MetricsLog, StepLog, read
 from tlt.observe.sinks import Sinks
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
-from tlt.rollout.weights import remove_abandoned
 from tlt.run.folder import RunFolder
-from tlt.run.harvest import NoHarvest
-from tlt.run.learner import LearnerGroup
 from tlt.run.preflight import Prepared
 from tlt.run.timekeeper import NoTimekeeper, Timekeeper
 from tlt.spans import Span

@@ -17,8 +17,8 @@ from typing import Any
 
 from tlt.contracts import Arm
 from tlt.errors import ConfigError
-from tlt.observe.report import RunView, rollouts
 from tlt.observe.timeline import LEARNER
+from tlt.report.view import RunView, rollouts
 from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.contracts import OFF, Arm, DraftPolicy
+from tlt.contracts import OFF, Arm, Strategy
 from tlt.harvest.coordinator import (
     Coordinator,
     CoordinatorSettings,
@@ -86,7 +86,7 @@ class Mode:
     """One way to run: off, static, TLT."""
 
     name: str
-    policy: Callable[[], DraftPolicy]
+    strategy: Callable[[], Strategy]
     harvest: CoordinatorSettings | None = None
 
 
@@ -219,7 +219,7 @@ class Simulation:
         self._seed = seed
         self._published = self.start
         self._version = 0
-        self._player = Player(mode.policy(), cluster.engine, seed)
+        self._player = Player(mode.strategy(), cluster.engine, seed)
         self._forecast = TailForecast()
         self._turn = 0
         self._coordinator: Coordinator | None = None

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tlt.contracts import OFF, Arm, DraftPolicy, StepContext, StepReport
+from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.simulate.model import Drafting, EngineModel
-from tlt.speculation.estimates import batch_bucket
+from tlt.strategy.estimates import batch_bucket
 
 STEPS = 32
 """Played at each batch size."""
@@ -39,7 +39,7 @@ class Pace:
 class Player:
     """One engine's policy, over the rollouts of a run: what it learned, it keeps."""
 
-    def __init__(self, policy: DraftPolicy, model: EngineModel, seed: int = 0) -> None:
+    def __init__(self, policy: Strategy, model: EngineModel, seed: int = 0) -> None:
         self._policy = policy
         self._model = model
         self._rng = np.random.default_rng(seed)

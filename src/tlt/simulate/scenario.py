@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from tlt.config.schema import Schema
 from tlt.config.train import SizesConfig
-from tlt.contracts import DraftPolicy
+from tlt.contracts import Strategy
 from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
 from tlt.simulate import clock
@@ -20,7 +20,7 @@ from tlt.simulate.cluster import Cluster, Learner, Mode, Record, Simulation, Tra
 from tlt.simulate.model import Drafting, powers
 from tlt.simulate.profiles import BEFORE, FLOPS, MODELS, h100, published_drafting
 from tlt.simulate.workload import Workload, read_trace
-from tlt.speculation.policies import build_policy
+from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
 
 ModeName = Literal["off", "static", "ngram", "tlt"]
@@ -179,8 +179,8 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         if name == "tlt":
             harvest = CoordinatorSettings(LeaseSettings())
 
-    def policy() -> DraftPolicy:
-        return build_policy(spec)
+    def policy() -> Strategy:
+        return build_strategy(spec)
 
     return Mode(name, policy, harvest)
 

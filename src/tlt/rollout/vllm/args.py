@@ -8,8 +8,8 @@ from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm, DrafterName
 from tlt.rollout.guard import check_engine, speculates
 from tlt.rollout.vllm.plugin import TRANSFER_BACKEND
-from tlt.speculation.graphs import GraphPlan, choices_of
-from tlt.speculation.policies import build_policy, complete_policy
+from tlt.strategy.graphs import GraphPlan, choices_of
+from tlt.strategy.spec import build_strategy, complete_strategy
 
 _HERE = "tlt.rollout.vllm"
 _GRAPH_ARGS = {
@@ -22,10 +22,10 @@ _GRAPH_ARGS = {
 
 
 def drafters(config: EngineConfig) -> list[DrafterName]:
-    """Who a policy that is given no arms may choose from.
+    """Who a strategy that is given no arms may choose from.
 
     On GPUs n-grams would cost a trained drafter its asynchronous scheduling; name them in the
-    policy's arms to have both.
+    strategy's arms to have both.
     """
     names: list[DrafterName] = ["eagle3"] if config.drafter is not None else []
     if config.ngram is not None and not (names and config.num_gpus):
@@ -33,14 +33,14 @@ def drafters(config: EngineConfig) -> list[DrafterName]:
     return names
 
 
-def policy_spec(config: EngineConfig) -> dict[str, Any]:
-    """The engine's policy with its arms named."""
-    return complete_policy(config.policy, drafters(config))
+def strategy_spec(config: EngineConfig) -> dict[str, Any]:
+    """The engine's strategy with its arms named."""
+    return complete_strategy(config.strategy, drafters(config))
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
     """The longest draft this engine must be able to verify; 0 for an engine that never drafts."""
-    arms = build_policy(policy_spec(config)).arms()
+    arms = build_strategy(strategy_spec(config)).arms()
     if not speculates(config, arms):
         return 0
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
@@ -50,8 +50,8 @@ def max_draft_tokens(config: EngineConfig) -> int:
 
 def engine_args(config: EngineConfig) -> dict[str, Any]:
     """Keyword arguments of vLLM's `EngineArgs`; raises before anything starts."""
-    policy = policy_spec(config)
-    arms = build_policy(policy).arms()
+    strategy = strategy_spec(config)
+    arms = build_strategy(strategy).arms()
     check_engine(config, arms)
     on_gpu = config.num_gpus > 0
     needs_cpu_tokens = any(arm.drafter == "ngram" for arm in arms)
@@ -64,7 +64,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "additional_config": {
             "tlt": {
-                "policy": policy,
+                "strategy": strategy,
                 "ngram": config.ngram.model_dump() if config.ngram and not is_async else None,
                 "drafter_state_bytes": config.drafter_state_mib * 2**20,
             }
@@ -99,10 +99,10 @@ def graph_plan(config: EngineConfig) -> GraphPlan | None:
     max_num_seqs = user.get("max_num_seqs")
     if config.num_gpus == 0 or not isinstance(max_num_seqs, int) or _GRAPH_ARGS & user.keys():
         return None
-    policy = build_policy(policy_spec(config))
-    choices = choices_of(policy, max_num_seqs)
+    strategy = build_strategy(strategy_spec(config))
+    choices = choices_of(strategy, max_num_seqs)
     longest = max_draft_tokens(config)
-    if longest > max(arm.num_draft_tokens for arm in policy.arms()):
+    if longest > max(arm.num_draft_tokens for arm in strategy.arms()):
         # Other policies may follow with drafts of up to this length.
         choices = [(limit, arms | {Arm("eagle3", longest)}) for limit, arms in choices]
     return GraphPlan.for_arms(

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.rollout.vllm.ring import draft_rows, learn_rows
+from tlt.rollout.vllm.history_kernels import draft_rows, learn_rows
 
 
 class History:

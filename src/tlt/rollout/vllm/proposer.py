@@ -27,7 +27,7 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
 from tlt.rollout.vllm import compat
-from tlt.rollout.vllm.upkeep import Missed, MissedInputs
+from tlt.rollout.vllm.catch_up import Missed, MissedInputs
 
 
 class SwitchingProposer(EagleProposer):
@@ -197,7 +197,7 @@ class SwitchingProposer(EagleProposer):
         return best if offsets is None else best + offsets[best]
 
     def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:
-        assert self._ngram is not None, "the policy drafts n-grams the engine was not set up for"
+        assert self._ngram is not None, "the strategy drafts n-grams the engine was not set up for"
         assert self._sampled_token_ids is not None
         assert self._discarded is not None
         batch = self._input_batch

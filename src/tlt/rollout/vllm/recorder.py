@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt.drafter.capture import Captured
+from tlt.states.captured import Captured
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 vLLM drafts one number of tokens per step, `SchedulerOutput.num_spec_tokens_to_schedule`, and
 already lets it change from step to step. Both schedulers here set it, just before vLLM's own
-bookkeeping reads it, to what the policy decided, and put the drafter's name beside it; the
+bookkeeping reads it, to what the strategy decided, and put the drafter's name beside it; the
 scheduler output travels to every worker, so all tensor-parallel ranks agree.
 
 `scheduler_cls` is not a public interface of vLLM: the supported range is pinned, and
@@ -19,8 +19,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tlt.errors import EngineError
-from tlt.speculation.controller import DraftController, StepRecord
-from tlt.speculation.policies import build_policy
+from tlt.strategy.controller import DraftController, StepRecord
+from tlt.strategy.spec import build_strategy
 
 CONFIG_KEY = "tlt"
 """Where our settings sit in vLLM's `additional_config`."""
@@ -32,7 +32,7 @@ class _Adaptive:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
-        self.controller = DraftController(build_policy(settings["policy"]), time.perf_counter)
+        self.controller = DraftController(build_strategy(settings["strategy"]), time.perf_counter)
         # Steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
 

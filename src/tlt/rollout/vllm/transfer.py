@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from tlt.node.weights import read_weights
 from tlt.rollout.vllm import compat
-from tlt.rollout.weights import read_weights
 
 
 @dataclass
@@ -30,7 +30,7 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
 
 
 class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Loads a `tlt.rollout.weights.SharedWeights` file into the policy or the drafter."""
+    """Loads a `tlt.node.weights.SharedWeights` file into the policy or the drafter."""
 
     init_info_cls = SharedMemoryInit
     update_info_cls = SharedMemoryUpdate

@@ -2,7 +2,7 @@
 
 A drafter swap, a failed load or a fault of vLLM could leave other weights in the policy than the
 learner's. After every weight sync and every drafter swap the worker compares fingerprints
-(`tlt.rollout.fingerprint`) before the next engine step. It takes as long as a few engine steps.
+(`tlt.node.fingerprint`) before the next engine step. It takes as long as a few engine steps.
 
 Tensors that vLLM keeps under another name than the checkpoint are compared with what they were when
 the policy was last loaded. So are all tensors of quantized policies, and under tensor parallelism,
@@ -21,7 +21,7 @@ from safetensors import safe_open
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from tlt.rollout.fingerprint import (
+from tlt.node.fingerprint import (
     Fingerprint,
     columns,
     fingerprint,
@@ -29,7 +29,7 @@ from tlt.rollout.fingerprint import (
     fused,
     of_columns,
 )
-from tlt.rollout.weights import read_fingerprints, read_weights
+from tlt.node.weights import read_fingerprints, read_weights
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"

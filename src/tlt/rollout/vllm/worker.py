@@ -12,15 +12,15 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from tlt.drafter.buffer import BufferSettings, SampleBuffer
-from tlt.drafter.keeper import StateKeeper
+from tlt.node.weights import check_weights
 from tlt.rollout.vllm import compat, plugin, selftest
 from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.sampler import LeanRejectionSampler
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
 from tlt.rollout.vllm.watch import PolicyWatch
-from tlt.rollout.weights import check_weights
+from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.writer import StateWriter
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +120,13 @@ class _Adaptive:
     # --- hidden states for the drafter's training ---------------------------------------------
 
     _recorder: StateRecorder | None = None
-    _keeper: StateKeeper | None = None
+    _writer: StateWriter | None = None
 
     def tlt_capture(self, settings: dict[str, Any]) -> None:
         """Keep the states of all samples from now on, in the buffer of this node."""
         block_size = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
         self._recorder = StateRecorder(block_size)
-        self._keeper = StateKeeper(SampleBuffer(BufferSettings(**settings)))
+        self._writer = StateWriter(SampleBuffer(BufferSettings(**settings)))
 
     def _record(self, scheduler_output: Any) -> None:
         """Between the pass and the sampling, vLLM's runner holds the states."""
@@ -154,14 +154,14 @@ class _Adaptive:
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
     ) -> int:
         """Store the states of a request that has ended, or drop them; samples stored so far."""
-        assert self._keeper is not None
+        assert self._writer is not None
         try:
             captured = self._recorder.take(request_id, token_ids) if self._recorder else None
             if captured is not None and sample_id is not None:
-                self._keeper.keep(sample_id, rl_step, captured)
+                self._writer.write(sample_id, rl_step, captured)
         except Exception:
             self._give_recording_up()
-        return self._keeper.num_kept
+        return self._writer.num_written
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """What this process runs: asked of every worker before the first request."""

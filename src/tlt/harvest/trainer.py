@@ -1,0 +1,278 @@
+"""The trainer beside an engine: trains the drafter on the engine's device while it holds a lease.
+
+Every piece of work names the lease it is done under, and is broken off within one pass of the
+drafter when that lease ends. What was learned stays in this process, for the next lease. `end` and
+`export` may come from other threads: others who join a round in the middle want the weights it
+began with.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+
+from tlt.drafter.checkpoint import load_drafter
+from tlt.drafter.trainer import DrafterTrainer, Interrupted, Question, TrainerSettings
+from tlt.harvest.coordinator import Judged, Trained
+from tlt.harvest.leases import Holder
+from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.captured import Captured
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HELD_OUT_WINDOW = 256
+"""Tokens of a held-out sample that are judged at once: a pass over them is soon over."""
+BETTER = 1.0
+"""Standard errors by which a drafter must be better to be published. Training mostly helps, so one
+that only seems better costs less than one that is better and waits."""
+WORSE = 2.0
+"""Standard errors by which it must be worse to start again from the published one."""
+DOUBT_TOKENS = 0.1
+"""By how much one held-out window may differ by chance: what counts while there are few of them."""
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestSettings:
+    drafter: str
+    """Folder of the drafter that the engines start with."""
+    policy: str
+    """Folder of the policy that the engines start with."""
+    buffer: BufferSettings
+    trainer: TrainerSettings
+    held_out_tokens: int = 1024
+    untrained: bool = False
+    """The drafter is new: its vocabulary is still to be chosen from what the policy writes."""
+
+
+class HarvestTrainer:
+    def __init__(self, settings: HarvestSettings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+        self._holder = Holder()
+        self._buffer = SampleBuffer(settings.buffer)
+        self._trainer = DrafterTrainer(
+            load_drafter(Path(settings.drafter)),
+            *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
+            settings.trainer,
+        )
+        self._initial = self._published = self._trainer.mean_weights()
+        self._at_start: dict[str, torch.Tensor] | None = None
+        """While it trains or compares: the weights it began with."""
+        self._untrained = settings.untrained
+        self._held_out: list[Question] | None = None
+        self._published_lengths: list[float] | None = None
+
+    # --- leases -------------------------------------------------------------------------------
+
+    def begin(self, lease: int, seconds: float) -> bool:
+        """Take up a lease; False when it has been called back already."""
+        held = self._holder.begin(lease, seconds, time.monotonic())
+        if held:
+            self._trainer.move(self._device)
+        return held
+
+    def end(self, lease: int) -> None:
+        """From any thread: what runs under this lease breaks off."""
+        self._holder.end(lease)
+
+    def release(self) -> None:
+        """Leave the device to the engine."""
+        if self._device.type == "cuda":
+            self._held_out, self._published_lengths = None, None
+            self._trainer.move(torch.device("cpu"))
+            torch.cuda.empty_cache()
+
+    def _ended(self, lease: int) -> bool:
+        return not self._holder.holds(lease, time.monotonic())
+
+    # --- work under a lease -------------------------------------------------------------------
+
+    def take(
+        self,
+        base: Weights | Literal["start"] | None = None,
+        published: Weights | None = None,
+        policy: Weights | None = None,
+    ) -> None:
+        """Go on from these drafter weights, be judged against those, follow that policy.
+
+        `start` are the weights that the engines started with. What is None stays as it is.
+        """
+        if policy is not None:
+            # With a new policy came new samples: judge by those.
+            self._held_out, self._published_lengths = None, None
+            self._trainer.follow(*(t.to(self._device) for t in head_and_embedding(policy)))
+        if published is not None:
+            self._published = {name: tensor.clone() for name, tensor in published.items()}
+            self._published_lengths = None
+        if base is not None:
+            self._untrained = self._untrained and base == "start"
+            self._trainer.load(self._initial if base == "start" else base)
+
+    def train(self, lease: int, seconds: float) -> Trained:
+        """Learn from the node's buffer for so long, or until the lease ends."""
+        until_s = time.monotonic() + seconds
+        self._choose_vocabulary()
+        losses: list[float] = []
+        seen = self._trainer.tokens_seen
+        self._at_start = self._trainer.mean_weights()
+        try:
+            num_steps = self._trainer.session(
+                self._buffer,
+                lambda: self._ended(lease),
+                lambda step, loss: losses.append(loss),
+                is_over=lambda: time.monotonic() >= until_s,
+            )
+        finally:
+            self._at_start = None
+        if losses and not all(map(math.isfinite, losses)):
+            self._trainer.load(self._published)
+            raise FloatingPointError("the drafter's loss is not finite; it starts again")
+        return Trained(
+            num_steps=num_steps,
+            num_tokens=self._trainer.tokens_seen - seen,
+            loss=sum(losses) / max(1, len(losses)),
+            starved=not self._buffer.sizes(),
+        )
+
+    def judge(self, lease: int) -> Judged | None:
+        """Compare with the published drafter; None when broken off, or nothing is held out.
+
+        Both are judged window by window, so that their difference and its standard error are known.
+        """
+        try:
+            lengths = self._lengths(lease, self._trainer.mean_weights())
+            if not lengths:
+                return None
+            if self._published_lengths is None:
+                self._published_lengths = self._lengths(lease, self._published)
+        except Interrupted:
+            return None
+        published, sizes = self._published_lengths, self._window_sizes()
+        gain, error = difference(lengths, published, sizes)
+        if gain < -WORSE * error:
+            self._trainer.load(self._published)
+        return Judged(gain > BETTER * error, fmean(lengths, sizes), fmean(published, sizes))
+
+    def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
+        """Average with what others learned, if that is no worse on held-out samples."""
+        own = self.export()
+        merged = averaged([(own, own_weight), *others])
+        if merged is None:
+            return False
+        try:
+            alone, together = self._lengths(lease, own), self._lengths(lease, merged)
+        except Interrupted:
+            return False
+        sizes = self._window_sizes()
+        if not alone or fmean(together, sizes) < fmean(alone, sizes):
+            return False
+        self._trainer.load(merged)
+        return True
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """The drafter as it is now; while it works, as it was when that began."""
+        weights = self._at_start or self._trainer.mean_weights()
+        return {name: tensor.cpu() for name, tensor in weights.items()}
+
+    # --- parts --------------------------------------------------------------------------------
+
+    def _lengths(self, lease: int, weights: Weights) -> list[float]:
+        """Expected tokens per draft in each held-out window, of a drafter with these weights."""
+        if self._held_out is None:
+            samples = self._buffer.held_out(self._settings.held_out_tokens)
+            parts = [part for sample in samples for part in windows(sample, HELD_OUT_WINDOW)]
+            self._held_out = self._trainer.questions(
+                parts, [self._gate], lambda: self._ended(lease)
+            )
+        self._at_start = self._trainer.mean_weights()
+        try:
+            with self._trainer.wearing(weights):
+                return [
+                    self._trainer.examine(
+                        [question], [self._gate], lambda: self._ended(lease)
+                    ).length(self._gate)
+                    for question in self._held_out
+                ]
+        finally:
+            self._at_start = None
+
+    @property
+    def _gate(self) -> float:
+        return self._settings.trainer.temperature
+
+    def _window_sizes(self) -> list[int]:
+        return [len(question.row.chains.starts) for question in self._held_out or []]
+
+    def _choose_vocabulary(self) -> None:
+        """Once, before anything is learned: what trainers have in common must not change later."""
+        if self._untrained:
+            samples = [self._buffer.read(name) for name in sorted(self._buffer.sizes())]
+            seen = [s.token_ids_T[s.loss_mask_T] for s in samples if s is not None]
+            if seen:
+                self._trainer.check_vocabulary(seen)
+                self._untrained = False
+
+
+def windows(sample: Captured, size: int) -> list[Captured]:
+    """A sample piece by piece, each with all that came before it."""
+    return [sample.focused(begin, begin + size) for begin in range(0, len(sample), size)]
+
+
+def difference(
+    new: Sequence[float], old: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
+    """How much longer drafts are in the same windows, and the standard error of that."""
+    gains = [a - b for a, b in zip(new, old, strict=True)]
+    gain, size = fmean(gains, weights), fmean(weights, weights)
+    squares = sum((w * (g - gain)) ** 2 for g, w in zip(gains, weights, strict=True))
+    return gain, math.sqrt(squares + (size * DOUBT_TOKENS) ** 2) / sum(weights)
+
+
+def averaged(members: Sequence[tuple[Weights, float]]) -> dict[str, torch.Tensor] | None:
+    """The mean of several drafters, by weight; None unless two or more belong together.
+
+    Left out are those that are not finite, and those that draft from another vocabulary than the
+    first.
+    """
+    first, _ = members[0]
+    fitting = [
+        (weights, share)
+        for weights, share in members
+        if share > 0
+        and torch.equal(weights["d2t"], first["d2t"])
+        and all(tensor.isfinite().all() for tensor in weights.values())
+    ]
+    if len(fitting) < 2:
+        return None
+    total = sum(share for _, share in fitting)
+    return {
+        name: tensor.clone()
+        if name == "d2t"
+        else torch.stack([weights[name] * (share / total) for weights, share in fitting]).sum(0)
+        for name, tensor in first.items()
+    }
+
+
+def head_and_embedding(policy: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a policy's weights; the head may be tied to the embedding."""
+    embedding = policy[EMBEDDING]
+    return policy.get(HEAD, embedding), embedding
+
+
+def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """These tensors of a model folder, as far as it has them."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in set(opened.keys()).intersection(names):
+                found[name] = opened.get_tensor(name)
+    return found

@@ -1,0 +1,180 @@
+"""The Ray actor of one learner rank: a process that holds a shard of the policy.
+
+`group` is the driver's handle on all ranks; `rank` does the training.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from tlt.learner.batch import TrainSample
+from tlt.node.cores import bind_process, claim_cores
+from tlt.node.weights import SharedWeights
+from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.captured import Captured
+from tlt.states.writer import StateWriter
+
+if TYPE_CHECKING:
+    import torch
+
+    from tlt.learner.rank import RankSettings, UpdateReport
+
+Rows = list[list[TrainSample]]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerPlan:
+    """What the driver decides about its ranks."""
+
+    num_ranks: int
+    row_tokens: int
+    rank: RankSettings
+    on_gpu: bool
+    num_cores: int | None
+    core_group: str
+    """Ranks that share the engines' cores in turn with them are a group of their own."""
+    timeout_s: float
+    buffer: BufferSettings | None = None
+    """The node's captured states, which checkpoints hold; None where nothing is captured."""
+    captures: bool = True
+    """Whether the states are those of the update's own pass; otherwise engines fill the buffer."""
+
+
+class LearnerActor:
+    """Runs in a rank's process. One thread trains; checkpoints are waited for in another."""
+
+    def __init__(self, plan: LearnerPlan, rank: int) -> None:
+        self._plan = plan
+        self._rank_index = rank
+        self._rl_step = 0
+
+    def _bind(self, ranks_here: int) -> None:
+        """Cores of its own for this rank and all its threads."""
+        available = len(os.sched_getaffinity(0))
+        wanted = self._plan.num_cores or max(1, available // ranks_here)
+        cores = claim_cores(wanted, self._plan.core_group)
+        bind_process(cores)
+        os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        import torch
+
+        torch.set_num_threads(len(cores))
+
+    def address(self) -> tuple[str, str]:
+        """Where this rank is, and a free port on it for the ranks to meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        meeting = f"tcp://{ray.util.get_node_ip_address()}:{port}"
+        return ray.get_runtime_context().get_node_id(), meeting
+
+    def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
+        """Meet the other ranks, load the policy; this process's id."""
+        if not self._plan.on_gpu:
+            self._bind(ranks_here)
+        import torch
+        import torch.distributed as dist
+
+        from tlt.learner.rank import LearnerRank
+
+        dist.init_process_group(
+            "nccl" if self._plan.on_gpu else "gloo",
+            init_method=meeting,
+            rank=self._rank_index,
+            world_size=self._plan.num_ranks,
+            timeout=timedelta(seconds=self._plan.timeout_s),
+        )
+        self._writer = None
+        if self._plan.buffer is not None:
+            self._writer = StateWriter(SampleBuffer(self._plan.buffer))
+        device = torch.device("cuda" if self._plan.on_gpu else "cpu")
+        keep = self._keep if self._writer and self._plan.captures else None
+        self._rank = LearnerRank(self._plan.rank, device, keep)
+        if restore is not None:
+            self._rank.restore(Path(restore))
+        return os.getpid()
+
+    def accumulate(self, rows: Rows, rl_step: int) -> None:
+        self._rl_step = rl_step
+        self._rank.accumulate(rows)
+
+    def _keep(self, sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
+        assert self._writer is not None
+        captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
+        self._writer.write(sample.sample_id, self._rl_step, captured)
+
+    def remember_logprobs(self, rows: Rows) -> None:
+        self._rank.remember_logprobs(rows)
+
+    def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, int, int]:
+        """The update's report; samples captured so far and bytes they take."""
+        report = self._rank.step(denominator, max_gap)
+        if self._writer is None:
+            return report, 0, 0
+        return report, self._writer.num_written, self._writer.buffer.num_bytes()
+
+    def forget_logprobs(self) -> None:
+        self._rank.forget_logprobs()
+
+    def publish(self, dtype: str, same_node: bool) -> Any:
+        """Rank 0: the whole policy, as a file in shared memory or, for another node, as tensors."""
+        import torch
+
+        weights = self._rank.full_weights(getattr(torch, dtype))
+        if self._rank_index > 0:
+            for _ in weights:
+                pass
+            return None
+        if same_node:
+            return str(SharedWeights(weights).path)
+        return [(name, tensor.cpu()) for name, tensor in weights]
+
+    def save_policy(self, folder: str, dtype: str) -> None:
+        """Rank 0 writes the policy as a Hugging Face folder."""
+        import torch
+        from safetensors.torch import save_file
+
+        weights = {
+            name: tensor.cpu().contiguous()
+            for name, tensor in self._rank.full_weights(getattr(torch, dtype))
+            if self._rank_index == 0
+        }
+        if self._rank_index > 0:
+            return
+        visible, source = Path(folder), Path(self._plan.rank.model)
+        out = visible.with_name(f".{visible.name}")
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        for file in source.iterdir():
+            holds_weights = file.suffix in (".safetensors", ".bin", ".gguf")
+            if file.is_file() and not holds_weights and not file.name.endswith(".index.json"):
+                shutil.copy(file, out / file.name)
+        config = json.loads((out / "config.json").read_text())
+        (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
+        save_file(weights, out / "model.safetensors", {"format": "pt"})
+        shutil.rmtree(visible, ignore_errors=True)
+        out.rename(visible)
+
+    def save(self, folder: str) -> None:
+        self._rank.save(Path(folder))
+
+    def wait_saved(self) -> None:
+        self._rank.wait_saved()
+
+    def save_buffer(self, folder: str, earlier: str | None, rl_step: int) -> None:
+        if self._writer is not None:
+            self._writer.drain()
+            self._writer.buffer.copy_to(Path(folder), rl_step, Path(earlier) if earlier else None)
+
+    def restore_buffer(self, folder: str | None) -> None:
+        """Exactly what a checkpoint holds; nothing at the beginning of a run."""
+        if self._writer is not None:
+            self._writer.buffer.restore_from(None if folder is None else Path(folder))

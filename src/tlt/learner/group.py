@@ -1,0 +1,165 @@
+"""The driver's handle on all ranks of the learner.
+
+Ranks start together and are lost together: when one dies, the others wait in a collective for
+ever, so the driver kills them all and starts them again from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from tlt.errors import LearnerLost
+from tlt.hardware import thread_environment
+from tlt.learner.actor import LearnerActor, LearnerPlan, Rows
+from tlt.learner.batch import TrainSample, rows_by_rank
+from tlt.node.cluster import end_actors
+from tlt.node.weights import SharedWeights
+
+if TYPE_CHECKING:
+    import torch
+
+    from tlt.learner.rank import UpdateReport
+
+
+class LearnerGroup:
+    """All ranks, as the driver sees them. Any failure is a `LearnerLost`."""
+
+    def __init__(
+        self,
+        plan: LearnerPlan,
+        place: Callable[[int], Mapping[str, Any]] = lambda rank: {"num_cpus": 0},
+    ) -> None:
+        self._plan = plan
+        self._place = place
+        self._ranks: list[Any] = []
+        self._nodes: list[str] = []
+
+    async def start(self, restore: Path | None = None) -> list[int]:
+        """Start all ranks, from a checkpoint's folder or from the model; their process ids."""
+        actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
+        for rank in range(self._plan.num_ranks):
+            options = dict(self._place(rank))
+            environment = thread_environment() | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+            if (gpu := options.pop("gpu", None)) is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = gpu
+            actors = actor.options(
+                max_restarts=0,
+                runtime_env={"env_vars": environment},
+                **options,
+            )
+            self._ranks.append(actors.remote(self._plan, rank))
+        addresses = await self._all("address")
+        self._nodes = [node for node, _ in addresses]
+        saved = None if restore is None else str(restore / "learner")
+        meeting = addresses[0][1]
+        pids: list[int] = await self._each(
+            "start", [(meeting, saved, self._nodes.count(node)) for node in self._nodes]
+        )
+        if self._plan.buffer is not None:
+            await self._on_nodes(
+                "restore_buffer",
+                lambda node: (str(restore / f"buffer-{node}") if restore else None,),
+            )
+        return pids
+
+    async def stop(self) -> None:
+        """End all ranks, and wait until they hold no core or memory any more."""
+        ranks, self._ranks = self._ranks, []
+        await end_actors(ranks)
+
+    # --- the update ---------------------------------------------------------------------------
+
+    async def accumulate(self, samples: Sequence[TrainSample], rl_step: int) -> None:
+        """Add the gradients of these samples."""
+        if samples:
+            await self._each("accumulate", [(rows, rl_step) for rows in self._rows(samples)])
+
+    async def remember_logprobs(self, samples: Sequence[TrainSample]) -> None:
+        await self._each("remember_logprobs", [(rows,) for rows in self._rows(samples)])
+
+    async def forget_logprobs(self) -> None:
+        await self._all("forget_logprobs")
+
+    async def step(
+        self, denominator: float, max_gap: float = math.inf
+    ) -> tuple[UpdateReport, int, int]:
+        """Report of the update, and samples and bytes captured on all nodes."""
+        reports = await self._all("step", denominator, max_gap)
+        first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
+        num_bytes = sum(reports[rank][2] for rank in first.values())
+        return reports[0][0], sum(kept for _, kept, _ in reports), num_bytes
+
+    def _rows(self, samples: Sequence[TrainSample]) -> list[Rows]:
+        return rows_by_rank(samples, self._plan.row_tokens, self._plan.num_ranks)
+
+    # --- weights and checkpoints --------------------------------------------------------------
+
+    async def publish(self, dtype: str) -> SharedWeights | list[tuple[str, torch.Tensor]]:
+        """The current policy for the engines."""
+        same_node = self._nodes[0] == ray.get_runtime_context().get_node_id()
+        weights = (await self._all("publish", dtype, same_node))[0]
+        return SharedWeights.adopt(weights) if same_node else weights
+
+    async def save_policy(self, folder: Path, dtype: str) -> None:
+        await self._all("save_policy", str(folder), dtype)
+
+    async def save(self, folder: Path) -> None:
+        """Take a copy of the state; `wait_saved` ends when it is on disk."""
+        await self._all("save", str(folder / "learner"))
+
+    async def wait_saved(self, folder: Path, earlier: Path | None, rl_step: int) -> None:
+        """Ends when the state is on disk, with the captured samples that go with it."""
+        await self._all("wait_saved", group="io")
+        if self._plan.buffer is not None:
+            await self._on_nodes(
+                "save_buffer",
+                lambda node: (
+                    str(folder / f"buffer-{node}"),
+                    str(earlier / f"buffer-{node}") if earlier else None,
+                    rl_step,
+                ),
+            )
+
+    # --- calls --------------------------------------------------------------------------------
+
+    async def _all(self, method: str, *args: Any, group: str | None = None) -> list[Any]:
+        return await self._each(method, [args] * len(self._ranks), group)
+
+    async def _on_nodes(self, method: str, args: Callable[[int], tuple[Any, ...]]) -> None:
+        """Call the first rank of every node."""
+        calls = []
+        for number, node in enumerate(dict.fromkeys(self._nodes)):
+            rank = self._ranks[self._nodes.index(node)]
+            calls.append(
+                getattr(rank, method).options(concurrency_group="io").remote(*args(number))
+            )
+        await self._gather(method, calls)
+
+    async def _each(
+        self, method: str, args: Sequence[tuple[Any, ...]], group: str | None = None
+    ) -> list[Any]:
+        options = {"concurrency_group": group} if group else {}
+        calls = [
+            getattr(rank, method).options(**options).remote(*own)
+            for rank, own in zip(self._ranks, args, strict=True)
+        ]
+        return await self._gather(method, calls)
+
+    async def _gather(self, method: str, calls: Sequence[Any]) -> list[Any]:
+        try:
+            async with asyncio.timeout(self._plan.timeout_s):
+                return await asyncio.gather(*calls)
+        except ray.exceptions.RayTaskError as error:
+            raise LearnerLost(f"{method} failed in a learner rank: {error}") from error
+        except ray.exceptions.RayError as error:
+            raise LearnerLost(f"a learner rank is gone ({method}): {error}") from error
+        except TimeoutError:
+            raise LearnerLost(
+                f"{method} took more than {self._plan.timeout_s:.0f} s (learner.timeout_s)"
+            ) from None

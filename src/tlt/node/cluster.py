@@ -1,0 +1,46 @@
+"""Ray for commands: the cluster that `RAY_ADDRESS` names, or one of this machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+
+def start_ray(num_engines: int) -> None:
+    """Join or start a cluster.
+
+    One of our own has room for so many engines: commands whose engines take turns may ask for more
+    than there are cores. Ray finds GPUs by itself.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # By default Ray runs its workers at the lowest priority, behind whatever else goes on.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+        return
+    ray.init(
+        "local",
+        num_cpus=max(num_engines, os.cpu_count() or 1),
+        include_dashboard=False,
+        **quiet,
+    )
+
+
+async def end_actors(actors: Iterable[Any], limit_s: float = 10.0) -> None:
+    """Kill them, and wait until they hold no core or memory any more."""
+    import ray
+
+    actors = list(actors)
+    for actor in actors:
+        ray.kill(actor)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            # Answered only by failing, when the process is gone.
+            gone = [actor.__ray_ready__.remote() for actor in actors]
+            await asyncio.gather(*gone, return_exceptions=True)

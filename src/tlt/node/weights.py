@@ -1,0 +1,183 @@
+"""Weights in shared memory: how a trainer hands them to the engines of its node.
+
+The trainer writes one file under `/dev/shm` per version: a JSON header with the name, dtype,
+shape and offset of each tensor, then the raw bytes. Every engine worker of the node maps it and
+loads from there, so one copy serves them all; `manifest()` names the file, and that is all that
+travels through Ray. The writer unlinks it when the engines are done; a mapping that is still
+open keeps its pages until it closes. The header also holds the fingerprint of each tensor, taken
+before it was written (`fingerprint`), by which an engine shows that it computes with just these.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.node.fingerprint import Fingerprint, fingerprint
+
+SHARED_DIR = Path("/dev/shm")
+PREFIX = "tlt-weights-"
+ALIGNMENT = 64
+_MAGIC = b"TLTW0002"
+
+
+class SharedWeights:
+    """One version of weights in shared memory, owned by the process that wrote it."""
+
+    def __init__(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], seed: int | None = None
+    ) -> None:
+        entries: list[dict[str, Any]] = []
+        arrays: list[torch.Tensor] = []
+        offset = 0
+        seed = secrets.randbits(31) if seed is None else seed
+        for name, tensor in tensors:
+            array = tensor.detach().to("cpu").contiguous()
+            entries.append(
+                {
+                    "name": name,
+                    "dtype": str(array.dtype).removeprefix("torch."),
+                    "shape": list(array.shape),
+                    "offset": offset,
+                    "fingerprint": fingerprint(array, seed),
+                }
+            )
+            arrays.append(array)
+            offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
+        header = json.dumps({"seed": seed, "tensors": entries}).encode()
+        start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
+        self.path = _new_path()
+        self.num_bytes = start + offset
+        with os.fdopen(
+            os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb+"
+        ) as file:
+            # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
+            os.posix_fallocate(file.fileno(), 0, max(self.num_bytes, 1))
+            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
+            file.flush()
+            with mmap.mmap(file.fileno(), self.num_bytes) as mapping:
+                view = torch.frombuffer(mapping, dtype=torch.uint8)
+                for entry, array in zip(entries, arrays, strict=True):
+                    if array.numel():
+                        at = start + entry["offset"]
+                        raw = array.reshape(-1).view(torch.uint8)
+                        view[at : at + raw.numel()].copy_(raw)
+                del view
+
+    @classmethod
+    def adopt(cls, path: str) -> SharedWeights:
+        """Weights that another process of this node wrote; from here on ours to remove."""
+        adopted = cls.__new__(cls)
+        # Under this process's name: the writer may end long before the weights are done with.
+        adopted.path = Path(path).rename(_new_path())
+        adopted.num_bytes = adopted.path.stat().st_size
+        return adopted
+
+    def manifest(self) -> dict[str, Any]:
+        """What an engine needs to load these weights."""
+        return {"path": str(self.path)}
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> SharedWeights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _new_path() -> Path:
+    return SHARED_DIR / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a shared-memory file, mapped and not copied.
+
+    The tensors are views of the mapping: loaders must copy out of them.
+    """
+    mapping, header, start = _open(path)
+    for entry in header["tensors"]:
+        dtype = getattr(torch, entry["dtype"])
+        shape = entry["shape"]
+        count = 1
+        for size in shape:
+            count *= size
+        if count == 0:
+            yield entry["name"], torch.empty(shape, dtype=dtype)
+            continue
+        flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry["offset"])
+        yield entry["name"], flat.view(shape)
+
+
+def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, Fingerprint]]]:
+    """Return the seed, and dtype and fingerprint of every tensor of a shared-memory file."""
+    _, header, _ = _open(path)
+    entries = header["tensors"]
+    found = {e["name"]: (e["dtype"], Fingerprint(*e["fingerprint"])) for e in entries}
+    return header["seed"], found
+
+
+def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
+    """Map a file: its pages, its header, and where the tensors start."""
+    with Path(path).open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if mapping[: len(_MAGIC)] != _MAGIC:
+        raise ValueError(f"{path} holds no weights of this format")
+    body = len(_MAGIC) + 8
+    length = int.from_bytes(mapping[len(_MAGIC) : body], "little")
+    header: dict[str, Any] = json.loads(mapping[body : body + length])
+    return mapping, header, -(-(body + length) // ALIGNMENT) * ALIGNMENT
+
+
+def remove_abandoned() -> int:
+    """Remove what processes that no longer exist have left in memory; how many files."""
+    count = 0
+    for path in SHARED_DIR.glob(f"{PREFIX}*"):
+        pid = path.name.removeprefix(PREFIX).split("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            try:
+                path.unlink(missing_ok=True)
+            except PermissionError:
+                continue  # another user's
+            count += 1
+    return count
+
+
+def check_weights(path: str, folder: Path, whole: bool) -> None:
+    """Refuse weights whose names or shapes are not those of the model in `folder`.
+
+    `whole`: all of them must be there. vLLM would leave what is missing of a fused matrix as it
+    finds it in memory.
+    """
+    expected: dict[str, list[int]] = {}
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        expected |= {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
+    given = set()
+    for name, tensor in read_weights(path):
+        given.add(name)
+        # A tied head may come along though its folder does not hold it.
+        if expected and name not in expected and name != "lm_head.weight":
+            raise ValueError(f"weights hold {name!r}, which the model in {folder} does not have")
+        if name in expected and list(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"weights hold {name!r} of shape {list(tensor.shape)}, but the model in {folder} "
+                f"has {expected[name]}"
+            )
+    missing = [n for n in expected if n not in given and n.endswith((".weight", ".bias"))]
+    missing = [name for name in missing if name != "lm_head.weight"]
+    if whole and missing:
+        raise ValueError(
+            f"weights lack {min(missing)!r} and {len(missing) - 1} others that the model in "
+            f"{folder} has; hand over all of them"
+        )

@@ -1,0 +1,1 @@
+"""Commands that train outside of an RL run: `tlt sft` and `tlt drafter train`."""

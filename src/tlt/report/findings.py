@@ -1,0 +1,297 @@
+"""What holds a run back, in words, and what to change. Pure; every limit stands here.
+
+A finding comes from what was measured in the run, never from its settings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from tlt.observe.summary import series, stage_table
+from tlt.report.view import RunView, arms, lengths, reclaimed, tail_share
+
+REWARD_SHARE = 0.10
+UPDATE_SHARE = 0.50
+SYNC_SHARE = 0.15
+CHECKPOINT_SHARE = 0.10
+EVAL_SHARE = 0.25
+"""Shares of the time above which a stage is worth a word."""
+TAIL = 0.30
+"""A rollout that spends less of its time in its tail has little to win there."""
+EVEN = 2.0
+"""Longest response over the median, below which there is no tail."""
+MIN_DRAFTS = 100
+WEAK_LENGTH = 1.4
+"""Tokens per draft of a draft model below which drafting hardly pays anywhere."""
+GAIN = 1.03
+"""Speculation that is not this much faster than none is not worth its cost."""
+MIN_COMPARED_S = 0.3
+TRUNCATED_SHARE = 0.10
+SIGNAL_SHARE = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    kind: str
+    says: str
+    change: str
+    weight: float = 0.0
+    """About which share of the time is at stake."""
+
+
+def findings(view: RunView) -> list[Bottleneck]:
+    """Everything that stands out, what matters most first; never empty."""
+    whole, view = view, _warmed_up(view)
+    found = [*_trust(whole), *(bottleneck for rule in RULES for bottleneck in rule(view))]
+    if not found:
+        shares = _shares(view)
+        found = [
+            Bottleneck(
+                "nothing",
+                f"Nothing stands out: rollout {shares.get('rollout', 0):.0%}, update "
+                f"{shares.get('update', 0):.0%} of the time.",
+                "More speed takes more devices, or a better drafter over a longer run.",
+            )
+        ]
+    return sorted(found, key=lambda f: -f.weight)
+
+
+def _warmed_up(view: RunView) -> RunView:
+    """Without the first step, which also loads and compiles, if there are others."""
+    if len(view.records) < 3:
+        return view
+    first = view.records[0]["step"]
+    later = [timeline for timeline in view.timelines if timeline.step > first]
+    return replace(view, records=view.records[1:], timelines=later)
+
+
+Rule = Callable[[RunView], Iterator[Bottleneck]]
+
+
+def _shares(view: RunView) -> dict[str, float]:
+    return {stage: share for stage, _, share in stage_table(view.records)}
+
+
+def _mean(view: RunView, name: str) -> float:
+    values = series(view.records, name)[1]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _trust(view: RunView) -> Iterator[Bottleneck]:
+    """Samples of another policy come before everything that is only slow."""
+    steps = _steps_with(view, "learner/gap_alarms")
+    if steps:
+        then = view.setting("alarm.then", "drop")
+        follows = "trained on all the same" if then == "warn" else "not trained on"
+        yield Bottleneck(
+            "gap_alarm",
+            f"In {steps} engines and learner disagreed about the samples' probabilities far more "
+            f"than before: the samples may come from another policy. They were {follows}.",
+            "See the log for engines that were mended or replaced in these steps. If there are "
+            "none, compare engine.engine_args with stock vLLM's, and report it.",
+            2.0,
+        )
+    steps = _steps_with(view, "rollout/policy_mismatches")
+    if steps:
+        yield Bottleneck(
+            "policy_mismatch",
+            f"In {steps} engines held another policy than the learner's after new weights. They "
+            "loaded it again or were replaced before the next engine step; no sample was affected.",
+            "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
+            "report it.",
+            1.5,
+        )
+
+
+def _steps_with(view: RunView, name: str) -> str:
+    """Name the steps in which something was counted; empty when there is none."""
+    steps = [
+        f"{step:.0f}" for step, count in zip(*series(view.records, name), strict=True) if count
+    ]
+    shown = ", ".join(steps[:8]) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+    return f"step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
+
+
+def _rewards(view: RunView) -> Iterator[Bottleneck]:
+    # The same stage also waits for trainers to stop.
+    released_s = sum(series(view.records, "harvest/release_s")[1])
+    total_s = max(1e-9, sum(series(view.records, "time/step_s")[1]))
+    share = _shares(view).get("reward_wait", 0.0) - released_s / total_s
+    if share > REWARD_SHARE:
+        yield Bottleneck(
+            "reward_bound",
+            f"{share:.0%} of the time every sample is there and the run waits for rewards.",
+            f"Raise reward.num_workers (now {view.setting('reward.num_workers', 1)}), make the "
+            f"reward faster, or lower reward.timeout_s "
+            f"(now {view.setting('reward.timeout_s', 10.0):g}).",
+            share,
+        )
+
+
+def _learner(view: RunView) -> Iterator[Bottleneck]:
+    shares = _shares(view)
+    share, rollout = shares.get("update", 0.0), shares.get("rollout", 0.0)
+    if share > UPDATE_SHARE:
+        yield Bottleneck(
+            "learner_bound",
+            f"The policy update takes {share:.0%} of the time. Faster rollouts, which take "
+            f"{rollout:.0%}, can make the run at most {1 / max(0.01, 1 - rollout):.1f}x as fast.",
+            "Give the learner more devices (learner.num_ranks), larger rows "
+            "(learner.row_tokens) if memory allows, or turn learner.gradient_checkpointing off.",
+            share,
+        )
+
+
+def _stages(view: RunView) -> Iterator[Bottleneck]:
+    shares = _shares(view)
+    for kind, stage, limit, says, change in (
+        ("sync_bound", "sync", SYNC_SHARE, "bringing new weights into the engines",
+         "Fewer, larger steps: raise sampling.prompts_per_step."),
+        ("checkpoint_bound", "checkpoint", CHECKPOINT_SHARE, "waiting for checkpoints",
+         "Raise checkpoint.every_steps, or write to a faster disk."),
+        ("eval_bound", "eval", EVAL_SHARE, "evaluation",
+         "Raise eval.every_steps, or lower eval.num_problems."),
+    ):  # fmt: skip
+        share = shares.get(stage, 0.0)
+        if share > limit:
+            yield Bottleneck(kind, f"{share:.0%} of the time goes into {says}.", change, share)
+
+
+def _tail(view: RunView) -> Iterator[Bottleneck]:
+    found, rollout = lengths(view), _shares(view).get("rollout", 0.0)
+    if not found or rollout < 1 - UPDATE_SHARE - 0.1:
+        return
+    share = tail_share(view)
+    if found["longest_over_median"] < EVEN:
+        yield Bottleneck(
+            "no_tail",
+            f"Responses are of much the same length (median {found['median']:.0f}, longest "
+            f"{found['longest']:.0f} tokens): all engines are done at about the same time, with "
+            "full batches to the end. There is no tail to tame.",
+            "Speculation pays at small batches: more engines with fewer requests each, or more "
+            "tokens for hard problems (sampling.max_tokens).",
+            0.2 * rollout,
+        )
+    elif share > TAIL and view.setting("tlt.enabled", False) is False and not _speculates(view):
+        reach = reclaimed(view)
+        yield Bottleneck(
+            "no_speculation",
+            f"{share:.0%} of the rollout is its tail, with at most an eighth of the requests "
+            f"running and nobody speculating; workers were idle for {reach['idle_s']:.0f} s.",
+            "Set tlt.enabled = true.",
+            share * rollout,
+        )
+
+
+def _speculates(view: RunView) -> bool:
+    return any(arm != "off" and of["drafts"] for arm, of in arms(view).items())
+
+
+def _drafter(view: RunView) -> Iterator[Bottleneck]:
+    # The later half: what it was like before it was trained is past.
+    found = arms(replace(view, timelines=view.timelines[len(view.timelines) // 2 :]))
+    model = [of for name, of in found.items() if name.startswith("eagle3")]
+    drafts, accepted = sum(of["drafts"] for of in model), sum(of["accepted"] for of in model)
+    if drafts < MIN_DRAFTS:
+        return
+    length = 1 + accepted / drafts
+    if length < WEAK_LENGTH:
+        used = sum(of["seconds"] for of in model) / sum(of["seconds"] for of in found.values())
+        advice = "Give it time: harvest improves it while workers are idle."
+        if not view.setting("tlt.enabled"):
+            advice = "Set tlt.enabled = true: idle workers train it."
+        elif view.setting("tlt.harvest", "on") != "on":
+            advice = 'Set tlt.harvest = "on": idle workers train it.'
+        yield Bottleneck(
+            "weak_drafter",
+            f"The drafter is too weak: {length:.2f} tokens per draft, of which one comes anyway.",
+            f"{advice} Or start from one that is trained for this policy: `tlt drafter train`, "
+            "then engine.drafter.",
+            0.05 + 0.4 * _shares(view).get("rollout", 0.0) * used,
+        )
+
+
+def _hardware(view: RunView) -> Iterator[Bottleneck]:
+    """Speculation against plain decoding, at the same number of requests, in the same run."""
+    speeds = _speeds(view)
+    speculating_s = compared_s = made = plainly = 0.0
+    for (arm, running), (seconds, tokens) in speeds.items():
+        if arm == "off":
+            continue
+        speculating_s += seconds
+        plain = speeds.get(("off", running))
+        if plain is not None and plain[0] >= MIN_COMPARED_S:
+            compared_s += seconds
+            made += tokens
+            plainly += seconds * plain[1] / plain[0]
+    # Where an adaptive policy gains, it leaves little to compare with: then nothing is said.
+    if compared_s < max(MIN_COMPARED_S, speculating_s / 2):
+        return
+    if made < GAIN * plainly:
+        yield Bottleneck(
+            "speculation_does_not_pay",
+            f"Speculation does not pay on this hardware: it made {made / plainly:.2f}x the tokens "
+            "of plain decoding with as many requests.",
+            "If the acceptance length is above 2, verifying costs too much here: leave it off "
+            "(tlt.enabled = false). If not, train the drafter further.",
+            0.3 * _shares(view).get("rollout", 0.0),
+        )
+
+
+def _speeds(view: RunView) -> dict[tuple[str, int], tuple[float, float]]:
+    """Seconds and tokens of every arm at every number of running requests."""
+    found: dict[tuple[str, int], tuple[float, float]] = {}
+    for timeline in view.timelines:
+        for spans in timeline.rows.values():
+            for span in spans:
+                if span.tokens and not span.mixed:
+                    key = span.arm, round(span.running)
+                    seconds, tokens = found.get(key, (0.0, 0.0))
+                    found[key] = seconds + span.seconds, tokens + span.tokens
+    return found
+
+
+def _length_limit(view: RunView) -> Iterator[Bottleneck]:
+    share = _mean(view, "response/truncated_share")
+    if share > TRUNCATED_SHARE and view.setting("sampling.forced_lengths") is None:
+        limit = view.setting("sampling.max_tokens", 0)
+        yield Bottleneck(
+            "too_little_room",
+            f"{share:.0%} of the responses were cut off at sampling.max_tokens = {limit}: their "
+            "rewards say little, and the tail is a wall.",
+            "Raise sampling.max_tokens, and engine.engine_args.max_model_len with it (prompt + "
+            "max_tokens + drafts must fit).",
+            0.4 * share,
+        )
+
+
+def _signal(view: RunView) -> Iterator[Bottleneck]:
+    share = _mean(view, "reward/groups_with_signal_share")
+    if share < SIGNAL_SHARE and view.setting("sampling.forced_lengths") is None:
+        yield Bottleneck(
+            "no_signal",
+            f"Only {share:.0%} of the groups have different rewards: the others teach nothing.",
+            "Choose problems the policy solves sometimes (task.parameters), or start from `tlt "
+            "sft`.",
+            0.1,
+        )
+
+
+def _losses(view: RunView) -> Iterator[Bottleneck]:
+    engines = sum(series(view.records, "rollout/engine_restarts")[1])
+    learners = sum(series(view.records, "learner/restarts")[1])
+    if engines or learners:
+        yield Bottleneck(
+            "restarts",
+            f"{engines:.0f} engines and {learners:.0f} times the learner were lost and started "
+            "again; their work was done twice.",
+            "See the log for why; memory is the usual cause (engine.kv_cache_gib, "
+            "learner.row_tokens).",
+            0.1,
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    *(_rewards, _learner, _stages, _tail, _drafter, _hardware, _length_limit, _signal, _losses),
+)

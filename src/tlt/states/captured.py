@@ -1,0 +1,105 @@
+"""What the drafter learns from: a sample with the states that the policy computed over it.
+
+Shapes: T positions, A fused states (3H), H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """Entry t of every tensor belongs to token t: the states are those after reading it."""
+
+    token_ids_T: torch.Tensor
+    loss_mask_T: torch.Tensor
+    """True for tokens the policy generated: only these are ever drafted."""
+    aux_TA: torch.Tensor
+    final_TH: torch.Tensor
+    """The policy's last hidden state, normed: its head times this gives the logits of token t+1."""
+    first_position: int = 0
+    """Where the sample starts in the policy's context: above 0 for a window of a long one."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        aux_TA: torch.Tensor,
+        final_TH: torch.Tensor,
+    ) -> Captured:
+        """A whole sample."""
+        token_ids = torch.tensor([*prompt_ids, *response_ids])
+        mask = torch.arange(len(token_ids)) >= len(prompt_ids)
+        return cls(token_ids, mask, aux_TA, final_TH)
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)
+
+    @property
+    def num_chains(self) -> int:
+        """Positions where a draft can be learned from: the token after next is learned."""
+        return int(self.loss_mask_T[2:].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the states."""
+        return self.aux_TA.nbytes + self.final_TH.nbytes
+
+    def to(self, device: torch.device) -> Captured:
+        return Captured(
+            self.token_ids_T.to(device),
+            self.loss_mask_T.to(device),
+            self.aux_TA.to(device),
+            self.final_TH.to(device),
+            self.first_position,
+        )
+
+    def window(self, begin: int, end: int) -> Captured:
+        """Part of the sample, at its true positions, and nothing of what came before."""
+        return Captured(
+            self.token_ids_T[begin:end],
+            self.loss_mask_T[begin:end],
+            self.aux_TA[begin:end],
+            self.final_TH[begin:end],
+            self.first_position + begin,
+        )
+
+    def focused(self, begin: int, end: int) -> Captured:
+        """The sample up to `end`, of which only what comes from `begin` on is learned: drafts there
+        see all that came before, as in an engine."""
+        part = self.window(0, end)
+        later_T = torch.arange(len(part), device=part.loss_mask_T.device) >= begin
+        return replace(part, loss_mask_T=part.loss_mask_T & later_T)
+
+    @property
+    def first_learned(self) -> int:
+        return int(self.loss_mask_T.to(torch.uint8).argmax())
+
+
+@torch.no_grad()
+def capture(
+    policy: Any,
+    token_ids: Sequence[int],
+    num_prompt_tokens: int,
+    aux_layer_ids: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Captured:
+    """Run `policy` (a Hugging Face causal LM) over one sample and keep its states.
+
+    In a training run engines or learner hand over those of their own passes instead.
+    """
+    ids = torch.tensor([list(token_ids)], device=policy.device)
+    states = policy.model(ids, output_hidden_states=True, use_cache=False)
+    hidden = states.hidden_states
+    return Captured(
+        token_ids_T=ids[0],
+        loss_mask_T=torch.arange(len(token_ids), device=policy.device) >= num_prompt_tokens,
+        aux_TA=torch.cat([hidden[i][0] for i in aux_layer_ids], -1).to(dtype),
+        final_TH=states.last_hidden_state[0].to(dtype),
+    )

@@ -1,0 +1,53 @@
+"""Stores captured states beside the work that made them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+
+from tlt.states.buffer import SampleBuffer
+from tlt.states.captured import Captured
+
+logger = logging.getLogger(__name__)
+
+WAITING_BYTES = 512 * 2**20
+"""States waiting to be stored; beyond this they are dropped rather than slowing the work."""
+
+
+class StateWriter:
+    """Writes to the node's buffer in a thread; drops states when it falls behind."""
+
+    def __init__(self, buffer: SampleBuffer) -> None:
+        self.buffer = buffer
+        self.num_written = 0
+        self.num_dropped = 0
+        self._waiting_bytes = 0
+        self._queue: queue.SimpleQueue[tuple[str, int, Captured]] = queue.SimpleQueue()
+        self._lock = threading.Condition()
+        threading.Thread(target=self._run, name="tlt-capture", daemon=True).start()
+
+    def write(self, sample_id: str, rl_step: int, captured: Captured) -> None:
+        with self._lock:
+            if self._waiting_bytes + captured.num_bytes > WAITING_BYTES:
+                self.num_dropped += 1
+                return
+            self._waiting_bytes += captured.num_bytes
+        self._queue.put((sample_id, rl_step, captured))
+
+    def drain(self) -> None:
+        """Wait until everything handed over is stored."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._waiting_bytes == 0)
+
+    def _run(self) -> None:
+        while True:
+            sample_id, rl_step, captured = self._queue.get()
+            try:
+                self.num_written += self.buffer.put(sample_id, rl_step, captured)
+            except Exception:  # a full disk must not end a training run
+                logger.exception("captured states of %s could not be stored", sample_id)
+                self.num_dropped += 1
+            with self._lock:
+                self._waiting_bytes -= captured.num_bytes
+                self._lock.notify_all()

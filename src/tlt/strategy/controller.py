@@ -1,0 +1,161 @@
+"""Runs a draft strategy step by step: who proposed what, what was accepted, how long it took.
+
+The scheduler calls `schedule_started`, `step_scheduled` and `step_finished`; everything else is
+here, without vLLM, so that it can be tested with a fake clock. Credit is the delicate part: the
+drafts verified in step t+1 were proposed by the arm of step t. Under asynchronous scheduling step
+t+1 is scheduled before step t has finished, so each step carries its own record.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
+from tlt.spans import Span, SpanLog
+
+TRACE_STEPS = 20_000
+"""Latest steps that are kept to be looked at: some megabytes."""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What must be remembered between scheduling a step and its end."""
+
+    context: StepContext
+    verified: Arm
+    proposed: Arm
+    num_prefill_tokens: int
+    started_s: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the engine started."""
+
+    steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    model_drafts: int = 0
+    model_accepted_tokens: int = 0
+    model_first_accepted: int = 0
+    output_tokens: int = 0
+    busy_s: float = 0.0
+    accepted_at: list[int] = field(default_factory=list)
+
+
+class DraftController:
+    """Asks the strategy for an arm per step and reports back to it."""
+
+    def __init__(self, strategy: Strategy, clock: Callable[[], float]) -> None:
+        self._strategy = strategy
+        self._clock = clock
+        self._last_arm = OFF
+        self._step = 0
+        self._schedule_started_s = 0.0
+        self._last_finished_s = 0.0
+        self.drafter_version = 0
+        self.totals = Totals()
+        self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
+        self.spans = SpanLog()
+        """What the engine did, by this clock."""
+
+    def set_strategy(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def now_s(self) -> float:
+        return self._clock()
+
+    def take_trace(self) -> list[StepReport]:
+        """Steps since the last call, the latest `TRACE_STEPS` of them."""
+        trace = list(self._trace)
+        self._trace.clear()
+        return trace
+
+    def schedule_started(self) -> None:
+        self._schedule_started_s = self._clock()
+
+    def step_scheduled(
+        self, num_decodes: int, num_prefills: int, num_waiting: int, num_prefill_tokens: int
+    ) -> StepRecord:
+        """Choose the arm of a step that is about to run."""
+        context = StepContext(
+            step=self._step,
+            num_decodes=num_decodes,
+            num_prefills=num_prefills,
+            num_waiting=num_waiting,
+            drafter_version=self.drafter_version,
+        )
+        self._step += 1
+        record = StepRecord(
+            context=context,
+            verified=self._last_arm,
+            proposed=self._strategy.decide(context),
+            num_prefill_tokens=num_prefill_tokens,
+            started_s=self._schedule_started_s,
+        )
+        self._last_arm = record.proposed
+        return record
+
+    def step_finished(
+        self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
+    ) -> StepReport:
+        """Report a finished step. `drafts` holds (drafted, accepted) of each drafted request."""
+        now = self.now_s()
+        started_s = max(record.started_s, self._last_finished_s)
+        elapsed_s = now - started_s
+        self._last_finished_s = now
+        depth = max((accepted for _, accepted in drafts), default=0)
+        accepted_at = [0] * depth
+        draft_tokens = accepted_tokens = 0
+        for drafted, accepted in drafts:
+            draft_tokens += drafted
+            accepted_tokens += accepted
+            for position in range(accepted):
+                accepted_at[position] += 1
+        report = StepReport(
+            step=record.context.step,
+            verified=record.verified,
+            proposed=record.proposed,
+            num_decodes=record.context.num_decodes,
+            num_prefill_tokens=record.num_prefill_tokens,
+            num_drafts=len(drafts),
+            num_draft_tokens=draft_tokens,
+            num_accepted_tokens=accepted_tokens,
+            accepted_at=tuple(accepted_at),
+            num_output_tokens=num_output_tokens,
+            elapsed_s=elapsed_s,
+            drafter_version=record.context.drafter_version,
+            ended_s=now,
+        )
+        self._trace.append(report)
+        self.spans.add(
+            Span(
+                "generating",
+                started_s,
+                now,
+                running=float(record.context.num_decodes + record.context.num_prefills),
+                arm=str(record.verified),
+                tokens=num_output_tokens,
+                drafts=len(drafts),
+                accepted=accepted_tokens,
+            )
+        )
+        totals = self.totals
+        totals.steps += 1
+        totals.drafts += len(drafts)
+        totals.draft_tokens += draft_tokens
+        totals.accepted_tokens += accepted_tokens
+        if record.verified.drafter == "eagle3":
+            totals.model_drafts += len(drafts)
+            totals.model_accepted_tokens += accepted_tokens
+            totals.model_first_accepted += accepted_at[0] if accepted_at else 0
+        totals.output_tokens += num_output_tokens
+        totals.busy_s += elapsed_s
+        totals.accepted_at.extend([0] * (depth - len(totals.accepted_at)))
+        for position, count in enumerate(accepted_at):
+            totals.accepted_at[position] += count
+        self._strategy.observe(report)
+        return report

@@ -1,0 +1,174 @@
+"""Strategies that choose the arm of each engine step, and the specs that name them.
+
+A strategy crosses process borders as a *spec*, a plain dict such as
+
+    {"kind": "off"}
+    {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
+    {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 4], [16, 2]]}
+    {"kind": "random", "arms": [["ngram", 2], ["eagle3", 4], ["off", 0]], "seed": 0}
+    {"kind": "adaptive"}
+    {"kind": "beg_mab", "arms": [["eagle3", 2], ["eagle3", 4]], "epsilon": 0.1, "seed": 0}
+
+and `build_strategy` turns it into an object next to the scheduler that asks it. A kind that learns
+which arm is best takes all that the engine has, unless `arms` names them: `complete_strategy`. New
+kinds register in `_BUILDERS`.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from tlt.contracts import OFF, Arm, DrafterName, StepContext, StepReport, Strategy
+from tlt.errors import ConfigError
+from tlt.strategy.adaptive import Adaptive, Caution
+from tlt.strategy.beg_mab import BegMab
+
+StrategySpec = Mapping[str, Any]
+
+LEARNING = ("adaptive", "beg_mab")
+"""Kinds that find the best of their arms by themselves."""
+DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
+"""Draft lengths that such a kind chooses from when it is given none."""
+
+
+class Fixed:
+    """Always the same arm; with `OFF`, never drafts."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._arm = arm
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset({self._arm})
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._arm
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+class ByBatchSize:
+    """A draft length per number of running decodes; plain decoding above the last entry.
+
+    `schedule` is a list of (largest number of decodes, draft length). Prefills do not count: a
+    burst of new prompts should not change how the running requests decode.
+    """
+
+    def __init__(self, drafter: DrafterName, schedule: Sequence[tuple[int, int]]) -> None:
+        if not schedule:
+            raise ConfigError("strategy.schedule is empty; e.g. [[4, 4], [16, 2]]")
+        limits = [limit for limit, _ in schedule]
+        if limits != sorted(set(limits)) or limits[0] < 1:
+            raise ConfigError(
+                f"strategy.schedule needs rising batch sizes from 1 on, got {limits}; "
+                "e.g. [[4, 4], [16, 2]]"
+            )
+        if drafter not in ("ngram", "eagle3"):
+            raise ConfigError(
+                f"strategy.drafter = {drafter!r} is no drafter; e.g. 'eagle3' or 'ngram'"
+            )
+        self._limits = limits
+        self._arms = [Arm(drafter, k) if k else OFF for _, k in schedule] + [OFF]
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self._arms)
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._arms[bisect_left(self._limits, context.num_decodes)]
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+class RandomArms:
+    """A random arm each step: the hardest test of switching, and unbiased exploration."""
+
+    def __init__(self, arms: Sequence[Arm], rng: random.Random) -> None:
+        if not arms:
+            raise ConfigError('strategy.arms is empty; e.g. [["eagle3", 4], ["off", 0]]')
+        self._arms = list(arms)
+        self._rng = rng
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self._arms)
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._rng.choice(self._arms)
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+def _build_fixed(spec: StrategySpec) -> Strategy:
+    return Fixed(parse_arm([spec["drafter"], spec["num_draft_tokens"]]))
+
+
+def _build_by_batch_size(spec: StrategySpec) -> Strategy:
+    return ByBatchSize(spec["drafter"], [(int(b), int(k)) for b, k in spec["schedule"]])
+
+
+def _build_random(spec: StrategySpec) -> Strategy:
+    return RandomArms([parse_arm(a) for a in spec["arms"]], random.Random(spec.get("seed", 0)))
+
+
+def _build_adaptive(spec: StrategySpec) -> Strategy:
+    caution = {key: value for key, value in spec.items() if key not in ("kind", "arms")}
+    unknown = sorted(caution.keys() - {field.name for field in fields(Caution)})
+    if unknown:
+        known = ", ".join(field.name for field in fields(Caution))
+        raise ConfigError(f"strategy.{unknown[0]} is not known to kind 'adaptive'; one of {known}")
+    return Adaptive([parse_arm(arm) for arm in spec["arms"]], Caution(**caution))
+
+
+def _build_beg_mab(spec: StrategySpec) -> Strategy:
+    return BegMab(
+        [parse_arm(arm) for arm in spec["arms"]],
+        random.Random(spec.get("seed", 0)),
+        epsilon=float(spec.get("epsilon", 0.1)),
+    )
+
+
+_BUILDERS: dict[str, Callable[[StrategySpec], Strategy]] = {
+    "off": lambda spec: Fixed(OFF),
+    "fixed": _build_fixed,
+    "by_batch_size": _build_by_batch_size,
+    "random": _build_random,
+    "adaptive": _build_adaptive,
+    "beg_mab": _build_beg_mab,
+}
+
+
+def parse_arm(value: Sequence[Any]) -> Arm:
+    """`["eagle3", 4]` as an arm."""
+    drafter, num_draft_tokens = value
+    if drafter not in ("off", "ngram", "eagle3"):
+        raise ConfigError(f"unknown drafter {drafter!r}; one of 'off', 'ngram', 'eagle3'")
+    try:
+        return Arm(drafter, int(num_draft_tokens))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def complete_strategy(spec: StrategySpec, drafters: Collection[DrafterName]) -> dict[str, Any]:
+    """The spec with the arms that an engine with these drafters has, where it leaves them open."""
+    if spec.get("kind") not in LEARNING or spec.get("arms"):
+        return dict(spec)
+    arms = [[name, k] for name in sorted(drafters) for k in DRAFT_LENGTHS.get(name, ())]
+    return {**spec, "arms": [["off", 0], *arms]}
+
+
+def build_strategy(spec: StrategySpec) -> Strategy:
+    """The strategy a spec describes."""
+    kind = spec.get("kind")
+    if kind == "published":
+        raise ConfigError("strategy.kind = 'published' is called 'beg_mab' now; rename it")
+    if kind not in _BUILDERS:
+        raise ConfigError(f"strategy.kind is {kind!r}; one of {sorted(_BUILDERS)}")
+    try:
+        return _BUILDERS[kind](spec)
+    except KeyError as error:
+        raise ConfigError(f"strategy of kind {kind!r} needs the key {error}") from error

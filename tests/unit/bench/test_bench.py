@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from tlt.bench.metrics import measure, spread
+from tlt.bench.rollout import Mode
+from tlt.bench.workload import LengthSpec, read_lengths
+from tlt.contracts import EngineStats, Sample
+from tlt.errors import ConfigError
+
+
+def sample(index: int, engine: str, start: float, end: float, tokens: int = 10) -> Sample:
+    return Sample(
+        str(index), "", (0,) * tokens, (), "length", engine, 0, 0.0, end - start, 100 + end
+    )
+
+
+def test_lengths_are_heavy_tailed_and_repeatable() -> None:
+    lengths = LengthSpec(num_requests=1000, seed=1).draw()
+    assert lengths == LengthSpec(num_requests=1000, seed=1).draw()
+    ordered = sorted(lengths)
+    assert 50 <= ordered[500] <= 70
+    assert 350 <= ordered[950] <= 700
+    assert ordered[-1] <= 1500
+    with pytest.raises(ConfigError, match="median <= p95"):
+        LengthSpec(median=600, p95=500).draw()
+
+
+def test_lengths_from_files(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "lengths"
+    path.write_text("[3, 4]")
+    assert read_lengths(path) == [3, 4]
+    path.write_text("5\n6\n")
+    assert read_lengths(path) == [5, 6]
+    path.write_text(json.dumps([0]))
+    with pytest.raises(ConfigError, match="at least 1"):
+        read_lengths(path)
+
+
+def test_metrics_of_a_known_rollout() -> None:
+    # 16 samples: 14 end by second 4, two run on engine a until 10.
+    samples = [sample(i, "b" if i % 2 else "a", 0.0, 4.0) for i in range(14)]
+    samples += [sample(14, "a", 0.0, 8.0), sample(15, "a", 5.0, 10.0)]
+    before = [EngineStats("a", drafts=1, accepted_tokens=1), EngineStats("b")]
+    after = [EngineStats("a", drafts=5, accepted_tokens=7), EngineStats("b")]
+    metrics = measure(samples, 100.0, before, after)
+    assert metrics.wall_s == pytest.approx(10.0)
+    assert metrics.tokens_per_s == pytest.approx(16.0)
+    assert metrics.acceptance_length == pytest.approx(2.5)
+    assert metrics.tail_share == pytest.approx(0.6)
+    assert metrics.idle_s["a"] == pytest.approx(0.0)
+    assert metrics.idle_s["b"] == pytest.approx(6.0)
+    assert metrics.curve[0] == (0.0, 16)
+    assert metrics.curve[-1][1] == 0
+
+
+def test_spread() -> None:
+    assert (spread([3.0, 1.0, 2.0]).median, spread([3.0, 1.0]).high) == (2.0, 3.0)
+
+
+def test_modes() -> None:
+    assert Mode.parse("off", has_drafter=True).strategy == {"kind": "off"}
+    names = ("off", "ngram:4", "tail:4@8", "adaptive")
+    assert [Mode.parse(m, has_drafter=True).setup for m in names] == [
+        "off",
+        "ngram",
+        "eagle3",
+        "eagle3",
+    ]
+    assert Mode.parse("beg_mab", has_drafter=False).setup == "ngram"
+    assert Mode.parse("tail:4@8", has_drafter=True).strategy["schedule"] == [[8, 4]]
+    for wrong in ("eagle3", "eagle3:x", "medusa:4", "tail:4", "off:2"):
+        with pytest.raises(ConfigError, match=r"e\.g\. eagle3:2"):
+            Mode.parse(wrong, has_drafter=True)

@@ -1,0 +1,221 @@
+"""The draft model by itself; its agreement with vLLM is tested on real engines."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+
+from tlt.drafter import vocabulary  # noqa: E402
+from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter  # noqa: E402
+from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers  # noqa: E402
+from tlt.drafter.eagle3.loss import (  # noqa: E402
+    Acceptance,
+    AcceptanceMeter,
+    Answers,
+    unrolled_loss,
+)
+from tlt.drafter.eagle3.model import Chains, Eagle3Drafter  # noqa: E402
+from tlt.drafter.row import Row  # noqa: E402
+from tlt.states.captured import Captured  # noqa: E402
+
+
+@pytest.mark.parametrize("num_layers", range(3, 40))
+def test_aux_layers_are_three_different_ones(num_layers: int) -> None:
+    layers = default_aux_layers(num_layers)
+    assert len(set(layers)) == 3
+    assert list(layers) == sorted(layers)
+    assert 0 <= layers[0] <= layers[-1] < num_layers
+
+
+def test_vllms_defaults_where_they_make_sense() -> None:
+    assert default_aux_layers(30) == (2, 15, 27)
+
+
+def test_config_of_a_qwen_target_takes_its_head_size() -> None:
+    from transformers import Qwen3Config
+
+    target = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+                         num_hidden_layers=8, rope_parameters={"rope_type": "default",
+                                                               "rope_theta": 1e6})  # fmt: skip
+    config = Eagle3Config.for_target(target, 100)
+    assert (config.head_dim, config.rope_theta) == (32, 1e6)
+    assert Eagle3Config.from_hf(config.to_hf("bfloat16")) == config
+
+
+# --- unrolling ------------------------------------------------------------------------------------
+
+
+def by_hand(model: Eagle3Drafter, sample: Captured, embeds: torch.Tensor, start: int, steps: int):  # type: ignore[no-untyped-def]
+    """One chain, computed with a key-value cache as an engine does, one pass after another."""
+    layer = model.midlayer
+    aux = sample.aux_TA[: start + 1]
+    hidden = model.fc(aux)
+    position = torch.arange(start + 1)
+    x = torch.cat([layer.input_layernorm(embeds[: start + 1]), layer.hidden_norm(hidden)], -1)
+    keys, values = layer.self_attn.keys_values(x, position)
+    hidden, x, position = hidden[-1:], x[-1:], position[-1:]
+    outputs = []
+    for step in range(steps):
+        if step:
+            x = torch.cat(
+                [layer.input_layernorm(embeds[start + step][None]), layer.hidden_norm(hidden)], -1
+            )
+            key, value = layer.self_attn.keys_values(x, position)
+            keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
+        query = layer.self_attn._rotated(layer.self_attn.q_proj(x), position)
+        weights = (query @ keys.transpose(-1, -2) / math.sqrt(CONFIG.head_dim)).softmax(-1)
+        attended = layer.self_attn.o_proj((weights @ values).transpose(0, 1).flatten(1))
+        hidden = hidden + attended
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        outputs.append(model.norm(hidden)[0])
+        position = position + 1
+    return outputs
+
+
+def test_unrolling_equals_drafting_each_chain_alone() -> None:
+    model, sample = drafter(), captured(9, num_prompt=3)
+    embeds = torch.randn(9, 32, generator=torch.Generator().manual_seed(1))
+    row = Row([sample])
+    unrolled = model.unroll(sample.aux_TA, embeds, row.position_T, row.chains, 3)
+    assert row.chains.starts.tolist() == [1, 2, 3, 4, 5, 6]
+    for chain, start in enumerate(row.chains.starts.tolist()):
+        alone = by_hand(model, sample, embeds, start, min(3, 9 - start))
+        for step, expected in enumerate(alone):
+            torch.testing.assert_close(unrolled[step][chain], expected)
+
+
+def test_no_peeking_into_the_future() -> None:
+    model, sample = drafter(), captured(8, num_prompt=0)
+    embeds = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    row = Row([sample])
+    changed = embeds.clone()
+    changed[6:] += 1.0
+    reference = model.unroll(sample.aux_TA, embeds, row.position_T, row.chains, 2)
+    other = model.unroll(sample.aux_TA, changed, row.position_T, row.chains, 2)
+    torch.testing.assert_close(reference[0][:6], other[0][:6])
+    torch.testing.assert_close(reference[1][:5], other[1][:5])
+    assert not torch.allclose(reference[1][5], other[1][5])
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[7, 3, 12, 5], [40, 4, 4], [300, 20, 290]])
+def test_packed_equals_unpacked(lengths: list[int]) -> None:
+    model = drafter()
+    samples = [captured(n, num_prompt=1 + n // 4, seed=n) for n in lengths]
+    embedding = torch.randn(CONFIG.vocab_size, 32, generator=torch.Generator().manual_seed(2))
+
+    def outputs(group: list[Captured]) -> list[torch.Tensor]:
+        row = Row(group)
+        embeds = embedding[row.token_ids_T.roll(-1)]
+        result = model.unroll(row.aux_TA, embeds, row.position_T, row.chains, 4)
+        return [out[row.learned(step)] for step, out in enumerate(result)]
+
+    packed = outputs(samples)
+    alone = [outputs([sample]) for sample in samples]
+    for step in range(4):
+        expected = torch.cat([one[step] for one in alone])
+        assert (packed[step] - expected).abs().max() < 1e-5
+
+
+def test_a_window_of_a_long_sample_keeps_its_positions() -> None:
+    part = captured(20, num_prompt=4).window(10, 16)
+    row = Row([part])
+    assert row.position_T.tolist() == list(range(10, 16))
+
+
+def test_chains_start_where_the_token_after_next_is_learned() -> None:
+    row = Row([captured(6, num_prompt=3), captured(5, num_prompt=1)])
+    assert row.chains.starts.tolist() == [1, 2, 3, 6, 7, 8]
+    assert row.chains.ends.tolist() == [6, 6, 6, 11, 11, 11]
+    assert row.learned(0).all()
+    assert row.learned(1).tolist() == [True, True, False, True, True, False]
+
+
+def test_blocks_cover_every_chain_once_and_no_other_sample() -> None:
+    lengths = [700, 3, 30, 300]
+    row = Row([captured(n, num_prompt=2, seed=n) for n in lengths])
+    chains = row.chains
+    assert sum(chains.block_sizes) == len(chains.starts)
+    assert max(chains.block_sizes) == 256
+    first = 0
+    for block, size in zip(chains.blocks, chains.block_sizes, strict=True):
+        begin = sum(lengths[: block.sample])
+        local = chains.starts[first : first + size] - begin
+        assert local.min() >= 0
+        assert local.max() + 1 == block.num_seen <= lengths[block.sample]
+        assert torch.equal((~block.unseen).sum(-1), local + 1), "a chain sees what is before it"
+        first += size
+
+
+def test_a_sample_without_chains_is_no_trouble() -> None:
+    chains = Chains(torch.tensor([4, 5]), [3, 5])
+    assert [(block.sample, block.num_seen) for block in chains.blocks] == [(1, 3)]
+    assert chains.block_sizes == [2]
+
+
+# --- loss and metrics -----------------------------------------------------------------------------
+
+
+def test_loss_is_lowest_at_the_targets_own_distribution() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(6, 20, generator=generator) for _ in range(2)]
+    probs = [x.softmax(-1) for x in logits]
+    best = unrolled_loss(logits, probs)
+    entropy = [-(p * p.log()).sum(-1).mean() for p in probs]
+    torch.testing.assert_close(best, (entropy[0] + 0.8 * entropy[1]) / 1.8)
+    assert best < unrolled_loss([x + torch.randn(x.shape) for x in logits], probs)
+
+
+def test_expected_acceptance_length() -> None:
+    acceptance = Acceptance(agreement=(), rates={1.0: (0.5, 0.5), 0.0: (1.0, 1.0, 1.0, 1.0)})
+    assert acceptance.length(1.0) == pytest.approx(1 + 0.5 + 0.25)
+    assert acceptance.length(0.0) == 5
+
+
+def test_meter_is_the_chance_the_policy_gives_the_draft() -> None:
+    logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]))
+    meter = AcceptanceMeter(2, [0.0, 1.0, 0.5])
+    drafts = torch.tensor([0, 2])
+    drafted = logits.gather(-1, drafts[:, None])[:, 0]
+    answers = Answers.of(logits, [0.0, 1.0, 0.5])
+    meter.add(0, drafts, drafted, answers, torch.tensor([True, True]))
+    meter.add(1, drafts, drafted, answers, torch.tensor([True, False]))
+    result = meter.result()
+    assert result.agreement == (0.5, 0.5)
+    assert result.rates[0.0] == (0.5, 1.0)
+    assert result.rates[1.0] == pytest.approx((0.5, 0.7))
+    sharp = 0.49 / (0.49 + 0.04 + 0.01)
+    assert result.rates[0.5] == pytest.approx(((sharp + 0.09 / 0.46) / 2, sharp))
+
+
+# --- folders and vocabulary -----------------------------------------------------------------------
+
+
+def test_folder_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    model = drafter()
+    save_drafter(model, tmp_path, torch.float32)
+    loaded = load_drafter(tmp_path)
+    assert loaded.config == CONFIG
+    assert loaded.draft_token_ids().tolist() == list(range(0, 40, 2))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert "d2t" in drafter_weights(model.state_dict(), CONFIG, torch.float32)
+
+
+def test_draft_vocabulary_is_what_responses_use() -> None:
+    counts = vocabulary.count_tokens([torch.tensor([9, 3, 3, 5]), torch.tensor([5, 9, 9])], 12)
+    assert vocabulary.choose(counts, 3).tolist() == [3, 5, 9]
+    assert vocabulary.choose(counts, 5).tolist() == [0, 1, 3, 5, 9]
+    assert vocabulary.coverage(counts, torch.tensor([3, 5])) == pytest.approx(4 / 7)
+
+
+def test_vocabulary_changes_only_when_that_covers_more() -> None:
+    counts = torch.tensor([0.0, 100, 100, 1, 0])
+    assert vocabulary.drifted(counts, torch.tensor([1, 2])) is None
+    assert vocabulary.drifted(counts, torch.tensor([1, 3])).tolist() == [1, 2]
+    assert vocabulary.drifted(torch.tensor([0.0, 1000, 1, 2]), torch.tensor([1, 2])) is None

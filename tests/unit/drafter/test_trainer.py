@@ -1,0 +1,307 @@
+"""Sessions that stop anywhere, the gate before publishing, and versions on disk."""
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+
+from tlt.drafter.checkpoint import VersionStore, load_drafter  # noqa: E402
+from tlt.drafter.row import Row  # noqa: E402
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
+from tlt.errors import ConfigError  # noqa: E402
+from tlt.states.captured import Captured  # noqa: E402
+
+SETTINGS = TrainerSettings(num_draft_tokens=3, row_tokens=120, lr=3e-3, bfloat16=False)
+
+
+class Samples:
+    """A source of samples in memory."""
+
+    def __init__(self, count: int = 40) -> None:
+        rng = random.Random(0)
+        self.samples = {
+            f"s{index:03d}": captured(rng.randint(8, 60), 3, seed=index) for index in range(count)
+        }
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(sample) for name, sample in self.samples.items()}
+
+    def read(self, name: str) -> Captured | None:
+        return self.samples.get(name)
+
+
+def trainer(settings: TrainerSettings = SETTINGS) -> DrafterTrainer:
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    return DrafterTrainer(drafter(), head, embedding, settings)
+
+
+def stop_after(one: DrafterTrainer, count: int) -> Callable[[], bool]:
+    """Stop when so many micro-steps are done."""
+    end = one.step + count
+    return lambda: one.step >= end
+
+
+def stop_at_poll(number: int) -> Callable[[], bool]:
+    """Stop when asked for the nth time, wherever that is."""
+    polls = itertools.count(1)
+    return lambda: next(polls) >= number
+
+
+def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
+    ours, theirs = a.tensors(), b.tensors()
+    return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
+
+
+def test_it_learns() -> None:
+    one, source = trainer(), Samples(4)
+    losses: list[float] = []
+    one.session(source, stop_after(one, 60), lambda step, loss: losses.append(loss))
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_breaking_off_anywhere_equals_never_having_begun() -> None:
+    """In the middle of a micro-step too, forward or backward: what it did is dropped."""
+    source, straight, current = Samples(), trainer(), trainer()
+    straight.session(source, stop_after(straight, 4))
+    polls = itertools.count(1)
+    broken_off = 0
+    while current.step < 4:
+        before = current.step
+        number = next(polls) % 20 + 2
+        stop = stop_at_poll(number)
+        end = stop_after(current, 1)
+        current.session(source, lambda stop=stop, end=end: end() or stop())
+        broken_off += current.step == before
+    assert broken_off > 4
+    assert same(straight, current)
+
+
+def test_a_session_ends_within_a_pass() -> None:
+    """At every pass and every head, forward and on the way back, it asks whether to stop."""
+    one = trainer()
+    polls = itertools.count(1)
+    one.session(Samples(), lambda: one.step == 1 or next(polls) < 0)
+    passes = SETTINGS.num_draft_tokens
+    assert next(polls) - 1 == 1 + passes * 4
+
+
+@pytest.mark.parametrize("stops", [[1], [3, 4], [7, 1, 1]])
+def test_stopping_and_going_on_equals_never_having_stopped(
+    tmp_path: Path, stops: list[int]
+) -> None:
+    source = Samples()
+    straight = trainer()
+    straight.session(source, stop_after(straight, 12))
+
+    store = VersionStore(tmp_path)
+    current = trainer()
+    for count in [*stops, 12 - sum(stops)]:
+        current.session(source, stop_after(current, count))
+        store.save(current)
+        store.wait()
+        current = trainer()
+        store.restore(current)
+    assert current.step == 12
+    assert same(straight, current)
+    straight.session(source, stop_after(straight, 3))
+    current.session(source, stop_after(current, 3))
+    assert same(straight, current)
+
+
+def test_a_session_without_samples_ends_at_once() -> None:
+    assert trainer().session(Samples(0), lambda: False) == 0
+
+
+def test_rows_are_full_and_hold_each_sample_once() -> None:
+    one, source = trainer(TrainerSettings(row_tokens=400)), Samples(200)
+    fill = [sum(row.lengths) for _ in range(50) if (row := one.draw(source))]
+    assert max(fill) <= 400
+    assert sum(fill) / len(fill) > 0.9 * 400
+
+
+def test_a_sample_longer_than_a_row_is_learned_in_parts_that_see_all_before() -> None:
+    one, source = trainer(), Samples(0)
+    source.samples["long"] = captured(300, 10)
+    ends = set()
+    for _ in range(60):
+        row = one.draw(source)
+        assert row is not None
+        num_seen = len(row.position_T)
+        assert row.position_T.tolist() == list(range(num_seen))
+        assert row.mask_T.nonzero()[:, 0].tolist() == list(range(num_seen - 120, num_seen))
+        ends.add(num_seen)
+    assert min(ends) < 150
+    assert max(ends) > 280
+
+
+def test_the_mean_of_the_weights_follows_them() -> None:
+    one, source = trainer(TrainerSettings(row_tokens=120, averaged_steps=4)), Samples(4)
+    seen = [one.weights()]
+    for _ in range(3):
+        one.session(source, stop_after(one, 1))
+        seen.append(one.weights())
+    expected = seen[0]["fc.weight"]
+    for weights in seen[1:]:
+        expected = expected + (weights["fc.weight"] - expected) / 4
+    torch.testing.assert_close(one.mean_weights()["fc.weight"], expected)
+    one.load(seen[1])
+    assert torch.equal(one.mean_weights()["fc.weight"], seen[1]["fc.weight"])
+
+
+def test_samples_without_anything_to_learn_are_passed_over() -> None:
+    source = Samples(5)
+    source.samples["prompt only"] = captured(20, 20)
+    one = trainer()
+    assert one.session(source, stop_after(one, 20)) == 20
+
+
+def test_a_new_policys_head_is_followed() -> None:
+    one = trainer()
+    row = Row([captured(30, 3)])
+    before = one.loss(row).item()
+    one.follow(one._head_VH * 3.0, one._embedding_VH)
+    assert one.loss(row).item() != before
+
+
+def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:
+    source = Samples(10)
+    gone = set(list(source.samples)[:5])
+    source.read = lambda name: None if name in gone else source.samples[name]  # type: ignore
+    one = trainer()
+    assert one.session(source, stop_after(one, 5)) == 5
+
+
+@pytest.mark.parametrize("place", [5, 19])
+def test_a_broken_state_changes_no_weights(place: int) -> None:
+    """At the end of a sample no chain sees it: the loss is finite, the gradients are not."""
+    one = trainer()
+    before = one.weights()
+    bad = captured(20, 3)
+    bad.aux_TA[place] = float("nan")
+    one.micro_step(Row([bad]))
+    assert all(torch.equal(t, before[n]) for n, t in one.weights().items())
+
+
+def test_only_better_weights_are_published() -> None:
+    one, source = trainer(), Samples(4)
+    held_out = list(source.samples.values())
+    untrained = one.weights()
+    before = one.evaluate(held_out, [1.0])
+    one.session(source, stop_after(one, 80))
+    better, judged = one.better_than(untrained, held_out)
+    assert better
+    assert judged.length(1.0) > before.length(1.0)
+    trained = one.weights()
+    one.drafter.load_state_dict(untrained)
+    assert not one.better_than(trained, held_out)[0]
+    assert all(torch.equal(t, untrained[n]) for n, t in one.weights().items()), "left as it was"
+
+
+def test_another_vocabulary_keeps_what_was_learned() -> None:
+    one, source = trainer(), Samples(6)
+    one.session(source, stop_after(one, 10))
+    old_ids = one.drafter.draft_token_ids()
+    rows = {int(i): one.drafter.lm_head.weight[k].clone() for k, i in enumerate(old_ids)}
+    responses = [torch.arange(1, 41, 2), torch.arange(0, 10, 2)]
+    assert one.check_vocabulary(responses)
+    new_ids = one.drafter.draft_token_ids().tolist()
+    assert set(new_ids) >= set(range(1, 30, 2)), "the policy writes odd tokens now"
+    moments = one.optimizer.state[one.drafter.lm_head.weight]["exp_avg"]
+    for k, token in enumerate(new_ids):
+        if token in rows:
+            assert torch.equal(one.drafter.lm_head.weight[k], rows[token])
+        else:
+            assert torch.equal(one.drafter.lm_head.weight[k], one._head_VH[token])
+            assert not moments[k].any()
+    assert not one.check_vocabulary(responses), "nothing more to gain"
+    assert one.session(source, stop_after(one, 2)) == 2
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+def test_versions_are_numbered_pruned_and_loadable(tmp_path: Path) -> None:
+    store, one = VersionStore(tmp_path, keep=2), trainer()
+    for expected in (1, 2, 3, 4):
+        one.session(Samples(), stop_after(one, 1))
+        assert store.save(one, {"length": expected}) == expected
+    store.wait()
+    assert store.versions() == [3, 4]
+    served = load_drafter(store.path(4))
+    for name, tensor in one.drafter.state_dict().items():
+        kept = tensor if name == "d2t" else tensor.bfloat16().float()
+        assert torch.equal(served.state_dict()[name], kept)
+    assert VersionStore(tmp_path).restore(trainer()) == {"length": 4}
+
+
+def test_training_on_while_a_version_is_written_does_not_change_it(tmp_path: Path) -> None:
+    store, one = VersionStore(tmp_path), trainer()
+    one.session(Samples(), stop_after(one, 2))
+    expected = {name: tensor.clone() for name, tensor in one.tensors().items()}
+    store.save(one)
+    one.session(Samples(), stop_after(one, 3))
+    store.wait()
+    restored = trainer()
+    store.restore(restored)
+    assert all(torch.equal(t, expected[n]) for n, t in restored.tensors().items())
+
+
+def test_nothing_to_go_on_from_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no drafter version"):
+        VersionStore(tmp_path).restore(trainer())
+
+
+def test_a_folder_that_is_no_drafter_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_drafter(tmp_path)
+
+
+def test_a_failed_write_is_raised_and_leaves_the_version_before(tmp_path: Path) -> None:
+    store, one = VersionStore(tmp_path), trainer()
+    store.save(one)
+    store.wait()
+    (tmp_path / ".v000002").write_text("in the way")
+    store.save(one)
+    with pytest.raises(OSError):
+        store.wait()
+    assert store.versions() == [1]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_crash_while_writing_leaves_the_last_good_version(tmp_path: Path) -> None:
+    one, rng = trainer(), random.Random(0)
+    store = VersionStore(tmp_path)
+    store.save(one)
+    store.wait()
+    for _ in range(20):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                torch.set_num_threads(1)  # the parent's threads are not here
+                theirs = VersionStore(tmp_path)
+                theirs.clean()
+                while True:
+                    theirs.save(one)
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.005, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        store = VersionStore(tmp_path)
+        assert store.versions()
+        for version in store.versions():
+            store.restore(trainer(), version)
+        load_drafter(store.path(store.versions()[-1]))
+        store.clean()
+        assert not list(tmp_path.glob(".v*"))

@@ -1,0 +1,219 @@
+"""The trainer beside an engine: it stops when told, merges what fits, publishes what is better."""
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from tlt.drafter.checkpoint import save_drafter  # noqa: E402
+from tlt.drafter.trainer import TrainerSettings  # noqa: E402
+from tlt.harvest.trainer import (  # noqa: E402
+    DOUBT_TOKENS,
+    EMBEDDING,
+    WORSE,
+    HarvestSettings,
+    HarvestTrainer,
+    averaged,
+    difference,
+    head_and_embedding,
+    windows,
+)
+from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
+
+LONG_S = 1000.0
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> HarvestSettings:
+    """A drafter, a policy with a tied head, and a buffer with a few samples."""
+    save_drafter(drafter(), tmp_path / "drafter", torch.float32)
+    (tmp_path / "policy").mkdir()
+    generator = torch.Generator().manual_seed(5)
+    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    save_file({EMBEDDING: embedding}, tmp_path / "policy" / "model.safetensors")
+    buffer = BufferSettings(str(tmp_path / "buffer"), held_out_share=0.3)
+    store = SampleBuffer(buffer)
+    for index in range(20):
+        store.put(str(index), 1, captured(40, 4, seed=index % 4))
+    return HarvestSettings(
+        drafter=str(tmp_path / "drafter"),
+        policy=str(tmp_path / "policy"),
+        buffer=buffer,
+        trainer=TrainerSettings(num_draft_tokens=3, row_tokens=120, lr=3e-3, bfloat16=False),
+        held_out_tokens=200,
+    )
+
+
+def spot(settings: HarvestSettings) -> HarvestTrainer:
+    return HarvestTrainer(settings, torch.device("cpu"))
+
+
+def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(
+    settings: HarvestSettings,
+) -> None:
+    one = spot(settings)
+    assert one.begin(1, LONG_S)
+    trained = one.train(1, 3.0)
+    assert trained.num_steps > 10
+    judged = one.judge(1)
+    assert judged is not None
+    assert judged.better
+    assert judged.length > judged.published_length
+    one.take(published=one.export())
+    again = one.judge(1)
+    assert again is not None
+    assert not again.better, "nothing is better than itself"
+
+
+def test_a_difference_is_told_from_chance() -> None:
+    rng = random.Random(0)
+    sizes = [rng.randint(20, 250) for _ in range(12)]
+    old = [2.5 + rng.gauss(0, 0.5) for _ in sizes]
+    for gain, is_sure in ((0.0, False), (0.02, False), (0.15, True), (-0.15, True)):
+        new = [length + gain + rng.gauss(0, 0.1) for length in old]
+        found, error = difference(new, old, sizes)
+        assert found == pytest.approx(gain, abs=0.08)
+        assert (abs(found) > WORSE * error) == is_sure
+    # One window says little, unless it says a lot.
+    assert difference([2.6], [2.5], [200]) == pytest.approx((0.1, DOUBT_TOKENS))
+
+
+def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
+    one = spot(settings)
+    before = one.export()
+    assert one.train(1, LONG_S).num_steps == 0
+    assert one.judge(1) is None
+    assert one.begin(2, LONG_S)
+    one.end(2)
+    assert one.train(2, LONG_S).num_steps == 0
+    assert not one.begin(2, LONG_S)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.export().items())
+
+
+def test_it_stops_from_another_thread_in_the_middle_of_its_work(
+    settings: HarvestSettings,
+) -> None:
+    one = spot(settings)
+    one.begin(1, LONG_S)
+    stopped_s: list[float] = []
+
+    def stop() -> None:
+        time.sleep(0.5)
+        stopped_s.append(time.monotonic())
+        one.end(1)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    one.train(1, LONG_S)
+    assert time.monotonic() - stopped_s[0] < 0.25
+    thread.join()
+
+
+def test_a_lease_runs_out_by_itself(settings: HarvestSettings) -> None:
+    one = spot(settings)
+    one.begin(1, 0.3)
+    started_s = time.monotonic()
+    one.train(1, LONG_S)
+    assert time.monotonic() - started_s < 1.0
+
+
+def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
+    SampleBuffer(settings.buffer).clear()
+    one = spot(settings)
+    one.begin(1, LONG_S)
+    assert one.train(1, LONG_S).starved
+    assert one.judge(1) is None
+
+
+def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
+    settings: HarvestSettings,
+) -> None:
+    one = spot(settings)
+    published = one.export()
+    nan = float("nan")
+    one.take(base={n: t * nan if t.is_floating_point() else t for n, t in published.items()})
+    one.begin(1, LONG_S)
+    with pytest.raises(FloatingPointError):
+        one.train(1, 3.0)
+    assert all(torch.equal(tensor, published[name]) for name, tensor in one.export().items())
+
+
+def test_while_it_trains_others_get_the_weights_it_began_with(
+    settings: HarvestSettings,
+) -> None:
+    one = spot(settings)
+    one.begin(1, LONG_S)
+    before = one.export()
+    work = threading.Thread(target=one.train, args=(1, LONG_S))
+    work.start()
+    while one._trainer.step < 2:
+        time.sleep(0.01)
+    during = one.export()
+    one.end(1)
+    work.join()
+    after = one.export()
+    name = "fc.weight"
+    assert torch.equal(before[name], during[name])
+    assert not torch.equal(before[name], after[name])
+
+
+def test_a_merge_that_is_worse_is_not_taken(settings: HarvestSettings) -> None:
+    one, other = spot(settings), spot(settings)
+    for trainer in (one, other):
+        trainer.begin(1, LONG_S)
+        trainer.train(1, 2.0)
+    own = one.export()
+    noise = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in own.items()}
+    assert not one.merge(1, [(noise, 5.0)], 1.0)
+    assert all(torch.equal(tensor, own[name]) for name, tensor in one.export().items())
+    other_weights = other.export()
+    if one.merge(1, [(other_weights, 1.0)], 1.0):
+        merged = one.export()["fc.weight"]
+        assert torch.allclose(merged, (own["fc.weight"] + other_weights["fc.weight"]) / 2)
+
+
+def test_averages_leave_out_what_does_not_fit() -> None:
+    one = {"d2t": torch.tensor([0, 1]), "w": torch.tensor([1.0])}
+    two = {"d2t": torch.tensor([0, 1]), "w": torch.tensor([4.0])}
+    other_words = {"d2t": torch.tensor([5, 6]), "w": torch.tensor([100.0])}
+    broken = {"d2t": torch.tensor([0, 1]), "w": torch.tensor([float("nan")])}
+    merged = averaged([(one, 2.0), (two, 1.0), (other_words, 9.0), (broken, 9.0)])
+    assert merged is not None
+    assert merged["w"].item() == pytest.approx(2.0)
+    assert averaged([(one, 1.0), (broken, 1.0)]) is None
+
+
+def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
+    settings: HarvestSettings,
+) -> None:
+    from dataclasses import replace
+
+    one = spot(replace(settings, untrained=True))
+    before = one.export()["d2t"]
+    one.begin(1, LONG_S)
+    one.train(1, 0.2)
+    assert not torch.equal(before, one.export()["d2t"])
+
+
+def test_windows_cover_a_sample_once() -> None:
+    sample = captured(25, 3)
+    parts = windows(sample, 10)
+    assert [len(part) for part in parts] == [10, 20, 25], "each with all that came before"
+    assert [part.loss_mask_T.nonzero()[:, 0].tolist() for part in parts] == [
+        list(range(3, 10)),
+        list(range(10, 20)),
+        list(range(20, 25)),
+    ]
+
+
+def test_a_head_may_be_tied() -> None:
+    embedding, head = torch.ones(2, 2), torch.zeros(2, 2)
+    assert head_and_embedding({EMBEDDING: embedding}) == (embedding, embedding)
+    assert head_and_embedding({EMBEDDING: embedding, "lm_head.weight": head})[0] is head

@@ -1,0 +1,288 @@
+"""Reports of runs that are written here, by the same writers as in a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from tlt.errors import ConfigError
+from tlt.observe.record import MetricsLog, StepLog
+from tlt.observe.timeline import TimelineLog, step_timeline
+from tlt.report.findings import findings
+from tlt.report.page import as_html, as_json
+from tlt.report.svg import Chart, log_ticks, number, ticks
+from tlt.report.view import compare, describe, look_at, running, tail_share
+from tlt.spans import Span
+
+Run = Callable[..., Path]
+
+TAIL = [40] * 14 + [120, 600]
+EVEN = [100] * 16
+PLAIN = (("off", 2.0, 16, 600, 0), ("off", 8.0, 1, 300, 0))
+
+
+def record(step: int, **changed: float) -> dict[str, float]:
+    found = {
+        "step": step,
+        "reward/mean": 0.1 * step,
+        "reward/groups_with_signal_share": 0.5,
+        "response/truncated_share": 0.0,
+        "rollout/output_tokens": 1000.0,
+        "rollout/acceptance_length": 2.0,
+        "rollout/engine_restarts": 0,
+        "learner/restarts": 0,
+        "drafter_version": 0,
+        "time/rollout_s": 10.0,
+        "time/reward_wait_s": 0.1,
+        "time/update_s": 3.0,
+        "time/sync_s": 0.5,
+        "time/checkpoint_s": 0.0,
+        "time/eval_s": 0.0,
+        "time/other_s": 0.1,
+    }
+    found |= {key.replace("__", "/"): value for key, value in changed.items()}
+    found["time/step_s"] = sum(v for k, v in found.items() if k.startswith("time/"))
+    return found
+
+
+def spans_of(at_s: float, arms: Sequence[tuple[str, float, float, int, int]]) -> list[Span]:
+    """(arm, seconds, running, tokens, accepted), one after the other."""
+    found = []
+    for arm, seconds, load, tokens, accepted in arms:
+        drafts = 0 if arm == "off" else tokens - accepted
+        found.append(Span("generating", at_s, at_s + seconds, load, arm, tokens, drafts, accepted))
+        at_s += seconds
+    return found
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Run:
+    def make(
+        name: str = "run",
+        lengths: Sequence[int] = TAIL,
+        arms: Sequence[tuple[str, float, float, int, int]] = PLAIN,
+        config: dict[str, Any] | None = None,
+        steps: int = 4,
+        **changed: float,
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = {"run": {"out": name}, "tlt": {"enabled": False}} | (config or {})
+        (folder / "config.toml").write_text(tomli_w.dumps(settings))
+        metrics, lines = MetricsLog(folder / "metrics.jsonl"), StepLog(folder / "lengths.jsonl")
+        log = TimelineLog(folder / "timeline.json", ["engine-0", "engine-1"])
+        log.rewind(-1)
+        at_s = 1000.0
+        for step in range(1, steps + 1):
+            found = record(step, **changed)
+            metrics.append(found)
+            lines.append({"step": step, "group_size": 8, "tokens": list(lengths)})
+            end_s = at_s + found["time/step_s"]
+            rollout_end_s = at_s + found["time/rollout_s"]
+            log.append(
+                step_timeline(
+                    step,
+                    at_s,
+                    end_s,
+                    [
+                        ("rollout", at_s, rollout_end_s),
+                        ("update", rollout_end_s, rollout_end_s + found["time/update_s"]),
+                    ],
+                    {"engine-0": spans_of(at_s, arms), "engine-1": spans_of(at_s, arms[:1])},
+                    {"engine-1": [Span("training", at_s + 4, at_s + 9)]}
+                    if settings["tlt"]["enabled"]
+                    else {},
+                )
+            )
+            at_s = end_s
+        return folder
+
+    return make
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_what_a_report_says(make: Run) -> None:
+    view = look_at(make())
+    found = describe(view)
+    assert found["num_steps"] == 4
+    assert found["lengths"]["longest_over_median"] == 15
+    assert found["tail_share"] == pytest.approx(0.8)
+    # engine-0 generates all the time, engine-1 the first two of ten seconds.
+    assert found["workers"]["engine-1"]["idle"] == pytest.approx(4 * 8)
+    assert found["reclaimed"] == {"idle_s": pytest.approx(32), "training_s": 0, "share": 0}
+    total = sum(found["workers"]["engine-0"].values())
+    assert total == pytest.approx(found["total"]["time/step_s"], rel=1e-6)
+
+
+def test_running_requests_of_all_engines(make: Run) -> None:
+    timeline = look_at(make()).timelines[0]
+    curve = running(timeline, timeline.start_s, timeline.start_s + 10)
+    assert [(round(at, 3), count) for at, count in curve] == [(0, 32), (2, 1)]
+
+
+def test_idle_seconds_that_were_used(make: Run) -> None:
+    found = describe(look_at(make(config={"tlt": {"enabled": True}})))
+    assert found["reclaimed"]["training_s"] == pytest.approx(20)
+    assert found["reclaimed"]["share"] == pytest.approx(20 / 32)
+
+
+def test_runs_are_compared_step_by_step(make: Run) -> None:
+    base, fast = look_at(make("off")), look_at(make("tlt", time__rollout_s=5.0))
+    found = compare(base, fast)
+    assert found["rollout"]["median"] == pytest.approx(2.0)
+    assert found["step"]["median"] == pytest.approx(13.7 / 8.7)
+    assert found["whole"] == pytest.approx(13.7 / 8.7)
+    assert found["steps"] == 4
+
+
+def test_samples_of_another_policy_come_first(make: Run) -> None:
+    """Also in the first step, which other findings leave out, and before slow rewards."""
+    view = look_at(make(time__reward_wait_s=9.0))
+    view.records[0] |= {"learner/gap_alarms": 1, "rollout/policy_mismatches": 2}
+    view.records[3] |= {"learner/gap_alarms": 1}
+    found = findings(view)
+    assert [f.kind for f in found[:3]] == ["gap_alarm", "policy_mismatch", "reward_bound"]
+    assert "In steps 1, 4 engines and learner disagreed" in found[0].says
+    assert "They were not trained on." in found[0].says
+    assert "In step 1 engines held another policy" in found[1].says
+    trained = replace(view, config={"alarm": {"then": "warn"}})
+    assert "They were trained on all the same." in findings(trained)[0].says
+
+
+def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        look_at(tmp_path)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Balanced tags, and nothing that would need a network or scripts."""
+
+    VOID = frozenset({"meta", "rect", "line", "circle", "polyline"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in ("script", "link", "img", "iframe")
+        assert not any((v or "").startswith("http") for k, v in attrs if k != "xmlns")
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_stands_alone(make: Run) -> None:
+    views = [look_at(make("off")), look_at(make("t<l>t", config={"tlt": {"enabled": True}}))]
+    html = as_html(views)
+    page = Page()
+    page.feed(html)
+    assert page.open == []
+    text = " ".join(page.text)
+    assert "Speed-up over off" in text
+    assert "t<l>t" in text
+    assert "nan" not in html.lower().replace("finance", "")
+    assert "@import" not in html
+
+
+def test_a_run_without_a_timeline_has_a_page_too(make: Run) -> None:
+    folder = make()
+    (folder / "timeline.json").unlink()
+    (folder / "lengths.jsonl").unlink()
+    assert "metrics.timeline = true" in as_html([look_at(folder)])
+
+
+def test_json_says_what_the_page_says(make: Run) -> None:
+    views = [look_at(make("off")), look_at(make("tlt", time__rollout_s=5.0))]
+    found = json.loads(as_json(views))
+    assert [run["name"] for run in found["runs"]] == ["off", "tlt"]
+    assert found["comparisons"][0]["rollout"]["median"] == pytest.approx(2.0)
+    assert found["runs"][0]["findings"]
+
+
+# --- charts ---------------------------------------------------------------------------------------
+
+
+def test_round_numbers_on_axes() -> None:
+    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
+    assert ticks(3, 3, 4) == [3]
+    assert log_ticks(10, 1000) == [10, 20, 50, 100, 200, 500, 1000]
+    assert number(12345.0) == "12,345"
+
+
+def test_charts_stay_within_their_area() -> None:
+    chart = Chart((0, 10), (0, 1), "x", "y")
+    assert chart.at_y(5) == chart.at_y(1)
+    assert chart.at_x(0) < chart.at_x(10)
+    assert "<svg" in chart.svg("a chart")
+
+
+# --- what holds a run back ------------------------------------------------------------------------
+
+FAST = (("off", 4.0, 1, 100, 0), ("eagle3:3", 4.0, 1, 240, 160))
+SLOW = (("off", 4.0, 1, 100, 0), ("eagle3:3", 4.0, 1, 80, 50))
+WEAK = (("eagle3:3", 9.0, 1, 500, 60),)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("no_speculation", {}),
+        ("reward_bound", {"time__reward_wait_s": 8.0}),
+        ("learner_bound", {"time__update_s": 30.0}),
+        ("no_tail", {"lengths": EVEN}),
+        ("weak_drafter", {"arms": WEAK, "config": {"tlt": {"enabled": True}}}),
+        ("speculation_does_not_pay", {"arms": SLOW, "config": {"tlt": {"enabled": True}}}),
+        (
+            "too_little_room",
+            {"response__truncated_share": 0.6, "config": {"tlt": {"enabled": True}}},
+        ),
+        ("sync_bound", {"time__sync_s": 9.0}),
+        ("eval_bound", {"time__eval_s": 20.0}),
+        ("checkpoint_bound", {"time__checkpoint_s": 12.0}),
+        ("nothing", {"arms": FAST, "config": {"tlt": {"enabled": True}}}),
+    ],
+)
+def test_the_first_finding_names_what_is_wrong(make: Run, kind: str, options: Any) -> None:
+    found = findings(look_at(make(**options)))
+    assert found[0].kind == kind, found
+    assert found[0].says
+    assert found[0].change
+
+
+def test_forced_lengths_are_not_called_too_short(make: Run) -> None:
+    config = {"sampling": {"forced_lengths": {"median": 1}}}
+    view = look_at(make(response__truncated_share=1.0, config=config))
+    assert "too_little_room" not in {f.kind for f in findings(view)}
+
+
+def test_lost_engines_and_equal_rewards_are_told(make: Run) -> None:
+    options = {"rollout__engine_restarts": 1.0, "reward__groups_with_signal_share": 0.0}
+    kinds = {f.kind for f in findings(look_at(make(**options)))}
+    assert {"restarts", "no_signal"} <= kinds
+
+
+def test_the_tail_begins_after_the_most_requests_ran(make: Run) -> None:
+    view = look_at(make(arms=(("off", 1.0, 1, 10, 0), ("off", 9.0, 16, 900, 0))))
+    assert tail_share(view) == 0
+    assert replace(view, timelines=[]).timelines == []

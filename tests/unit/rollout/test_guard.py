@@ -1,0 +1,169 @@
+"""Everything lossy or unsupported is refused before an engine starts, with a way out."""
+
+from typing import Any
+
+import pytest
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, LossyError
+from tlt.rollout.guard import check_length, check_sampling
+from tlt.rollout.vllm.args import engine_args, max_draft_tokens
+
+EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
+NGRAM = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
+
+
+def config(**kwargs: Any) -> EngineConfig:
+    return EngineConfig(**({"model": "m", "drafter": "d", "strategy": EAGLE} | kwargs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"drafter": None}, ConfigError, "engine.drafter is not set"),
+        ({"strategy": NGRAM, "ngram": None}, ConfigError, "engine.ngram is null"),
+        ({"ngram": {"min_match": 5, "max_match": 2}}, ConfigError, "min_match = 2"),
+        ({"max_draft_tokens": 2}, ConfigError, "set it to 4"),
+        ({"engine_args": {"scheduler_cls": "x"}}, ConfigError, "TLT's scheduler"),
+        ({"engine_args": {"worker_cls": "x"}}, ConfigError, "TLT's worker"),
+        ({"engine_args": {"logits_processors": ["x"]}}, LossyError, "logits_processors"),
+        ({"engine_args": {"data_parallel_size": 2}}, ConfigError, "pool.num_engines"),
+        (
+            {"strategy": NGRAM, "engine_args": {"async_scheduling": True}},
+            ConfigError,
+            "set it to false",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"rejection_sample_method": "synthetic"}}},
+            LossyError,
+            "use 'standard'",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"rejection_sample_method": "block"}}},
+            LossyError,
+            "use 'standard'",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"method": "medusa"}}},
+            LossyError,
+            "'eagle3' or 'ngram'",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"synthetic_acceptance_rates": [1.0]}}},
+            LossyError,
+            "not known to keep the distribution",
+        ),
+    ],
+)
+def test_engines_that_are_refused(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine_args(config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("min_p", 0.1),
+        ("logit_bias", {1: 2.0}),
+        ("n", 4),
+        ("structured_outputs", {"json": {}}),
+        ("repetition_penalty", 1.2),
+        ("some_future_option", True),
+    ],
+)
+def test_sampling_that_is_refused_with_drafts_only(key: str, value: Any) -> None:
+    sampling = SamplingSpec(max_tokens=8, extra={key: value})
+    with pytest.raises(LossyError, match=rf"sampling\.extra\.{key}.*refused with speculation"):
+        check_sampling(sampling, speculating=True)
+    check_sampling(sampling, speculating=False)
+
+
+def test_sampling_that_is_fine() -> None:
+    check_sampling(SamplingSpec(max_tokens=8, extra={"min_tokens": 2, "min_p": 0.0}), True)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingSpec(max_tokens=0),
+        SamplingSpec(max_tokens=8, temperature=-1),
+        SamplingSpec(max_tokens=8, temperature=2.5),
+        SamplingSpec(max_tokens=8, top_p=0),
+    ],
+)
+def test_nonsense_is_refused(sampling: SamplingSpec) -> None:
+    with pytest.raises(ConfigError, match="sampling"):
+        check_sampling(sampling, speculating=False)
+
+
+def test_head_room_for_drafts() -> None:
+    request = SampleRequest("s", tuple(range(10)), SamplingSpec(max_tokens=85))
+    check_length(request, max_model_len=100, max_draft_tokens=4)
+    with pytest.raises(ConfigError, match="max_model_len = 101"):
+        check_length(request, max_model_len=100, max_draft_tokens=5)
+    check_length(request, max_model_len=95, max_draft_tokens=0)
+
+
+def test_engine_args_pass_through_verbatim() -> None:
+    args = engine_args(
+        config(engine_args={"max_num_seqs": 7, "speculative_config": {"draft_sample_method": "x"}})
+    )
+    assert args["max_num_seqs"] == 7
+    assert args["speculative_config"]["draft_sample_method"] == "x"
+    assert args["speculative_config"]["model"] == "d"
+    assert args["speculative_config"]["num_speculative_tokens"] == 4
+
+
+def test_schedulers_follow_the_device() -> None:
+    assert engine_args(config())["scheduler_cls"].endswith(".AdaptiveScheduler")
+    gpu = engine_args(config(num_gpus=2))
+    assert gpu["scheduler_cls"].endswith(".AdaptiveAsyncScheduler")
+    assert gpu["tensor_parallel_size"] == 2
+    # The n-gram lookup reads tokens on the CPU, so it wants synchronous scheduling.
+    ngram = engine_args(config(num_gpus=1, strategy=NGRAM))
+    assert ngram["scheduler_cls"].endswith(".AdaptiveScheduler")
+    assert ngram["async_scheduling"] is False
+
+
+def test_engines_without_drafts_get_no_speculative_config() -> None:
+    bare = config(drafter=None, strategy={"kind": "off"})
+    assert "speculative_config" not in engine_args(bare)
+    assert max_draft_tokens(bare) == 0
+    ngram = engine_args(config(drafter=None, strategy=NGRAM))["speculative_config"]
+    assert ngram["method"] == "ngram"
+    assert max_draft_tokens(config(strategy={"kind": "off"}, max_draft_tokens=8)) == 8
+
+
+def test_gpu_engines_get_graphs_for_their_arms() -> None:
+    table = {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 6], [16, 2]]}
+    args = engine_args(config(num_gpus=1, strategy=table, engine_args={"max_num_seqs": 64}))
+    sizes = args["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes[-1] == 512
+    lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert lengths == [[1, 1, 0], [2, 2, 2], [3, 1_000_000, 6]]
+    # Room for policies that draft more than the first one, at any batch size.
+    roomy = config(num_gpus=1, strategy=table, max_draft_tokens=9, engine_args={"max_num_seqs": 64})
+    assert engine_args(roomy)["compilation_config"]["cudagraph_capture_sizes"][-1] == 640
+    few = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+    budget = engine_args(config(num_gpus=1, engine_args=few))
+    assert budget["compilation_config"]["cudagraph_capture_sizes"][-1] == 256
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine_args": {"max_num_seqs": 64}},
+        {"num_gpus": 1},
+        {"num_gpus": 1, "engine_args": {"max_num_seqs": 64, "enforce_eager": True}},
+        {"num_gpus": 1, "engine_args": {"max_num_seqs": 64, "compilation_config": {"mode": 3}}},
+    ],
+)
+def test_graphs_are_left_to_vllm(settings: dict[str, Any]) -> None:
+    args = engine_args(config(**settings))
+    given = settings.get("engine_args", {}).get("compilation_config")
+    assert args.get("compilation_config") == given
+    lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert lengths == [[1, 1_000_000, 4]]

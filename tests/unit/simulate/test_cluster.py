@@ -1,0 +1,254 @@
+"""The simulator: its clock, its engine model, runs with the production policy and coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tlt.config.load import apply_overrides, check
+from tlt.contracts import OFF, Arm
+from tlt.errors import ConfigError
+from tlt.report.view import RunView
+from tlt.simulate import clock
+from tlt.simulate.answer import figures, in_words, speed_ups
+from tlt.simulate.calibrate import Calibration, learner, training
+from tlt.simulate.cluster import Learner, Training
+from tlt.simulate.model import Drafting, EngineModel, Observation, fit
+from tlt.simulate.pace import Player
+from tlt.simulate.plot import plot_simulation, what_if
+from tlt.simulate.scenario import ScenarioConfig, simulate
+from tlt.simulate.workload import Workload, ends, spread, spread_over
+from tlt.strategy.spec import build_strategy
+from tlt.tasks.tail import HeavyTail
+
+ENGINE = EngineModel(step=0.02, row=0.0005, context=1e-7, drafting=0.002, draft_pass=0.001)
+DRAFTING = Drafting({"eagle3": (0.8, 0.64, 0.51, 0.41)})
+
+
+def scenario(*overrides: str) -> ScenarioConfig:
+    return check(ScenarioConfig, apply_overrides({}, overrides), "test")
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+def test_waiting_takes_no_time() -> None:
+    async def work() -> float:
+        await asyncio.sleep(3600)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await asyncio.Event().wait()
+        return clock.now_s()
+
+    started_s = time.monotonic()
+    assert clock.run(work()) == pytest.approx(3660)
+    assert time.monotonic() - started_s < 1
+
+
+def test_waiting_for_nothing_is_noticed() -> None:
+    async def work() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(clock.Stuck):
+        clock.run(work())
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def test_a_fit_finds_the_parts() -> None:
+    rng = random.Random(0)
+    found = []
+    for arm in (OFF, Arm("eagle3", 2), Arm("eagle3", 6), Arm("ngram", 4)):
+        for running in (1, 3, 8, 20):
+            for context in (100, 900):
+                exact = float(ENGINE.step_s(arm, running, context))
+                found.append(Observation(arm, running, context, exact * rng.uniform(0.98, 1.02)))
+    model = fit(found)
+    for arm in (OFF, Arm("eagle3", 4)):
+        for running in (2, 12, 30):
+            expected = float(ENGINE.step_s(arm, running, 500))
+            assert float(model.step_s(arm, running, 500)) == pytest.approx(expected, rel=0.05)
+
+
+def test_too_little_to_fit_is_said() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        fit([Observation(OFF, 1, 100, 0.02)])
+
+
+def test_expected_tokens() -> None:
+    assert DRAFTING.tokens(OFF) == 1
+    assert DRAFTING.tokens(Arm("eagle3", 2)) == pytest.approx(1 + 0.8 + 0.64)
+    assert DRAFTING.at(2.0).tokens(Arm("eagle3", 1)) == pytest.approx(1 + 0.64)
+    beyond = DRAFTING.tokens(Arm("eagle3", 6)) - DRAFTING.tokens(Arm("eagle3", 5))
+    assert 0 < beyond < 0.41
+
+
+# --- the workload ---------------------------------------------------------------------------------
+
+
+def test_lengths_are_those_of_a_run_with_forced_lengths() -> None:
+    sizes = HeavyTail(45, 600, 900)
+    theirs = sorted(sizes.spread(4096, random.Random(0)))
+    mine = np.sort(spread(sizes, 4096, np.random.default_rng(0)))
+    for share in (0.1, 0.5, 0.9, 0.99):
+        at = int(share * 4096)
+        assert mine[at] == pytest.approx(theirs[at], rel=0.03)
+
+
+def test_an_engine_takes_as_long_as_its_requests_let_it() -> None:
+    dealt = np.sort(spread_over(np.array([10.0, 100.0, 20.0]), 2), axis=1)
+    assert dealt.tolist() == [[10, 20], [0, 100]]
+    # Two requests cost 2 seconds a token, one costs 1.
+    found = ends(dealt, lambda running, low, high: (high - low) * running)
+    assert found.tolist() == [[20, 30], [0, 100]]
+
+
+def test_lengths_of_a_run_are_taken_in_turn() -> None:
+    workload = Workload(1, 2, 10, trace=((5, 6), (7, 8)))
+    assert [workload.of_step(n, 0).tolist() for n in (1, 2, 3)] == [[5, 6], [7, 8], [5, 6]]
+
+
+# --- the policy -----------------------------------------------------------------------------------
+
+
+def test_the_production_policy_settles_on_the_best_arm() -> None:
+    arms = [["off", 0], ["eagle3", 1], ["eagle3", 2], ["eagle3", 4]]
+    player = Player(build_strategy({"kind": "adaptive", "arms": arms}), ENGINE)
+    for _ in range(3):
+        pace = player.rollout(DRAFTING, 0, 32, 500)
+
+    def seconds(arm: Arm, running: int) -> float:
+        return float(ENGINE.step_s(arm, running, 500)) / DRAFTING.tokens(arm)
+
+    for running, arm in pace.arms.items():
+        best = min(seconds(Arm(d, n), running) for d, n in arms)  # type: ignore[arg-type]
+        assert seconds(arm, running) <= 1.1 * best, (running, arm)
+    assert pace.ratios[1] < 0.6
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+SMALL = ("num_steps=4", "cluster.num_engines=4", "workload.prompts_per_step=4")
+
+
+def test_tlt_is_faster_where_there_is_a_tail_and_not_where_the_learner_is_slow() -> None:
+    found = {name: figures(r) for name, r in simulate(scenario(*SMALL)).items()}
+    gained = speed_ups(found)
+    assert gained["tlt"]["rollout"] > 1.5
+    assert gained["tlt"]["end_to_end"] > gained["static"]["end_to_end"] * 0.95
+    slow = scenario(*SMALL, "learner.tokens_per_s=100")
+    found = {name: figures(r) for name, r in simulate(slow).items()}
+    assert speed_ups(found)["tlt"]["end_to_end"] < 1.1
+    assert "learner" in in_words(found)
+
+
+def test_idle_workers_bring_a_drafter_back() -> None:
+    behind = ("drafter.start_power=2.5", "drafter.drift=0.05", "drafter.training_tokens=2e5")
+    steps = simulate(scenario(*SMALL, *behind, "num_steps=8"))
+    lengths = {name: [r["harvest/held_out_length"] for r in found] for name, found in steps.items()}
+    assert lengths["tlt"][-1] > lengths["tlt"][0] + 0.3
+    assert lengths["static"][-1] < lengths["static"][0]
+    assert sum(r["harvest/published"] for r in steps["tlt"]) >= 1
+    used = sum(r["harvest/used_s"] for r in steps["tlt"])
+    coverable = sum(r["harvest/coverable_s"] for r in steps["tlt"])
+    assert used > 0.6 * coverable
+
+
+def test_the_picture_shows_other_engines_drafters_and_tails(tmp_path: Path) -> None:
+    config = scenario(*SMALL, "num_steps=2")
+    ends: dict[str, Any] = {}
+    records = simulate(config, lambda name, run: ends.update({name: run.engine_ends}))
+    found = {name: figures(of) for name, of in records.items()}
+    curves = what_if(config, lambda what, done, total: None)
+    engines, drafters, tails = curves.values()
+    assert [value for value, _ in engines] == [1, 2, 4, 8, 16]
+    assert drafters[-1][1]["tlt"] > drafters[0][1]["tlt"]
+    assert tails[-1][1]["tlt"] > tails[0][1]["tlt"]
+    picture = plot_simulation(ends, found, curves, tmp_path / "simulation.png")
+    assert picture.stat().st_size > 10_000
+
+
+def test_failures_cost_time_and_nothing_else() -> None:
+    calm = simulate(scenario(*SMALL, 'modes=["tlt"]'))["tlt"]
+    rough = simulate(scenario(*SMALL, 'modes=["tlt"]', "cluster.engine_deaths_per_hour=30"))["tlt"]
+    assert len(rough) == len(calm)
+    assert sum(r["time/rollout_s"] for r in rough) > sum(r["time/rollout_s"] for r in calm)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert simulate(scenario(*SMALL)) == simulate(scenario(*SMALL))
+
+
+def test_a_thousand_workers_are_simulated_in_seconds() -> None:
+    started_s = time.monotonic()
+    large = scenario(
+        "num_steps=3", "cluster.num_engines=1024", "workload.prompts_per_step=1024",
+        'modes=["off", "tlt"]',
+    )  # fmt: skip
+    records = simulate(large)
+    assert time.monotonic() - started_s < 20
+    assert len(records["tlt"]) == 3
+
+
+def test_drift_and_recovery_are_found_in_runs() -> None:
+    true = Training(drift=0.05, tokens=1e4, best_power=0.7)
+
+    def run(tokens: float, seed: int) -> list[dict[str, float]]:
+        rng = random.Random(seed)
+        power, records = 1.0, []
+        for _ in range(20):
+            hits = 0.7**power + rng.gauss(0, 0.002)
+            record = {"rollout/drafter_hit_share": hits}
+            if tokens:
+                record |= {"harvest/trained_tokens": tokens, "harvest/used_s": tokens / 500}
+            records.append(record)
+            behind = power + true.drift - true.best_power
+            power = true.best_power + behind * math.exp(-tokens / true.tokens)
+        return records
+
+    found = training([run(0.0, 1), run(5000.0, 2)])
+    assert found.drift == pytest.approx(0.05, abs=0.01)
+    assert found.tokens == pytest.approx(1e4, rel=0.5)
+    assert found.best_power == pytest.approx(0.7, abs=0.1)
+    assert found.tokens_per_s == pytest.approx(500)
+    assert training([[{"reward/mean": 0.0}] * 20]) == Training()
+
+
+def test_the_learner_of_a_run_shares_prompts() -> None:
+    """Two of four groups teach, and compute their prompt once for eight samples."""
+    config = {"sampling": {"prompts_per_step": 4, "group_size": 8}}
+
+    def record(response: int) -> dict[str, float]:
+        tokens, spared = 16 * (100 + response), 14 * 100
+        return {
+            "prompt/mean_tokens": 100.0,
+            "rollout/output_tokens": 32.0 * response,
+            "learner/tokens": float(tokens),
+            "learner/shared_share": spared / tokens,
+            "time/update_s": 0.5 + (tokens - spared) / 1000,
+        }
+
+    records = [record(response) for response in (10, 50, 100, 200)]
+    found = learner([RunView("run", config, records, records, [], [])])
+    assert found.tokens_per_s == pytest.approx(1000)
+    assert found.step_s == pytest.approx(0.5)
+    assert found.trained_share == pytest.approx(0.5)
+    assert found.prompt_share == pytest.approx(1 / 8)
+
+
+def test_a_calibration_is_kept(tmp_path: Path) -> None:
+    saved = Calibration(ENGINE, DRAFTING, Learner(1000.0), 50.0, Training(drift=0.1), "here")
+    saved.save(tmp_path / "c.json")
+    assert Calibration.load(tmp_path / "c.json") == saved
+    (tmp_path / "bad.json").write_text(json.dumps({"engine": {}}))
+    with pytest.raises(ConfigError, match="tlt calibrate"):
+        Calibration.load(tmp_path / "bad.json")

@@ -1,0 +1,239 @@
+"""The node's sample buffer: bounds, what it keeps, and crashes of those who use it."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from drafter_fixtures import captured  # noqa: E402
+
+from tlt.errors import ConfigError  # noqa: E402
+from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
+from tlt.states.captured import Captured  # noqa: E402
+
+KILLS = 100
+
+
+def buffer(folder: Path, **settings: object) -> SampleBuffer:
+    return SampleBuffer(BufferSettings(folder=str(folder), **settings))  # type: ignore[arg-type]
+
+
+def test_round_trip_in_bfloat16(tmp_path: Path) -> None:
+    store, sample = buffer(tmp_path, held_out_share=0.0), captured(12, num_prompt=5)
+    assert store.put("a", 0, sample)
+    (name,) = store.sizes()
+    read = store.read(name)
+    assert read is not None
+    assert torch.equal(read.token_ids_T, sample.token_ids_T)
+    assert torch.equal(read.loss_mask_T, sample.loss_mask_T)
+    assert torch.equal(read.aux_TA, sample.aux_TA.bfloat16())
+    assert torch.equal(read.final_TH, sample.final_TH.bfloat16())
+
+
+def test_other_processes_read_what_one_writes_and_mappings_outlive_eviction(tmp_path: Path) -> None:
+    store, other = buffer(tmp_path, held_out_share=0.0), buffer(tmp_path, held_out_share=0.0)
+    store.put("a", 0, captured(12, num_prompt=5))
+    (name,) = other.sizes()
+    mapped = other.read(name)
+    store.clear()
+    assert other.read(name) is None
+    assert mapped is not None
+    assert torch.equal(mapped.aux_TA, captured(12, num_prompt=5).aux_TA.bfloat16())
+
+
+def test_reading_copies_no_states(tmp_path: Path) -> None:
+    """Two mappings of one file share memory; private copies would grow with every read."""
+    store = buffer(tmp_path, held_out_share=0.0)
+    store.put("a", 0, captured(20_000, num_prompt=5))
+    (name,) = store.sizes()
+    store.read(name)
+    before = anonymous_bytes()
+    kept = [store.read(name) for _ in range(50)]
+    states = sum(s.aux_TA.nbytes + s.final_TH.nbytes for s in kept if s)
+    assert anonymous_bytes() - before < states / 4
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+def test_never_more_than_its_capacity(tmp_path: Path) -> None:
+    store = buffer(tmp_path, capacity_bytes=200_000)
+    rng = random.Random(0)
+    for index in range(200):
+        store.put(str(index), index // 50, captured(rng.randint(5, 200), 2, seed=index))
+        assert store.num_bytes() <= 200_000
+    assert store.num_bytes() > 100_000
+
+
+def test_a_sample_larger_than_all_room_is_refused(tmp_path: Path) -> None:
+    store = buffer(tmp_path, capacity_bytes=50_000)
+    assert store.put("small", 0, captured(20, 2))
+    assert not store.put("huge", 0, captured(5_000, 2))
+    assert len(store.entries()) == 1
+
+
+def test_long_samples_of_the_step_before_stay_beside_short_ones_of_this_step(
+    tmp_path: Path,
+) -> None:
+    store = buffer(tmp_path, capacity_bytes=400_000)
+    for index in range(20):
+        store.put(f"{index}", 0, captured(200 if index % 5 == 0 else 20, 2, seed=index))
+    for index in range(60):
+        store.put(f"{index}", 1, captured(20, 2, seed=index))
+    kept = store.entries()
+    assert sum(e.rl_step == 0 and e.num_tokens == 200 for e in kept) == 4
+    assert all(e.rl_step == 1 for e in kept if e.num_tokens == 20)
+
+
+def test_old_samples_make_way_in_the_end(tmp_path: Path) -> None:
+    store = buffer(tmp_path, capacity_bytes=100_000, half_life_steps=1.0)
+    for step in range(12):
+        for index in range(20):
+            store.put(str(index), step, captured(150 if step == 0 else 40, 2, seed=index))
+    assert min(e.rl_step for e in store.entries()) > 0
+
+
+def test_very_long_samples_keep_a_window_at_its_true_positions(tmp_path: Path) -> None:
+    store = buffer(tmp_path, max_sample_tokens=64, held_out_share=0.0)
+    long = captured(500, num_prompt=10)
+    for index in range(30):
+        store.put(str(index), 0, long)
+    begins = set()
+    for name in store.sizes():
+        read = store.read(name)
+        assert read is not None
+        assert len(read) == 64
+        begin = read.first_position
+        assert torch.equal(read.token_ids_T, long.token_ids_T[begin : begin + 64])
+        begins.add(begin)
+    assert len(begins) > 10, "windows from all over the sample"
+
+
+def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
+    store = buffer(tmp_path, held_out_share=0.25)
+    for index in range(200):
+        store.put(str(index), 0, captured(10, 2, seed=index))
+    judged = store.held_out(max_tokens=10_000)
+    assert 25 < len(judged) < 75
+    assert len(store.sizes()) == 200 - len(judged)
+
+
+def test_judging_keeps_to_its_tokens_and_prefers_recent_samples(tmp_path: Path) -> None:
+    store = buffer(tmp_path, held_out_share=1.0)
+    for index in range(20):
+        store.put(str(index), index // 10, captured(100, 2, seed=index))
+    judged = store.held_out(max_tokens=250)
+    assert [len(sample) for sample in judged] == [100, 100, 56]
+    recent = [captured(100, 2, seed=index).token_ids_T for index in range(10, 20)]
+    assert all(any(torch.equal(s.token_ids_T, r[: len(s)]) for r in recent) for s in judged)
+
+
+def test_a_long_prompt_leaves_room_for_the_response(tmp_path: Path) -> None:
+    store = buffer(tmp_path, max_sample_tokens=64, held_out_share=0.0)
+    for index in range(30):
+        assert store.put(str(index), 0, captured(700, num_prompt=600))
+    for name in store.sizes():
+        read = store.read(name)
+        assert read is not None
+        assert read.num_chains >= 30
+
+
+def test_too_small_a_capacity_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes = 10"):
+        buffer(tmp_path, capacity_bytes=10)
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+
+def marked(index: int, length: int) -> Captured:
+    """A sample that can be told to be whole: every value is its index."""
+    value = float(index % 128)
+    return Captured(
+        token_ids_T=torch.full((length,), index % 128),
+        loss_mask_T=torch.ones(length, dtype=torch.bool),
+        aux_TA=torch.full((length, 96), value),
+        final_TH=torch.full((length, 32), value),
+    )
+
+
+def hidden_files(folder: Path) -> int:
+    return sum(path.name[0] == "." and path.name != ".lock" for path in folder.iterdir())
+
+
+def check_whole(store: SampleBuffer) -> int:
+    entries = store.entries()
+    for entry in entries:
+        sample = store.read(entry.name)
+        if sample is None:
+            continue
+        assert len(sample) == entry.num_tokens
+        value = float(sample.token_ids_T[0])
+        assert (sample.token_ids_T == value).all()
+        assert (sample.aux_TA == value).all()
+        assert (sample.final_TH == value).all()
+    return len(entries)
+
+
+def killed_after(work: Callable[[], None], seconds: float) -> None:
+    """Fork, work, and die of SIGKILL at some moment in it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # the parent's threads are not here
+            while True:
+                work()
+        finally:
+            os._exit(1)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status), "it was to be killed, not to end by itself"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killing_the_writer_corrupts_nothing(tmp_path: Path) -> None:
+    store = buffer(tmp_path, capacity_bytes=3_000_000)
+    rng = random.Random(0)
+    samples = [marked(index, rng.randint(50, 1000)) for index in range(64)]
+    written = leftovers = 0
+    for round_ in range(KILLS):
+        counter = iter(range(10**9))
+
+        def write(counter=counter, round_=round_) -> None:  # type: ignore[no-untyped-def]
+            index = next(counter)
+            store.put(f"{round_}/{index}", round_ // 10, samples[index % 64])
+
+        killed_after(write, rng.uniform(0.001, 0.02))
+        leftovers += hidden_files(tmp_path)
+        assert store.num_bytes() <= 3_000_000
+        check_whole(store)
+        written += any(entry.rl_step == round_ // 10 for entry in store.entries())
+    assert written > KILLS / 2
+    assert leftovers > 0, "no writer was killed in the middle of a sample"
+    assert store.put("after", KILLS, samples[0]), "the buffer works on"
+    assert hidden_files(tmp_path) == 0
+    assert check_whole(store) > 5
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killing_readers_disturbs_nobody(tmp_path: Path) -> None:
+    store = buffer(tmp_path, capacity_bytes=3_000_000)
+    rng = random.Random(1)
+    samples = [marked(index, rng.randint(50, 1000)) for index in range(64)]
+    for round_ in range(KILLS):
+        for index in range(3):
+            assert store.put(f"{round_}/{index}", round_, samples[(3 * round_ + index) % 64])
+        killed_after(lambda: check_whole(store) and None, rng.uniform(0.001, 0.02))
+        assert store.num_bytes() <= 3_000_000
+    assert check_whole(store) > 5

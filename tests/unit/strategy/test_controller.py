@@ -1,0 +1,75 @@
+from tlt.contracts import OFF, Arm, StepContext, StepReport
+from tlt.strategy.controller import DraftController
+
+
+class Scripted:
+    """Plays a list of arms and remembers what it saw."""
+
+    def __init__(self, arms: list[Arm]) -> None:
+        self.script = arms
+        self.contexts: list[StepContext] = []
+        self.reports: list[StepReport] = []
+
+    def arms(self) -> frozenset[Arm]:
+        return frozenset(self.script)
+
+    def decide(self, context: StepContext) -> Arm:
+        self.contexts.append(context)
+        return self.script[context.step]
+
+    def observe(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_drafts_are_credited_to_the_step_before() -> None:
+    eagle, ngram = Arm("eagle3", 4), Arm("ngram", 2)
+    strategy, clock = Scripted([eagle, ngram, OFF]), Clock()
+    controller = DraftController(strategy, clock)
+    drafts = [[], [(4, 2), (4, 0)], [(2, 2)]]
+    for step in range(3):
+        controller.schedule_started()
+        record = controller.step_scheduled(2, 0, 0, 0)
+        clock.now += 1.0
+        controller.step_finished(record, drafts[step], 2 + sum(a for _, a in drafts[step]))
+    first, second, third = strategy.reports
+    assert (first.verified, first.proposed, first.num_drafts) == (OFF, eagle, 0)
+    assert (second.verified, second.proposed) == (eagle, ngram)
+    assert (second.num_draft_tokens, second.num_accepted_tokens) == (8, 2)
+    assert second.accepted_at == (1, 1)
+    assert (third.verified, third.accepted_at) == (ngram, (1, 1))
+    assert controller.totals.output_tokens == 2 + 4 + 4
+    assert controller.totals.drafts == 3
+
+
+def test_overlapping_steps_share_no_time() -> None:
+    """Asynchronous scheduling: step 1 is scheduled while step 0 runs."""
+    strategy, clock = Scripted([OFF, OFF]), Clock()
+    controller = DraftController(strategy, clock)
+    controller.schedule_started()
+    first = controller.step_scheduled(1, 0, 0, 0)
+    clock.now = 1.0
+    controller.schedule_started()
+    second = controller.step_scheduled(1, 0, 0, 0)
+    clock.now = 3.0
+    controller.step_finished(first, [], 1)
+    clock.now = 5.0
+    controller.step_finished(second, [], 1)
+    assert [report.elapsed_s for report in strategy.reports] == [3.0, 2.0]
+    assert controller.totals.busy_s == 5.0
+
+
+def test_a_new_drafter_version_reaches_the_policy() -> None:
+    strategy = Scripted([OFF, OFF])
+    controller = DraftController(strategy, Clock())
+    controller.step_scheduled(1, 0, 0, 0)
+    controller.drafter_version = 7
+    record = controller.step_scheduled(1, 2, 3, 40)
+    assert strategy.contexts[1].drafter_version == 7
+    assert controller.step_finished(record, [], 1).drafter_version == 7

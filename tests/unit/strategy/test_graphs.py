@@ -1,0 +1,127 @@
+"""The plan's own rules; that vLLM agrees is checked in tests/integration/test_graph_plan.py."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt.contracts import OFF, Arm
+from tlt.strategy.graphs import Choices, Graph, GraphPlan, choices_of
+from tlt.strategy.spec import build_strategy
+
+
+def eagle(*lengths: int) -> frozenset[Arm]:
+    return frozenset(Arm("eagle3", k) if k else OFF for k in lengths)
+
+
+@st.composite
+def any_choices(draw: st.DrawFn) -> tuple[Choices, int]:
+    limits = draw(st.lists(st.integers(1, 96), min_size=1, max_size=3, unique=True).map(sorted))
+    lengths = st.sets(st.integers(0, 8), min_size=1, max_size=4)
+    return [(limit, eagle(*draw(lengths))) for limit in limits], limits[-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_choices(), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["v1", "v2"]))
+def test_every_choice_has_a_graph_with_little_padding(
+    given_choices: tuple[Choices, int], steps: int, runner: str
+) -> None:
+    choices, max_num_seqs = given_choices
+    plan = GraphPlan.for_arms(choices, max_num_seqs, steps_per_doubling=steps, runner=runner)
+    for num_decodes, arm in plan.cases():
+        query_len = arm.num_draft_tokens + 1
+        num_tokens = num_decodes * query_len
+        graph = plan.graph(num_decodes, arm)
+        assert graph in plan.graphs
+        assert graph.query_len in (None, query_len)
+        assert num_tokens <= graph.num_tokens < num_tokens * (1 + 1 / steps) + query_len
+    assert plan.sizes == tuple(sorted({g.num_tokens for g in plan.graphs if g.mode != "FULL"}))
+    # The drafter's later passes: a token a request, no more than there are requests.
+    assert max_num_seqs in plan.sizes
+
+
+@settings(max_examples=60, deadline=None)
+@given(any_choices(), st.integers(1, 400))
+def test_no_size_is_beyond_what_one_step_may_hold(
+    given_choices: tuple[Choices, int], max_num_batched_tokens: int
+) -> None:
+    choices, max_num_seqs = given_choices
+    plan = GraphPlan.for_arms(choices, max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    assert plan.sizes[-1] <= max_num_batched_tokens
+    for num_decodes, arm in plan.cases():
+        fits = num_decodes * (arm.num_draft_tokens + 1) <= max_num_batched_tokens
+        assert (plan.graph(num_decodes, arm) is not None) == fits
+
+
+@pytest.mark.parametrize("max_num_seqs", [7, 64, 200, 256])
+def test_lengths_with_a_small_common_multiple_get_full_graphs(max_num_seqs: int) -> None:
+    def share(*lengths: int) -> float:
+        return GraphPlan.for_arms([(max_num_seqs, eagle(*lengths))], max_num_seqs).full_share()
+
+    for powers_of_two in [(0,), (4,), (0, 1, 3), (0, 1, 3, 7), (1, 3)]:
+        assert share(*powers_of_two) == 1.0, powers_of_two
+    for on_and_off in [(0, 2), (0, 4), (0, 6)]:
+        assert share(*on_and_off) > 0.9, on_and_off
+    assert share(*range(9)) < 0.9 or max_num_seqs < 8
+
+
+def test_sizes_of_plain_decoding() -> None:
+    plan = GraphPlan.for_arms([(48, eagle(0))], 48, mixed_tokens=0)
+    assert plan.sizes == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48)
+    assert plan.graph(33, OFF) == Graph(40, 1)
+    assert plan.compilation_config() == {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": list(plan.sizes),
+    }
+    fixed = GraphPlan.for_arms([(8, eagle(4))], 8, mixed_tokens=0)
+    assert fixed.sizes == (5, 8, 10, 15, 20, 25, 30, 35, 40)
+
+
+def test_the_older_runner_has_full_graphs_only_without_drafts() -> None:
+    drafting = GraphPlan.for_arms([(16, eagle(0, 1))], 16, runner="v1")
+    assert drafting.full_share() == 0.0
+    assert GraphPlan.for_arms([(16, eagle(0))], 16, runner="v1").full_share() == 1.0
+
+
+def test_the_schedule_names_every_draft_length() -> None:
+    plan = GraphPlan.for_arms([(4, eagle(6)), (64, eagle(0, 2))], 64)
+    assert plan.draft_schedule() == [[1, 1, 0], [2, 2, 2], [3, 1_000_000, 6]]
+    crowded = GraphPlan.for_arms([(2, eagle(0, 2, 6))], 2)
+    assert crowded.draft_schedule() == [[1, 1, 2], [2, 1_000_000, 6]]
+    graph = crowded.graph(1, OFF)
+    assert graph is not None
+    assert graph.mode == "PIECEWISE"
+
+
+def test_long_drafts_at_small_batches_are_cheaper() -> None:
+    arms = eagle(*range(9))
+    anywhere = GraphPlan.for_arms([(256, arms)], 256)
+    small = GraphPlan.for_arms([(8, arms), (256, eagle(0))], 256)
+    everything = GraphPlan.everything(arms, 256)
+    assert len(anywhere.sizes) < len(everything.sizes) / 3
+    estimates = [plan.estimated_bytes() for plan in (small, anywhere, everything)]
+    assert estimates == sorted(estimates)
+    assert estimates[1] < estimates[2] / 3
+    assert anywhere.estimated_bytes(bytes_per_graph=1, bytes_per_token=0) == len(anywhere.graphs)
+
+
+def test_choices_of_policies() -> None:
+    schedule = [[4, 4], [16, 2]]
+    table = build_strategy({"kind": "by_batch_size", "drafter": "eagle3", "schedule": schedule})
+    assert choices_of(table, 64) == [(4, eagle(4)), (16, eagle(2)), (64, eagle(0))]
+    assert choices_of(table, 10) == [(4, eagle(4)), (10, eagle(2))]
+    arms = build_strategy({"kind": "random", "arms": [["off", 0], ["eagle3", 3]]})
+    assert choices_of(arms, 64) == [(64, eagle(0, 3))]
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [[], [(8, eagle(0))], [(64, eagle(1)), (8, eagle(0))], [(0, eagle(0)), (64, eagle(0))]],
+)
+def test_choices_must_reach_every_slot(choices: Choices) -> None:
+    with pytest.raises(ValueError, match="rise to max_num_seqs = 64"):
+        GraphPlan.for_arms(choices, 64)
+
+
+def test_every_bucket_needs_an_arm() -> None:
+    with pytest.raises(ValueError, match="at least one arm"):
+        GraphPlan.for_arms([(8, frozenset()), (64, eagle(0))], 64)
