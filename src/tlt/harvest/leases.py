@@ -1,44 +1,46 @@
-"""Who may train the drafter, and until when. Pure: no clock but what it is given.
+"""Who may train the drafter, and until when. Pure: the caller passes the time.
 
-A worker is an engine's place in the cluster: its cores or GPUs. It is
+A worker is an engine's place in the cluster: its cores or GPUs. A worker is
 
 - busy while the run uses it,
-- idle when it has nothing to generate,
+- idle while it has nothing to generate,
 - leased while the trainer beside it may use it,
-- ending from the moment its lease is called back until its trainer has stopped for certain: by
-  its own word or by its death.
+- ending from the moment its lease is called back until its trainer has stopped for certain: the
+  trainer said so, or is dead.
 
-The run says `idle` and `needed`, and uses a worker again only after `Freed`. Messages may come
-late, twice, in another order or never. So the run numbers what it says about a worker (`turn`), and
-old news is ignored; leases are numbered once and for all, a trainer ignores a lease older than one
-that was called back (`Holder`), and only the current lease may publish. Whoever does not answer is
-told again, then killed. Work per event is O(log workers).
+The run says `idle` and `needed`, in order, and uses a worker again only after `Freed`. Messages to
+and from trainers may come late, twice, in another order or never. So every lease has a number of
+its own, a trainer ignores a lease older than one that was called back (`Holder`), and only the
+current lease may publish. A trainer that does not answer is told again, then killed. Work per event
+is O(log workers).
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-EPOCH = 2**32
-"""Lease numbers of a later coordinator are all above those of an earlier one."""
+_numbers = itertools.count(1)
+"""Numbers of leases, which rise as long as the process lives: a later coordinator's leases outrank
+those of an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings:
-    min_s: float = 2.0
-    """A worker is leased only if it will be idle for at least so long."""
-    lease_s: float = 60.0
-    """A lease ends by itself after this time; a worker that is still idle gets another."""
+    min_s: float
+    """Shortest expected idle time for which a worker is leased."""
+    lease_s: float
+    """Seconds after which a lease ends by itself; a worker that is still idle gets another."""
+    stop_timeout_s: float
+    """Seconds after which a trainer that has not stopped is killed."""
+    max_leases: int
+    """Most leases at once: more than a few trainers teach each other little."""
     resend_s: float = 0.5
-    """How often a trainer that does not answer is told again."""
-    stop_timeout_s: float = 2.0
-    """A trainer that has not stopped after this time is killed."""
-    max_leases: int = 8
-    """Trainers at once: more than a few teach each other little."""
+    """Seconds between two reminders to a trainer that does not answer."""
 
 
 class State(StrEnum):
@@ -50,7 +52,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Tell the trainer that it may work, for at most so long."""
+    """Tell the trainer that it may work, for at most `seconds`."""
 
     worker: str
     lease: int
@@ -78,7 +80,6 @@ class Freed:
     """Tell the run that the worker is its own again."""
 
     worker: str
-    turn: int
 
 
 Action = Begin | End | Kill | Freed
@@ -88,40 +89,38 @@ Action = Begin | End | Kill | Freed
 class _Worker:
     name: str
     state: State = State.BUSY
-    turn: int = -1
     lease: int = 0
     idle_since_s: float = 0.0
     idle_until_s: float = math.inf
-    """When the run is expected to need it."""
+    """When the run is expected to need the worker."""
     rests_until_s: float = 0.0
-    """No lease before: its trainer has nothing to do, or failed."""
+    """Time before which the worker gets no lease: its trainer had nothing to do, or failed."""
     expires_s: float = 0.0
     kill_s: float = math.inf
-    wanted: int | None = None
-    """The turn in which the run asked for it."""
+    wanted: bool = False
+    """Whether the run waits for `Freed`."""
     queued: bool = False
     ready: bool = False
-    """Its trainer can take a lease."""
+    """Whether a trainer beside the worker can take a lease."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Since the beginning, in worker seconds where seconds."""
+    """Totals since the beginning; seconds are worker seconds."""
 
     leases: int = 0
     kills: int = 0
     leased_s: float = 0.0
     idle_s: float = 0.0
     coverable_s: float = 0.0
-    """Idle seconds in spells long enough for a lease, while there was something to learn."""
+    """Seconds of idle spells long enough for a lease, while there was something to learn."""
 
 
 class Leases:
     """Feed it events, then carry out `actions()`; call `tick` when `next_s()` has come."""
 
-    def __init__(self, settings: LeaseSettings, epoch: int = 1) -> None:
+    def __init__(self, settings: LeaseSettings) -> None:
         self._settings = settings
-        self._number = epoch * EPOCH
         self._workers: dict[str, _Worker] = {}
         self._idle: deque[str] = deque()
         self._deadlines: list[tuple[float, str, int]] = []
@@ -130,60 +129,56 @@ class Leases:
         self.num_ready = 0
         """Workers with a trainer that can take a lease."""
         self.enabled = True
-        """False grants nothing: there is nothing to learn from, or harvest is switched off."""
+        """False grants no lease: there is nothing to learn from, or the coordinator ends."""
         self.counts = Counts()
 
     # --- what the run says --------------------------------------------------------------------
 
-    def idle(self, worker: str, turn: int, now_s: float, until_s: float = math.inf) -> None:
-        """The worker has nothing to generate, probably until then."""
+    def idle(self, worker: str, now_s: float, until_s: float = math.inf) -> None:
+        """Note that the worker has nothing to generate, probably until `until_s`.
+
+        The run does not say so while it waits for `Freed`.
+        """
         found = self._found(worker)
-        if turn <= found.turn:
-            return
-        found.turn, found.idle_until_s = turn, until_s
+        assert not found.wanted, f"{worker} is idle before it was freed"
+        found.idle_until_s = until_s
         if found.state is State.BUSY:
             self._to_idle(found, now_s)
         elif found.state is State.IDLE:
             self._queue(found)  # the forecast may have changed
-        elif found.state is State.ENDING:
-            found.wanted = None
 
-    def needed(self, worker: str, turn: int, now_s: float) -> None:
-        """The run wants the worker back; answered by `Freed`, again if asked again."""
+    def needed(self, worker: str, now_s: float) -> None:
+        """Note that the run wants the worker back; `Freed` answers, again if asked again."""
         found = self._found(worker)
-        if turn < found.turn:
-            return
-        found.turn = turn
         if found.state is State.IDLE:
             self._count_idle(found, now_s)
             found.state = State.BUSY
         if found.state is State.BUSY:
-            self._actions.append(Freed(worker, turn))
+            self._actions.append(Freed(worker))
             return
-        found.wanted = turn
+        found.wanted = True
         if found.state is State.LEASED:
             self._end(found, now_s)
 
     # --- what is heard of trainers ------------------------------------------------------------
 
     def ended(self, worker: str, lease: int, now_s: float, rest_s: float = 0.0) -> None:
-        """The trainer has stopped, or is dead; it gets no other lease for `rest_s`."""
+        """Note that the trainer has stopped or died; the worker gets no lease for `rest_s`."""
         found = self._found(worker)
         if lease != found.lease or found.state not in (State.LEASED, State.ENDING):
             return
         self._num_leases -= 1
         self.counts.leased_s += now_s - (found.expires_s - self._settings.lease_s)
         found.rests_until_s = now_s + rest_s
-        if found.wanted is None:
-            self._to_idle(found, found.idle_since_s)
-        else:
+        if found.wanted:
             self._count_idle(found, now_s)
-            found.state = State.BUSY
-            self._actions.append(Freed(worker, found.wanted))
-            found.wanted = None
+            found.state, found.wanted = State.BUSY, False
+            self._actions.append(Freed(worker))
+        else:
+            self._to_idle(found, found.idle_since_s)
 
     def set_ready(self, worker: str, ready: bool) -> None:
-        """Whether there is a trainer that can take a lease."""
+        """Note whether a trainer beside the worker can take a lease."""
         found = self._found(worker)
         self.num_ready += ready - found.ready
         found.ready = ready
@@ -191,7 +186,7 @@ class Leases:
             self._queue(found)
 
     def may_publish(self, worker: str, lease: int, now_s: float) -> bool:
-        """Whether this is the word of a trainer that still holds its lease."""
+        """Return whether the worker still holds this lease, and it has not run out."""
         found = self._workers.get(worker)
         return (
             found is not None
@@ -203,7 +198,7 @@ class Leases:
     # --- time and decisions -------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """End what has expired, and press those that do not answer."""
+        """End leases that have expired, and remind or kill trainers that do not answer."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, name, lease = heapq.heappop(self._deadlines)
             worker = self._workers[name]
@@ -220,11 +215,11 @@ class Leases:
                 self._deadline(now_s + self._settings.resend_s, name, lease)
 
     def next_s(self) -> float:
-        """When `tick` has something to do."""
+        """Return the time at which `tick` has something to do."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def actions(self, now_s: float) -> list[Action]:
-        """What to do now. Call after every event and carry it all out."""
+        """Return what to do now. Call it after every event, and carry out all of it."""
         while self.enabled and self._idle and self._num_leases < self._settings.max_leases:
             worker = self._workers[self._idle.popleft()]
             worker.queued = False
@@ -240,10 +235,9 @@ class Leases:
         return actions
 
     def _grant(self, worker: _Worker, now_s: float) -> None:
-        self._number += 1
         self._num_leases += 1
         self.counts.leases += 1
-        worker.lease, worker.state = self._number, State.LEASED
+        worker.lease, worker.state = next(_numbers), State.LEASED
         worker.expires_s = now_s + self._settings.lease_s
         self._deadline(worker.expires_s, worker.name, worker.lease)
         self._actions.append(Begin(worker.name, worker.lease, self._settings.lease_s))
@@ -260,7 +254,7 @@ class Leases:
         return self._workers[worker].state
 
     def lease_of(self, worker: str) -> int | None:
-        """The lease that a worker holds, if it may use it."""
+        """Return the lease under which the worker's trainer may work now."""
         found = self._workers[worker]
         return found.lease if found.state is State.LEASED else None
 
@@ -290,7 +284,7 @@ class Leases:
 
 
 class Holder:
-    """A trainer's side of its leases: may it work now?"""
+    """A trainer's own record of its leases: whether it may work now."""
 
     def __init__(self) -> None:
         self._lease = 0
@@ -298,14 +292,14 @@ class Holder:
         self._until_s = 0.0
 
     def begin(self, lease: int, seconds: float, now_s: float) -> bool:
-        """Take up a lease; False when it is an old one, or has been called back already."""
+        """Take up a lease; return False if it is old, or was called back already."""
         if lease <= max(self._lease, self._ended):
             return False
         self._lease, self._until_s = lease, now_s + seconds
         return True
 
     def end(self, lease: int) -> None:
-        """Give a lease back, also one that has not come yet."""
+        """Give a lease back, also one that has not arrived yet."""
         self._ended = max(self._ended, lease)
 
     def holds(self, lease: int, now_s: float) -> bool:

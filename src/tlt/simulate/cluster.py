@@ -16,15 +16,10 @@ from typing import Any
 import numpy as np
 
 from tlt.contracts import OFF, Arm, Strategy
-from tlt.harvest.coordinator import (
-    Coordinator,
-    CoordinatorSettings,
-    Judged,
-    Trained,
-    TrainerGone,
-)
+from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
+from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights
 from tlt.simulate.clock import now_s
 from tlt.simulate.model import Drafting, EngineModel
 from tlt.simulate.pace import Pace, Player
@@ -66,7 +61,7 @@ class Training:
     start_s: float = 20.0
     stop_s: float = 0.05
     """From being called back to a free device: about a micro-step."""
-    judge_s: float = 0.5
+    evaluate_s: float = 0.5
     deaths_per_hour: float = 0.0
 
 
@@ -130,14 +125,14 @@ class SimTrainer:
         self._holder.end(lease)
         self._ended.set()
 
-    async def take(self, base: Any, published: Any, policy: Any) -> None:
+    async def take(
+        self, base: Weights | None, published: Weights | None, policy: Weights | None
+    ) -> None:
         self._check()
-        if isinstance(base, Skill):
-            self._skill = base
-        elif base == "start":
-            self._skill = self._run.start
+        if base is not None:
+            self._skill = base.blob if base.version else self._run.start
         if published is not None:
-            self._published = published
+            self._published = published.blob
 
     async def train(self, lease: int, seconds: float) -> Trained:
         self._check()
@@ -160,15 +155,15 @@ class SimTrainer:
         self._skill = Skill(self._training.best_power + ahead, policy)
         return Trained(max(1, tokens // 512) if tokens else 0, tokens, 0.0, starved=False)
 
-    async def judge(self, lease: int) -> Judged | None:
+    async def evaluate(self, lease: int) -> Evaluation | None:
         self._check()
         if not self._holder.holds(lease, now_s()):
             return None
-        await asyncio.sleep(self._training.judge_s)
+        await asyncio.sleep(self._training.evaluate_s)
         mine = self._skill.now(self._run.policy, self._training)
         theirs = self._published.now(self._run.policy, self._training)
         length, other = (self._run.length(power) for power in (mine, theirs))
-        return Judged(length > 1.002 * other, length, other)
+        return Evaluation(length > 1.002 * other, length, other)
 
     async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
         self._check()
@@ -221,7 +216,6 @@ class Simulation:
         self._version = 0
         self._player = Player(mode.strategy(), cluster.engine, seed)
         self._forecast = TailForecast()
-        self._turn = 0
         self._coordinator: Coordinator | None = None
         self._before: Record = {}
         self.engine_ends: Any = ()
@@ -269,7 +263,7 @@ class Simulation:
         if self._coordinator is not None:
             self._coordinator.policy_changed(self.policy, None)
             while (version := await self._coordinator.next_version(0.0)) is not None:
-                self._published, self._version = version.weights, version.number
+                self._published, self._version = version.weights.blob, version.number
         busy_s = float(engine_ends.sum())
         return {
             "step": step,
@@ -337,18 +331,16 @@ class Simulation:
             finished = int(np.searchsorted(sample_ends, at_s, side="right"))
             self._forecast.finished(finished - told, now_s())
             told = finished
-            self._turn += 1
             remaining_s = self._forecast.remaining_s(now_s())
             self.generating.discard(workers[index])
-            self._coordinator.idle(workers[index], self._turn, remaining_s)
+            self._coordinator.idle(workers[index], remaining_s)
             self.events += 1
             idle.append(workers[index])
         await asyncio.sleep(max(0.0, started_s + end_s - now_s()))
         self._forecast.finished(len(sample_ends) - told, now_s())
         self._forecast.ended()
-        self._turn += 1
         self.events += len(idle)
-        await asyncio.gather(*(self._coordinator.needed(w, self._turn) for w in idle))
+        await asyncio.gather(*(self._coordinator.needed(w) for w in idle))
         self.generating = set(workers)  # or the learner has it
 
     def _harvest_record(self) -> Record:

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tlt.config.schema import Schema
-from tlt.config.train import SizesConfig
+from tlt.config.train import SizesConfig, TltConfig
 from tlt.contracts import Strategy
-from tlt.harvest.coordinator import CoordinatorSettings
-from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.coordinator import coordinator_settings
 from tlt.simulate import clock
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Cluster, Learner, Mode, Record, Simulation, Training
@@ -177,7 +176,7 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         arms = [[drafter, n] for drafter in drafters for n in config.draft_tokens]
         spec = {"kind": "adaptive", "arms": [["off", 0], *arms]}
         if name == "tlt":
-            harvest = CoordinatorSettings(LeaseSettings())
+            harvest = coordinator_settings(TltConfig())
 
     def policy() -> Strategy:
         return build_strategy(spec)

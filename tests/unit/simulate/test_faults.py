@@ -1,6 +1,6 @@
 """Harvest in simulated clusters where messages are late and everything dies: what must never be.
 
-More of it: TLT_SIM_SEEDS=1000 pytest tests/unit/test_simulated_faults.py
+More of it: TLT_SIM_SEEDS=1000 pytest tests/unit/simulate/test_faults.py
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tlt.harvest.coordinator import CoordinatorSettings, Judged, Trained, TrainerGone
+from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.rounds import Evaluation, Trained, TrainerGone
 from tlt.simulate import clock
 from tlt.simulate.clock import now_s
 from tlt.simulate.cluster import Cluster, Learner, Mode, SimTrainer, Simulation, Training
@@ -53,9 +54,9 @@ class FlakyTrainer(SimTrainer):
         await self.run.late()
         return await self._working(lease, super().train(lease, seconds))
 
-    async def judge(self, lease: int) -> Judged | None:
+    async def evaluate(self, lease: int) -> Evaluation | None:
         await self.run.late()
-        return await self._working(lease, super().judge(lease))
+        return await self._working(lease, super().evaluate(lease))
 
     async def export(self) -> Any:
         await self.run.late()
@@ -122,9 +123,8 @@ def run_flaky(seed: int, num_engines: int, num_steps: int, engine_deaths: float)
         engine_deaths_per_hour=engine_deaths,
         engine_start_s=20.0,
     )
-    harvest = CoordinatorSettings(
-        LeaseSettings(lease_s=15.0, stop_timeout_s=STOP_TIMEOUT_S), session_s=5.0
-    )
+    leases = LeaseSettings(min_s=2.0, lease_s=15.0, stop_timeout_s=STOP_TIMEOUT_S, max_leases=8)
+    harvest = CoordinatorSettings(leases, session_s=5.0)
     run = FlakyRun(
         cluster,
         Workload(num_engines, 4, 50.0, HeavyTail(200, 2000, 4000)),
