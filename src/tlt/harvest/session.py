@@ -1,32 +1,35 @@
-"""Harvest as the training loop sees it: engines' idleness goes to the coordinator, what was learned
-goes into the engines.
+"""Harvest as the run sees it: `RunHarvest`, implemented by `Harvest` and by `NoHarvest`.
 
-Whatever happens here, the run goes on. The coordinator owns its trainers: when it dies, Ray ends
-them, and another one starts with a higher epoch, which nothing of the old one can speak for. A call
-that does not come back in time ends the coordinator, and after too many of those harvest is off for
-the rest of the run.
+`Harvest` tells the coordinator which engines are idle, and hands published drafters to the engines.
+The coordinator is an object of this process. Whatever happens here, the run goes on: an exception
+of the coordinator, or a worker that it does not give back in time, is logged and counted. Then its
+trainers are killed, every worker is free, and another coordinator starts from the published
+drafter. After `MAX_RESTARTS` losses without training in between, harvest is off for the rest of the
+run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 
 from tlt.drafter.eagle3.config import Eagle3Config
-from tlt.harvest.actor import CoordinatorActor, Packed, TrainerPlace, pack, trainer_name, unpack
-from tlt.harvest.coordinator import CoordinatorSettings, Version
+from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
+from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
-from tlt.node.cluster import end_actors
+from tlt.harvest.rounds import TrainerHandle, Version
 from tlt.rollout.pool import RolloutPool, place_of
 
 if TYPE_CHECKING:
@@ -38,91 +41,108 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Record = dict[str, float]
 
 VERSION = "version.json"
 MAX_RESTARTS = 3
 ANSWER_S = 5.0
-"""How long the coordinator may take to answer, besides stopping a trainer."""
+"""Seconds that the coordinator may take to free a worker, besides stopping its trainer, and to end
+its trainers."""
 SWAP_S = 60.0
-"""Engines that have not taken a drafter after this time never will."""
-PEEK_S = 1.0
+"""Seconds after which engines that have not taken a drafter never will."""
 POLL_S = 30.0
 START_S = 60.0
-"""How long a run waits for its trainers: loading them beside an engine at work would slow it."""
+"""Seconds that a run waits for its trainers: loading them would slow engines at work."""
 ALARM_DRAFTS = 200
 ALARM_LENGTH = 1.1
-"""A drafter that is accepted less than this over so many drafts in a step is of no use."""
+"""Acceptance length below which a drafter is of no use, over `ALARM_DRAFTS` drafts of a step."""
 
 
-class NoHarvest:
-    """What a run without harvest does at the same places: nothing."""
+class RunHarvest(Protocol):
+    """What the run calls."""
 
-    def ready(self, engine: str, report: Mapping[str, Any]) -> None: ...
-    def idle(self, engine: str) -> None: ...
-    async def needed(self, engine: str) -> None: ...
+    async def start(self) -> None: ...
     def rollout_started(self, num_samples: int) -> None: ...
     def sample_finished(self) -> None: ...
     async def rollout_ended(self) -> None: ...
     def policy_changed(self, weights: NewWeights, version: int) -> None: ...
     def alarm(self, drafts: int, accepted: int) -> None: ...
-    async def record(self) -> Record:
-        return {}
-
-    async def leased(self) -> list[str]:
-        return []
-
-    async def take_spans(self) -> dict[str, list[Span]]:
-        return {}
-
+    def record(self) -> Record: ...
+    def leased(self) -> list[str]: ...
+    def take_spans(self) -> dict[str, list[Span]]: ...
     def save(self, folder: Path) -> None: ...
-    def open(self) -> None: ...
-    async def start(self) -> None: ...
     async def stop(self) -> None: ...
 
 
-class Harvest(NoHarvest):
-    """Tells the coordinator what engines do, and engines what it has learned. Never raises."""
+class NoHarvest:
+    """A run without harvest: every call does nothing."""
+
+    async def start(self) -> None: ...
+    def rollout_started(self, num_samples: int) -> None: ...
+    def sample_finished(self) -> None: ...
+    async def rollout_ended(self) -> None: ...
+    def policy_changed(self, weights: NewWeights, version: int) -> None: ...
+    def alarm(self, drafts: int, accepted: int) -> None: ...
+    def save(self, folder: Path) -> None: ...
+    async def stop(self) -> None: ...
+
+    def record(self) -> Record:
+        return {}
+
+    def leased(self) -> list[str]:
+        return []
+
+    def take_spans(self) -> dict[str, list[Span]]:
+        return {}
+
+
+class Harvest:
+    """Tells the coordinator what engines do, and engines what it published. Never raises."""
 
     def __init__(
         self,
         settings: CoordinatorSettings,
-        spot: HarvestSettings,
+        trainer: HarvestSettings,
         pool: RolloutPool,
         place: Callable[[str], Mapping[str, Any]],
         on_gpu: bool,
         colocated: bool = True,
         first_version: int = 0,
+        spawn: Callable[[HarvestSettings, TrainerPlace, str], TrainerHandle] = RayTrainer,
+        share: Callable[[Packed], Any] = ray.put,
     ) -> None:
         self._settings = settings
-        self._spot = spot
+        self._trainer = trainer
         self._pool = pool
         self._place = place
         self._on_gpu = on_gpu
         self._colocated = colocated
-        self._run = f"{os.getpid()}"
-        self._epoch = 0
-        self._actor: Any = None
+        self._spawn = spawn
+        self._share = share
+        self._incarnations = itertools.count(1)
+        """Numbers in the names of trainers: no name is used twice."""
+        self._coordinator: Coordinator | None = None
+        self._replacing: asyncio.Task[None] | None = None
+        """Ends the trainers of a lost coordinator, and starts another."""
         self._off = False
-        self._started = False
         self._engines: dict[str, tuple[str, tuple[int, ...]]] = {}
         """The engine at every worker, and its cores."""
-        self._turns: dict[str, int] = {}
-        self._idle: dict[str, str] = {}
-        """Workers that the coordinator may lease, and their engines."""
+        self._idle: dict[str, _Spell] = {}
+        """Workers that the coordinator may lease."""
         self._freeing: dict[str, asyncio.Task[None]] = {}
         self._forecast = TailForecast()
         self._asleep: set[str] = set()
         """Engines whose memory is the trainers'."""
         self._published: tuple[int, dict[str, torch.Tensor] | None, Any]
         self._published = first_version, None, None
-        """Version, weights, and these for other processes; None are those of the start."""
+        """Number, weights, and the weights as trainers get them; None are those of the start."""
         self._policy: tuple[int, Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self._rollout = asyncio.Event()
-        self._restarting = asyncio.Lock()
         self._before: Record = {}
+        """The coordinator's totals at the last call of `record`."""
         self._restarts = 0
         self._failures = 0
         """Coordinators lost since one of them last trained: what fails every time must end."""
@@ -130,40 +150,54 @@ class Harvest(NoHarvest):
         self._alarms = 0
         self._release_max_s = 0.0
 
+    @property
+    def enabled(self) -> bool:
+        """Whether harvest is on: it goes off after too many failures."""
+        return not self._off
+
+    @property
+    def workers(self) -> dict[str, tuple[int, ...]]:
+        """Workers with an engine, and their cores."""
+        return {worker: cores for worker, (_, cores) in self._engines.items()}
+
+    def metrics(self) -> Record:
+        """Return the coordinator's totals; empty while there is no coordinator."""
+        return self._tell(Coordinator.metrics) or {}
+
     # --- what the pool says -------------------------------------------------------------------
 
     def ready(self, engine: str, report: Mapping[str, Any]) -> None:
-        """An engine is there: a trainer starts beside it."""
+        """Start a trainer beside a new engine."""
         worker, cores = place_of(engine), tuple(report.get("cores", ()))
         known = self._engines.get(worker)
         self._engines[worker] = engine, cores
-        if self._started and (known is None or known[1] != cores):
-            self._say("join", worker, self._place_of(worker))
-
-    def _place_of(self, worker: str) -> TrainerPlace:
-        engine, cores = self._engines[worker]
-        return TrainerPlace(cores, self._on_gpu, dict(self._place(engine)))
+        if known is None or known[1] != cores:
+            self._tell(lambda coordinator: coordinator.join(worker))
 
     def idle(self, engine: str) -> None:
-        """An engine has nothing to generate while others have."""
-        worker, remaining_s = place_of(engine), self._forecast.remaining_s(time.monotonic())
-        self._idle[worker] = engine
-        turn = self._turn(worker)
-        if self._on_gpu:
-            self._task(self._sleep(engine, worker, turn, remaining_s))
+        """Note that an engine has nothing to generate while others have."""
+        worker = place_of(engine)
+        spell = _Spell(engine, worker, self._forecast.remaining_s(time.monotonic()))
+        self._idle[worker] = spell
+        if self._on_gpu or worker in self._freeing:
+            self._task(self._make_idle(spell))
         else:
-            self._say("idle", worker, turn, remaining_s)
+            self._tell(lambda coordinator: coordinator.idle(worker, spell.remaining_s))
 
-    async def _sleep(self, engine: str, worker: str, turn: int, remaining_s: float) -> None:
-        """On a GPU the engine's memory is what the trainer needs."""
-        self._asleep.add(engine)
-        await self._pool.call_engine(engine, "sleep")
-        self._say("idle", worker, turn, remaining_s)
+    async def _make_idle(self, spell: _Spell) -> None:
+        """Let a worker be leased once it is free, and on a GPU once its engine's memory is free."""
+        if (freeing := self._freeing.get(spell.worker)) is not None:
+            await asyncio.shield(freeing)
+        if self._on_gpu:
+            self._asleep.add(spell.engine)
+            await self._pool.call_engine(spell.engine, "sleep")
+        if self._idle.get(spell.worker) is spell:  # not needed again meanwhile
+            self._tell(lambda coordinator: coordinator.idle(spell.worker, spell.remaining_s))
 
     async def needed(self, engine: str, wake: bool = True) -> None:
-        """An engine will generate again; returns when its device is free."""
+        """Call an engine's worker back; return when its device is free."""
         worker = place_of(engine)
-        if self._idle.pop(worker, None) is not None:
+        if self._idle.pop(worker, None) is not None and worker not in self._freeing:
             self._freeing[worker] = asyncio.create_task(self._free(worker))
         if (freeing := self._freeing.get(worker)) is not None:
             await asyncio.shield(freeing)
@@ -173,16 +207,16 @@ class Harvest(NoHarvest):
             await self._pool.refresh_drafter(engine)
 
     async def _free(self, worker: str) -> None:
-        try:
-            await self._ask("needed", worker, self._turn(worker))
-        except Exception:
-            logger.exception("harvest could not give %s back as it should", worker)
-        finally:
-            self._freeing.pop(worker, None)
-
-    def _turn(self, worker: str) -> int:
-        self._turns[worker] = self._turns.get(worker, 0) + 1
-        return self._turns[worker]
+        """Free a worker within a limit: a coordinator that does not give it back is ended."""
+        if (coordinator := self._coordinator) is not None:
+            try:
+                async with asyncio.timeout(self._settings.leases.stop_timeout_s + ANSWER_S):
+                    await coordinator.needed(worker)
+            except Exception as error:
+                self._lose(coordinator, error)
+        if self._replacing is not None:
+            await asyncio.shield(self._replacing)
+        self._freeing.pop(worker, None)
 
     # --- what the training loop says ----------------------------------------------------------
 
@@ -194,14 +228,14 @@ class Harvest(NoHarvest):
         self._forecast.finished(1, time.monotonic())
 
     async def rollout_ended(self) -> None:
-        """Every device back to the run, and no more new drafters until the next rollout.
+        """Give every device back to the run, and publish no drafter until the next rollout.
 
-        Engines on GPUs stay asleep if the learner is to have their memory next.
+        Engines on GPUs stay asleep if the learner needs their memory next.
         """
         started_s = time.monotonic()
         self._forecast.ended()
         self._rollout.clear()
-        engines = [*self._idle.values(), *self._asleep]
+        engines = [*(spell.engine for spell in self._idle.values()), *self._asleep]
         await asyncio.gather(*(self.needed(e, wake=not self._colocated) for e in engines))
         await asyncio.gather(*(asyncio.shield(task) for task in self._freeing.values()))
         async with self._swapping:
@@ -209,20 +243,21 @@ class Harvest(NoHarvest):
         self._release_max_s = max(self._release_max_s, time.monotonic() - started_s)
 
     def policy_changed(self, weights: NewWeights, version: int) -> None:
-        """Trainers need the new head and embedding, which drafts are judged by."""
+        """Hand the new head and embedding to the trainers, which train and evaluate with them."""
         self._task(self._hand_on(weights, version))
 
     async def _hand_on(self, weights: NewWeights, version: int) -> None:
         try:
-            self._policy = version, ray.put(await asyncio.to_thread(_packed_ends, weights))
+            self._policy = version, self._share(await asyncio.to_thread(_packed_ends, weights))
         except Exception as error:
             logger.warning("the policy's head did not reach the trainers (%r)", error)
             return
-        self._say("policy_changed", version, [self._policy[1]])
+        policy = self._policy
+        self._tell(lambda coordinator: coordinator.policy_changed(*policy))
 
-    async def record(self) -> Record:
-        """What harvest did since the last call."""
-        now = await self._ask("metrics")
+    def record(self) -> Record:
+        """Return what harvest did since the last call."""
+        now = self.metrics()
         record = {
             "harvest/enabled": float(not self._off),
             "harvest/coordinator_restarts": self._restarts,
@@ -231,13 +266,11 @@ class Harvest(NoHarvest):
             "harvest/alarms": self._alarms,
         }
         self._restarts, self._swap_s, self._release_max_s, self._alarms = 0, 0.0, 0.0, 0
-        if now is None:
+        if not now:
             return record
         if now["trained_steps"]:
             self._failures = 0
         before, self._before = self._before, now
-        if before.get("leases", 0) > now["leases"]:
-            before = {}  # of a coordinator that died
         since = {name: now[name] - before.get(name, 0.0) for name in now}
         return record | {
             "harvest/idle_s": since["idle_s"],
@@ -255,16 +288,20 @@ class Harvest(NoHarvest):
             "harvest/held_out_length": now["length"],
         }
 
-    async def leased(self) -> list[str]:
-        """Workers that train now."""
-        return await self._peek("leased") or []
+    def leased(self) -> list[str]:
+        """Return the workers that train now."""
+        return self._tell(Coordinator.leased) or []
 
-    async def take_spans(self) -> dict[str, list[Span]]:
-        """When every worker trained since the last call."""
-        return await self._peek("take_spans") or {}
+    def take_spans(self) -> dict[str, list[Span]]:
+        """Return when every worker trained since the last call, in wall-clock time."""
+        shift_s = time.time() - time.monotonic()
+        return {
+            worker: [span.shifted(shift_s) for span in spans]
+            for worker, spans in (self._tell(Coordinator.take_spans) or {}).items()
+        }
 
     def alarm(self, drafts: int, accepted: int) -> None:
-        """A drafter that nothing is accepted from is a fault, even if speculation avoids it."""
+        """Warn of a drafter whose drafts are hardly accepted, even if the strategy avoids it."""
         length = 1 + accepted / max(1, drafts)
         if drafts >= ALARM_DRAFTS and length < ALARM_LENGTH:
             self._alarms += 1
@@ -274,7 +311,7 @@ class Harvest(NoHarvest):
             )
 
     def save(self, folder: Path) -> None:
-        """The published drafter, as engines load it, for a resumed run. No drafter, no harm."""
+        """Write the published drafter, as engines load it, for a resumed run; only warn if not."""
         try:
             self._save(folder)
         except Exception as error:
@@ -286,7 +323,7 @@ class Harvest(NoHarvest):
         from tlt.drafter.checkpoint import load_drafter, save_drafter
 
         version, weights, _ = self._published
-        drafter = load_drafter(Path(self._spot.drafter))
+        drafter = load_drafter(Path(self._trainer.drafter))
         if weights is not None:
             drafter.load_state_dict(weights)
         hidden = folder.with_name(f".{folder.name}")
@@ -300,132 +337,90 @@ class Harvest(NoHarvest):
         return str(self._drafter_config().get("dtype", "bfloat16"))
 
     def _drafter_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((Path(self._spot.drafter) / "config.json").read_text())
+        config: dict[str, Any] = json.loads(
+            (Path(self._trainer.drafter) / "config.json").read_text()
+        )
         return config
 
     # --- life ---------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Start the coordinator's process, while engines start."""
-        self._start_coordinator()
-
     async def start(self) -> None:
-        """Trainers beside all engines, which are running but have nothing to do yet."""
-        self._started = True
-        self._join_all()
+        """Start the coordinator, and trainers beside all engines, which have nothing to do yet."""
+        self._start_coordinator()
         self._task(self._publish_versions())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                while (found := await self._ask("metrics")) is not None:
-                    if found["ready"] >= len(self._engines):
-                        return
+                while (found := self.metrics()) and found["ready"] < len(self._engines):
                     await asyncio.sleep(0.1)
 
-    def _join_all(self) -> None:
-        for worker in self._engines:
-            self._say("join", worker, self._place_of(worker))
-
     def _start_coordinator(self) -> None:
-        self._epoch += 1
+        self._coordinator = Coordinator(self._settings, self._spawn_trainer, self._failed)
         self._before = {}
-        number, _, weights = self._published
-        self._actor = (
-            ray.remote(CoordinatorActor)
-            .options(num_cpus=0, max_restarts=0, max_concurrency=1000)
-            .remote(
-                self._settings,
-                self._spot,
-                self._run,
-                self._epoch,
-                (number, [] if weights is None else [weights]),
-            )
-        )
-        if self._started:
-            self._join_all()
-        if self._policy is not None:
-            self._say("policy_changed", self._policy[0], [self._policy[1]])
+        number, _, blob = self._published
+        self._tell(lambda coordinator: coordinator.start_from(number, blob))
+        for worker in self._engines:
+            self._tell(partial(Coordinator.join, worker=worker))
+        if (policy := self._policy) is not None:
+            self._tell(lambda coordinator: coordinator.policy_changed(*policy))
+
+    def _spawn_trainer(self, worker: str) -> TrainerHandle:
+        engine, cores = self._engines[worker]
+        place = TrainerPlace(cores, self._on_gpu, dict(self._place(engine)))
+        name = f"tlt-trainer-{os.getpid()}-{next(self._incarnations)}-{worker}"
+        return self._spawn(self._trainer, place, name)
 
     async def stop(self) -> None:
-        actor, self._actor, self._off = self._actor, None, True
+        coordinator, self._coordinator, self._off = self._coordinator, None, True
+        if self._replacing is not None:
+            await asyncio.shield(self._replacing)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if actor is not None:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(ANSWER_S):
-                    await actor.shutdown.remote()
-            ray.kill(actor)
+        if coordinator is not None:
+            await _shut_down(coordinator)
 
-    # --- talking to the coordinator -----------------------------------------------------------
+    # --- a coordinator that fails -------------------------------------------------------------
 
-    def _say(self, method: str, *args: Any) -> None:
-        """Without waiting for an answer; whether it arrived shows in what is asked later."""
-        if not self._off and self._actor is not None:
-            getattr(self._actor, method).remote(*args)
-
-    async def _ask(self, method: str, *args: Any) -> Any:
-        """An answer in time, or none and another coordinator."""
-        async with self._restarting:  # until the trainers of the last one are gone
-            actor = self._actor
-        if self._off or actor is None:
-            return None
-        limit_s = self._settings.leases.stop_timeout_s + ANSWER_S
-        try:
-            async with asyncio.timeout(limit_s):
-                return await getattr(actor, method).remote(*args)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            await self._restart(actor, error)
+    def _tell(self, call: Callable[[Coordinator], T]) -> T | None:
+        """Call the coordinator, if there is one, and contain what it raises."""
+        if (coordinator := self._coordinator) is not None:
+            try:
+                return call(coordinator)
+            except Exception as error:
+                self._lose(coordinator, error)
         return None
 
-    async def _peek(self, method: str) -> Any:
-        """An answer if there is one at once. Looking has no consequences."""
-        if self._off or (actor := self._actor) is None:
-            return None
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(PEEK_S):
-                return await getattr(actor, method).remote()
-        return None
+    def _failed(self, error: BaseException) -> None:
+        """Contain the failure of a task or timer of the current coordinator."""
+        if self._coordinator is not None:
+            self._lose(self._coordinator, error)
 
-    async def _restart(self, actor: Any, error: BaseException) -> None:
-        """Whoever waits for it may give up; the restart goes on."""
-        await asyncio.shield(self._task(self._replace_coordinator(actor, error)))
+    def _lose(self, coordinator: Coordinator, error: BaseException) -> None:
+        """End a coordinator that failed, and start another unless too many were lost."""
+        if coordinator is not self._coordinator:
+            return  # lost already, or the run ends
+        self._restarts += 1
+        self._failures += 1
+        again = self._failures <= MAX_RESTARTS
+        what = (
+            "harvest's coordinator is lost; another one starts"
+            if again
+            else f"harvest is off for the rest of the run: {self._failures} coordinators were lost"
+        )
+        logger.error(what, exc_info=error)
+        self._replace(coordinator, again)
 
-    async def _replace_coordinator(self, actor: Any, error: BaseException) -> None:
-        """End a coordinator that is lost, and its trainers with it; start another."""
-        async with self._restarting:
-            if self._actor is not actor:
-                return
-            self._actor = None
-            await self._end_all(actor)
-            self._idle.clear()
-            self._restarts += 1
-            self._failures += 1
-            if self._failures > MAX_RESTARTS:
-                self._off = True
-                logger.error(
-                    "harvest is off for the rest of the run: %d coordinators were lost (%r)",
-                    self._failures,
-                    error,
-                )
-                return
-            logger.warning("harvest's coordinator is lost (%r); another one starts", error)
+    def _replace(self, coordinator: Coordinator, again: bool) -> None:
+        self._coordinator, self._off = None, not again
+        self._replacing = self._task(self._end_and_start(coordinator, again))
+
+    async def _end_and_start(self, coordinator: Coordinator, again: bool) -> None:
+        """Start another coordinator only when no trainer is left on an engine's device."""
+        await _shut_down(coordinator)
+        self._idle.clear()
+        self._replacing = None
+        if again and not self._off:
             self._start_coordinator()
-
-    async def _end_all(self, actor: Any) -> None:
-        """Return only when no trainer is left that could use an engine's device."""
-        doomed = [actor]
-        for worker in self._engines:
-            with contextlib.suppress(ValueError):
-                doomed.append(ray.get_actor(trainer_name(self._run, self._epoch, worker)))
-        await end_actors(doomed, ANSWER_S)
-
-    async def _give_up(self, why: str) -> None:
-        """Without harvest from here on, and nobody left on the engines' devices."""
-        logger.error("harvest is off for the rest of the run: %s", why)
-        async with self._restarting:
-            actor, self._actor, self._off = self._actor, None, True
-            if actor is not None:
-                await self._end_all(actor)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -436,24 +431,32 @@ class Harvest(NoHarvest):
     # --- new drafters into the engines --------------------------------------------------------
 
     async def _publish_versions(self) -> None:
-        """As they come, but only while engines generate: then nobody else touches weights."""
+        """Publish drafters as they come, but only while engines generate."""
         while not self._off:
-            actor = self._actor
-            if actor is None:
+            if (coordinator := self._coordinator) is None:
                 await asyncio.sleep(0.1)
                 continue
             try:
-                version = await actor.next_version.remote(POLL_S)
-                if version is not None and actor is self._actor:
-                    await self._swap(version)
-            except ray.exceptions.RayError as error:
-                await self._restart(actor, error)
+                version = await coordinator.next_version(POLL_S)
             except Exception as error:
-                await self._give_up(f"the engines do not take a new drafter ({error!r})")
+                self._lose(coordinator, error)
+                continue
+            if version is None or coordinator is not self._coordinator:
+                continue
+            try:
+                await self._swap(version)
+            except Exception as error:
+                logger.error(
+                    "harvest is off for the rest of the run: the engines do not take a new drafter",
+                    exc_info=error,
+                )
+                self._off = True
+                if self._coordinator is not None:
+                    self._replace(self._coordinator, again=False)
 
     async def _swap(self, version: Version) -> None:
         """Hand a drafter to all engines, between two of their steps."""
-        weights, tensors = await asyncio.to_thread(self._for_engines, await version.weights)
+        weights, tensors = await asyncio.to_thread(self._for_engines, await version.weights.blob)
         while True:
             await self._rollout.wait()
             async with self._swapping:
@@ -464,7 +467,7 @@ class Harvest(NoHarvest):
                         tensors.items(), version.number, skip=frozenset(self._asleep)
                     )
                 break
-        shared = await asyncio.to_thread(lambda: ray.put(pack(weights)))
+        shared = await asyncio.to_thread(lambda: self._share(pack(weights)))
         self._published = version.number, weights, shared
         self._swap_s += max(seconds, default=0.0)
         logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)
@@ -472,7 +475,7 @@ class Harvest(NoHarvest):
     def _for_engines(
         self, packed: Packed
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The weights, and as the engines load them."""
+        """Return the weights, and the weights as the engines load them."""
         import torch
 
         from tlt.drafter.checkpoint import drafter_weights
@@ -482,8 +485,24 @@ class Harvest(NoHarvest):
         return weights, drafter_weights(weights, config, getattr(torch, self._pool_dtype()))
 
 
+class _Spell:
+    """A time in which an engine is idle."""
+
+    def __init__(self, engine: str, worker: str, remaining_s: float) -> None:
+        self.engine, self.worker, self.remaining_s = engine, worker, remaining_s
+
+
+async def _shut_down(coordinator: Coordinator) -> None:
+    """End a coordinator and its trainers within a limit, whatever state it is in."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await coordinator.shutdown()
+    except Exception:
+        logger.exception("harvest's trainers did not end as they should")
+
+
 def _packed_ends(weights: NewWeights) -> Packed:
-    """A policy's embedding and head."""
+    """Return a policy's embedding and head, packed."""
     from tlt.harvest.trainer import EMBEDDING, HEAD
     from tlt.node.weights import SharedWeights, read_weights
 

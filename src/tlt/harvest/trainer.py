@@ -1,9 +1,9 @@
 """The trainer beside an engine: trains the drafter on the engine's device while it holds a lease.
 
-Every piece of work names the lease it is done under, and is broken off within one pass of the
-drafter when that lease ends. What was learned stays in this process, for the next lease. `end` and
-`export` may come from other threads: others who join a round in the middle want the weights it
-began with.
+Every piece of work names its lease, and breaks off within one pass of the drafter when that lease
+ends. The trained weights stay in this process for the next lease. `end` and `export` may come from
+other threads: a trainer that joins a round in the middle wants the weights that the round began
+with.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import torch
 from safetensors import safe_open
 
 from tlt.drafter.checkpoint import load_drafter
 from tlt.drafter.trainer import DrafterTrainer, Interrupted, Question, TrainerSettings
-from tlt.harvest.coordinator import Judged, Trained
 from tlt.harvest.leases import Holder
+from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HELD_OUT_WINDOW = 256
-"""Tokens of a held-out sample that are judged at once: a pass over them is soon over."""
+"""Tokens of a held-out sample that are evaluated at once: a pass over them is soon over."""
 BETTER = 1.0
-"""Standard errors by which a drafter must be better to be published. Training mostly helps, so one
-that only seems better costs less than one that is better and waits."""
+"""Standard errors by which a drafter must be better to be published. Training mostly helps:
+publishing a drafter that only seems better costs less than keeping back one that is better."""
 WORSE = 2.0
-"""Standard errors by which it must be worse to start again from the published one."""
+"""Standard errors by which a drafter must be worse for its trainer to restart from the published
+one."""
 DOUBT_TOKENS = 0.1
-"""By how much one held-out window may differ by chance: what counts while there are few of them."""
+"""Prior standard deviation of one window's gain, in tokens: it counts while windows are few."""
 
-Weights = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ class HarvestSettings:
     """Folder of the policy that the engines start with."""
     buffer: BufferSettings
     trainer: TrainerSettings
-    held_out_tokens: int = 1024
+    held_out_tokens: int
+    """Tokens of the policy on which a drafter is evaluated."""
     untrained: bool = False
-    """The drafter is new: its vocabulary is still to be chosen from what the policy writes."""
+    """Whether the drafter is new: its vocabulary is then chosen from the policy's samples."""
 
 
 class HarvestTrainer:
@@ -66,7 +67,7 @@ class HarvestTrainer:
         )
         self._initial = self._published = self._trainer.mean_weights()
         self._at_start: dict[str, torch.Tensor] | None = None
-        """While it trains or compares: the weights it began with."""
+        """While the trainer trains or evaluates, the weights that it began with."""
         self._untrained = settings.untrained
         self._held_out: list[Question] | None = None
         self._published_lengths: list[float] | None = None
@@ -74,14 +75,14 @@ class HarvestTrainer:
     # --- leases -------------------------------------------------------------------------------
 
     def begin(self, lease: int, seconds: float) -> bool:
-        """Take up a lease; False when it has been called back already."""
+        """Take up a lease; return False if it has been called back already."""
         held = self._holder.begin(lease, seconds, time.monotonic())
         if held:
             self._trainer.move(self._device)
         return held
 
     def end(self, lease: int) -> None:
-        """From any thread: what runs under this lease breaks off."""
+        """Break off the work under this lease; may be called from any thread."""
         self._holder.end(lease)
 
     def release(self) -> None:
@@ -98,27 +99,24 @@ class HarvestTrainer:
 
     def take(
         self,
-        base: Weights | Literal["start"] | None = None,
+        base: Weights | None = None,
         published: Weights | None = None,
         policy: Weights | None = None,
     ) -> None:
-        """Go on from these drafter weights, be judged against those, follow that policy.
-
-        `start` are the weights that the engines started with. What is None stays as it is.
-        """
+        """Go on from `base`, compare with `published`, follow `policy`; None leaves it as it is."""
         if policy is not None:
-            # With a new policy came new samples: judge by those.
+            # With a new policy came new samples: evaluate on those.
             self._held_out, self._published_lengths = None, None
-            self._trainer.follow(*(t.to(self._device) for t in head_and_embedding(policy)))
+            self._trainer.follow(*(t.to(self._device) for t in head_and_embedding(policy.blob)))
         if published is not None:
-            self._published = {name: tensor.clone() for name, tensor in published.items()}
+            self._published = {name: tensor.clone() for name, tensor in published.blob.items()}
             self._published_lengths = None
         if base is not None:
-            self._untrained = self._untrained and base == "start"
-            self._trainer.load(self._initial if base == "start" else base)
+            self._untrained = self._untrained and base.version == 0
+            self._trainer.load(base.blob if base.version else self._initial)
 
     def train(self, lease: int, seconds: float) -> Trained:
-        """Learn from the node's buffer for so long, or until the lease ends."""
+        """Train on the node's buffer for `seconds`, or until the lease ends."""
         until_s = time.monotonic() + seconds
         self._choose_vocabulary()
         losses: list[float] = []
@@ -143,10 +141,10 @@ class HarvestTrainer:
             starved=not self._buffer.sizes(),
         )
 
-    def judge(self, lease: int) -> Judged | None:
-        """Compare with the published drafter; None when broken off, or nothing is held out.
+    def evaluate(self, lease: int) -> Evaluation | None:
+        """Compare with the published drafter; return None if broken off, or nothing is held out.
 
-        Both are judged window by window, so that their difference and its standard error are known.
+        Both are evaluated window by window, which gives the standard error of their difference.
         """
         try:
             lengths = self._lengths(lease, self._trainer.mean_weights())
@@ -160,10 +158,11 @@ class HarvestTrainer:
         gain, error = difference(lengths, published, sizes)
         if gain < -WORSE * error:
             self._trainer.load(self._published)
-        return Judged(gain > BETTER * error, fmean(lengths, sizes), fmean(published, sizes))
+        better = gain > BETTER * error
+        return Evaluation(better, fmean(lengths, sizes), fmean(published, sizes))
 
-    def merge(self, lease: int, others: Sequence[tuple[Weights, float]], own_weight: float) -> bool:
-        """Average with what others learned, if that is no worse on held-out samples."""
+    def merge(self, lease: int, others: Sequence[tuple[Tensors, float]], own_weight: float) -> bool:
+        """Average with the others' weights, if that is no worse on held-out samples."""
         own = self.export()
         merged = averaged([(own, own_weight), *others])
         if merged is None:
@@ -179,14 +178,14 @@ class HarvestTrainer:
         return True
 
     def export(self) -> dict[str, torch.Tensor]:
-        """The drafter as it is now; while it works, as it was when that began."""
+        """Return the drafter's weights; during work, those that the work began with."""
         weights = self._at_start or self._trainer.mean_weights()
         return {name: tensor.cpu() for name, tensor in weights.items()}
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _lengths(self, lease: int, weights: Weights) -> list[float]:
-        """Expected tokens per draft in each held-out window, of a drafter with these weights."""
+    def _lengths(self, lease: int, weights: Tensors) -> list[float]:
+        """Return the expected tokens per draft of these weights in each held-out window."""
         if self._held_out is None:
             samples = self._buffer.held_out(self._settings.held_out_tokens)
             parts = [part for sample in samples for part in windows(sample, HELD_OUT_WINDOW)]
@@ -213,7 +212,7 @@ class HarvestTrainer:
         return [len(question.row.chains.starts) for question in self._held_out or []]
 
     def _choose_vocabulary(self) -> None:
-        """Once, before anything is learned: what trainers have in common must not change later."""
+        """Choose the vocabulary before the first training; later all trainers share it."""
         if self._untrained:
             samples = [self._buffer.read(name) for name in sorted(self._buffer.sizes())]
             seen = [s.token_ids_T[s.loss_mask_T] for s in samples if s is not None]
@@ -223,25 +222,25 @@ class HarvestTrainer:
 
 
 def windows(sample: Captured, size: int) -> list[Captured]:
-    """A sample piece by piece, each with all that came before it."""
+    """Return a sample's windows, each with all tokens before it."""
     return [sample.focused(begin, begin + size) for begin in range(0, len(sample), size)]
 
 
 def difference(
     new: Sequence[float], old: Sequence[float], weights: Sequence[float]
 ) -> tuple[float, float]:
-    """How much longer drafts are in the same windows, and the standard error of that."""
+    """Return the mean gain in draft length over the same windows, and its standard error."""
     gains = [a - b for a, b in zip(new, old, strict=True)]
     gain, size = fmean(gains, weights), fmean(weights, weights)
     squares = sum((w * (g - gain)) ** 2 for g, w in zip(gains, weights, strict=True))
     return gain, math.sqrt(squares + (size * DOUBT_TOKENS) ** 2) / sum(weights)
 
 
-def averaged(members: Sequence[tuple[Weights, float]]) -> dict[str, torch.Tensor] | None:
-    """The mean of several drafters, by weight; None unless two or more belong together.
+def averaged(members: Sequence[tuple[Tensors, float]]) -> dict[str, torch.Tensor] | None:
+    """Return the weighted mean of several drafters; None unless two or more fit together.
 
-    Left out are those that are not finite, and those that draft from another vocabulary than the
-    first.
+    Drafters that are not finite, or that draft from another vocabulary than the first one, are left
+    out.
     """
     first, _ = members[0]
     fitting = [
@@ -262,14 +261,14 @@ def averaged(members: Sequence[tuple[Weights, float]]) -> dict[str, torch.Tensor
     }
 
 
-def head_and_embedding(policy: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a policy's weights; the head may be tied to the embedding."""
+def head_and_embedding(policy: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a policy's head and embedding; the head may be tied to the embedding."""
     embedding = policy[EMBEDDING]
     return policy.get(HEAD, embedding), embedding
 
 
 def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """These tensors of a model folder, as far as it has them."""
+    """Return the named tensors of a model folder, as far as it has them."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:

@@ -17,9 +17,8 @@ from tlt.contracts import ShowProgress
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
-from tlt.harvest.coordinator import CoordinatorSettings
-from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.session import VERSION, Harvest, NoHarvest
+from tlt.harvest.coordinator import coordinator_settings
+from tlt.harvest.session import VERSION, Harvest, NoHarvest, RunHarvest
 from tlt.harvest.trainer import HarvestSettings
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
@@ -98,10 +97,10 @@ async def _run(
         if config.capture.by == "engines":
             engine = engine.model_copy(update={"capture": asdict(buffer_settings(config))})
         pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine))
-        harvest = NoHarvest()
+        harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
             harvest = Harvest(
-                coordinator_settings(config),
+                coordinator_settings(config.tlt),
                 trainer_settings(
                     config, str(engine.drafter), config.engine.drafter is None and not version
                 ),
@@ -122,7 +121,6 @@ async def _run(
         stack.push_async_callback(pool.shutdown)
         stack.push_async_callback(harvest.stop)
         show("starting engines and learner", 0, 1)
-        harvest.open()
         await _start(config, pool, learner, reservation, checkpoint)
         await harvest.start()
         own_learner = config.placement.kind == "separate"
@@ -241,20 +239,6 @@ def _make_drafter(config: TrainConfig, folder: Path) -> None:
     tokens = None if size is None else torch.arange(size)
     drafter = fresh_drafter(_model_config(config), head, tokens, config.run.seed)
     save_drafter(drafter, folder, getattr(torch, config.policy.dtype))
-
-
-def coordinator_settings(config: TrainConfig) -> CoordinatorSettings:
-    tlt = config.tlt
-    return CoordinatorSettings(
-        leases=LeaseSettings(
-            min_s=tlt.min_lease_s,
-            lease_s=tlt.lease_s,
-            stop_timeout_s=tlt.stop_timeout_s,
-            max_leases=tlt.max_trainers,
-        ),
-        session_s=tlt.session_s,
-        publish=tlt.harvest == "on",
-    )
 
 
 def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestSettings:

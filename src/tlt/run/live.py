@@ -16,7 +16,7 @@ from typing import Any
 
 from tlt.contracts import ShowProgress
 from tlt.harvest.forecast import TailForecast
-from tlt.harvest.session import NoHarvest
+from tlt.harvest.session import RunHarvest
 from tlt.rollout.pool import RolloutPool
 from tlt.spans import State
 
@@ -29,7 +29,7 @@ Record = dict[str, float]
 class Live:
     """Use as a context: writes once a second, and removes the file in the end."""
 
-    def __init__(self, path: Path, num_steps: int, pool: RolloutPool, harvest: NoHarvest) -> None:
+    def __init__(self, path: Path, num_steps: int, pool: RolloutPool, harvest: RunHarvest) -> None:
         self._path = path
         self._num_steps = num_steps
         self._pool = pool
@@ -88,7 +88,7 @@ class Live:
     async def _now(self) -> dict[str, Any]:
         leased: list[str] = []
         if _generating(self._what):
-            leased = await self._harvest.leased()
+            leased = self._harvest.leased()
         remaining_s = self._forecast.remaining_s(time.monotonic())
         return {
             "at_s": time.time(),

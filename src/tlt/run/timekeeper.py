@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 
-from tlt.harvest.session import NoHarvest
+from tlt.harvest.session import RunHarvest
 from tlt.observe.stopwatch import Stopwatch
 from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
 from tlt.rollout.pool import RolloutPool
@@ -26,7 +26,7 @@ class Timekeeper:
     """Writes a run's timeline. A timeline that cannot be written is a line in the log."""
 
     def __init__(
-        self, folder: RunFolder, pool: RolloutPool, harvest: NoHarvest, own_learner: bool
+        self, folder: RunFolder, pool: RolloutPool, harvest: RunHarvest, own_learner: bool
     ) -> None:
         self._pool = pool
         self._harvest = harvest
@@ -48,7 +48,7 @@ class Timekeeper:
         try:
             async with asyncio.timeout(TAKE_S):
                 spans = await self._pool.take_spans(max_engine_spans(len(self._pool.places)))
-                leases = await self._harvest.take_spans()
+                leases = self._harvest.take_spans()
             shift_s = time.time() - time.monotonic()
             end_s = time.time()
             start_s = watch.started_s + shift_s if self._last_s is None else self._last_s

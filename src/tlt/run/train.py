@@ -5,7 +5,7 @@ it ends; a group that is complete gets its advantages and goes to the learner; t
 the policy; the engines get its weights. The step is synchronous and on-policy: no sample of a step
 comes from another policy than the one the step began with.
 
-While the last samples are generated, engines that are done train the drafter (`run/harvest.py`);
+While the last samples are generated, engines that are done train the drafter (`harvest/`);
 their devices are back before the policy is updated.
 
 What waits for what: scoring runs beside generation. With devices of its own the learner computes
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from tlt.config.train import TrainConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
 from tlt.errors import EngineError, LearnerLost
-from tlt.harvest.session import NoHarvest
+from tlt.harvest.session import RunHarvest
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups, ScoredSample, TrainSample, Weighting
 from tlt.learner.gap import MAX_IN_A_ROW, GapWatch
@@ -86,7 +86,7 @@ class Training:
         learner: LearnerGroup,
         rewards: RewardPool,
         sinks: Sinks,
-        harvest: NoHarvest,
+        harvest: RunHarvest,
         times: Timekeeper | NoTimekeeper,
         show: ShowProgress,
         on_record: Callable[[Record], None],
@@ -175,7 +175,7 @@ class Training:
             stats_after = await self._pool.stats()
             complete.put_nowait(None)
             record = self._rollout_record(scored, groups, stats, stats_after, watch)
-            record |= await self._harvest.record()
+            record |= self._harvest.record()
             await self._pool_may_sleep(True)
             self._show(f"step {step}: updating the policy", 0, 1)
             record |= await self._update(step, feeding, scored, watch)
