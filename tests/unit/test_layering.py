@@ -48,7 +48,9 @@ ALLOWED["__main__"] = {"cli"}
 
 STDLIB_ONLY = {"contracts", "errors", "hardware", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
-PURE = {ROOT / "harvest" / name for name in ("leases.py", "forecast.py", "coordinator.py")}
+PURE = {
+    ROOT / "harvest" / name for name in ("leases.py", "forecast.py", "rounds.py", "coordinator.py")
+}
 ON_RAY = {ROOT / "learner" / "group.py", ROOT / "harvest" / "session.py"}
 """The driver's handles on actors."""
 HEAVY = {"torch", "vllm", "ray", "transformers", "numpy"}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from tlt.harvest.rounds import (
     TrainerHandle,
     Version,
     Weights,
+    now_s,
 )
 from tlt.spans import Span, SpanLog
 
@@ -76,11 +76,9 @@ class Coordinator:
         settings: CoordinatorSettings,
         spawn: Callable[[str], TrainerHandle],
         on_failure: Callable[[BaseException], None] = _log_failure,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spawn = spawn
         self._on_failure = on_failure
-        self._clock = clock
         self._leases = Leases(settings.leases)
         self._leases.enabled = False  # until there is something to learn from
         self._members: dict[str, Member] = {}
@@ -92,7 +90,7 @@ class Coordinator:
         self._spans: dict[str, SpanLog] = {}
         self.tally = Tally()
         self._rounds = Rounds(
-            settings.session_s, settings.publish, self._leases, self.tally, self._start, clock
+            settings.session_s, settings.publish, self._leases, self.tally, self._start
         )
 
     # --- what the run says --------------------------------------------------------------------
@@ -110,15 +108,14 @@ class Coordinator:
 
     def idle(self, worker: str, for_s: float = math.inf) -> None:
         """Note that the worker has nothing to generate, probably for `for_s` seconds."""
-        now_s = self._clock()
-        self._leases.idle(worker, now_s, now_s + for_s)
+        self._leases.idle(worker, now_s(), now_s() + for_s)
         self._carry_out()
 
     async def needed(self, worker: str) -> None:
         """Call the worker back; return when its device is free."""
         freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(worker, []).append(freed)
-        self._leases.needed(worker, self._clock())
+        self._leases.needed(worker, now_s())
         self._carry_out()
         await freed
 
@@ -150,7 +147,7 @@ class Coordinator:
         return self._leases.leased()
 
     def take_spans(self) -> dict[str, list[Span]]:
-        """Return when every worker trained since the last call, by the coordinator's clock."""
+        """Return when every worker trained since the last call, by the event loop's clock."""
         spans, self._spans = self._spans, {}
         return {worker: log.take() for worker, log in spans.items()}
 
@@ -165,7 +162,7 @@ class Coordinator:
     def _carry_out(self) -> None:
         if self._closed:
             return
-        for action in self._leases.actions(self._clock()):
+        for action in self._leases.actions(now_s()):
             if isinstance(action, Begin):
                 held = Held(action.lease, self._members[action.worker])
                 self._held[action.lease] = held
@@ -183,12 +180,12 @@ class Coordinator:
             self._timer = None
         next_s = self._leases.next_s()
         if next_s < math.inf:
-            delay_s = max(0.0, next_s - self._clock())
+            delay_s = max(0.0, next_s - now_s())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         try:
-            self._leases.tick(self._clock())
+            self._leases.tick(now_s())
             self._carry_out()
         except Exception as error:
             self._fail(error)
@@ -259,7 +256,7 @@ class Coordinator:
     async def _lease(self, held: Held, seconds: float) -> None:
         member, rest_s = held.member, 0.0
         worker, trainer = member.worker, member.trainer
-        started_s = self._clock()
+        started_s = now_s()
         try:
             if await trainer.begin(held.lease, seconds):
                 rest_s = await self._rounds.work(held)
@@ -272,19 +269,19 @@ class Coordinator:
             await self._replace(member)
             rest_s = REST_S
         finally:
-            now_s = self._clock()
+            ended_s = now_s()
             self._held.pop(held.lease, None)
             if held.ending_since_s is not None:
-                stop_s = now_s - held.ending_since_s
+                stop_s = ended_s - held.ending_since_s
                 self.tally.stop_max_s = max(self.tally.stop_max_s, stop_s)
-            self._leases.ended(worker, held.lease, now_s, rest_s)
+            self._leases.ended(worker, held.lease, ended_s, rest_s)
             self._carry_out()
-            self._spans.setdefault(worker, SpanLog()).add(Span("training", started_s, now_s))
+            self._spans.setdefault(worker, SpanLog()).add(Span("training", started_s, ended_s))
 
     def _call_back(self, action: End) -> None:
         if (held := self._held.get(action.lease)) is not None:
             if held.ending_since_s is None:
-                held.ending_since_s = self._clock()
+                held.ending_since_s = now_s()
             held.called_back.set()
             self._start(self._tell_end(held))
 

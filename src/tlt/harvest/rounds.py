@@ -34,6 +34,11 @@ MAX_BROKEN_OFF = 2
 """Evaluations broken off in a row until more training comes first: leases may be too short."""
 
 
+def now_s() -> float:
+    """Return the time of the event loop."""
+    return asyncio.get_running_loop().time()
+
+
 class TrainerFailed(RuntimeError):
     """A call of a trainer failed."""
 
@@ -183,14 +188,12 @@ class Rounds:
         leases: Leases,
         tally: Tally,
         start: Callable[[Coroutine[Any, Any, None]], None],
-        clock: Callable[[], float],
     ) -> None:
         self._session_s = session_s
         self._publish = publish
         self._leases = leases
         self._tally = tally
         self._start = start
-        self._clock = clock
         self._members: dict[str, Member] = {}
         self._round: _Round | None = None
         self._unevaluated_s = 0.0
@@ -230,7 +233,7 @@ class Rounds:
             try:
                 await self._bring_up_to_date(held)
                 member.base = None
-                started_s = self._clock()
+                started_s = now_s()
                 seconds = max(0.0, current.ends_s - started_s)
                 trained = await member.trainer.train(held.lease, seconds)
                 self._count(trained, started_s)
@@ -250,8 +253,8 @@ class Rounds:
         return self._leases.lease_of(held.member.worker) == held.lease
 
     def _count(self, trained: Trained, started_s: float) -> None:
-        self._tally.used_s += self._clock() - started_s
-        self._unevaluated_s += self._clock() - started_s
+        self._tally.used_s += now_s() - started_s
+        self._unevaluated_s += now_s() - started_s
         self._tally.trained_tokens += trained.num_tokens
         self._tally.trained_steps += trained.num_steps
         if trained.num_steps:
@@ -305,7 +308,7 @@ class Rounds:
     def _join_round(self, held: Held) -> _Round:
         if self._round is None:
             left_s = max(0.0, self._session_s - self._unevaluated_s)
-            self._round = _Round(self._clock() + left_s)
+            self._round = _Round(now_s() + left_s)
             self._start(self._close(self._round))
         self._round.members.add(held)
         return self._round
@@ -316,7 +319,7 @@ class Rounds:
             while current.members:
                 # The first result is waited for, however late; the others only for a while.
                 current.changed.clear()
-                left_s = current.ends_s + GRACE_S - self._clock()
+                left_s = current.ends_s + GRACE_S - now_s()
                 if left_s <= 0 and current.results:
                     break
                 with suppress(TimeoutError):
@@ -350,7 +353,7 @@ class Rounds:
             return
         leader = current.leader = next(iter(results))
         member = leader.member
-        started_s = self._clock()
+        started_s = now_s()
         if len(results) > 1:
             await self._merge(results, leader)
         if (published := self._news_of_published(member)) is not None:
@@ -363,7 +366,7 @@ class Rounds:
         if evaluation is not None:
             self._tally.length = evaluation.length
             await self._keep(leader, evaluation)
-        self._tally.used_s += self._clock() - started_s
+        self._tally.used_s += now_s() - started_s
 
     async def _merge(self, results: dict[Held, Trained], leader: Held) -> None:
         """Average the results of the others into the leader's weights."""
@@ -395,7 +398,7 @@ class Rounds:
             self._tally.refused += 1
         # Between the evaluation and here the lease may have been called back, or have run out.
         elif self._publish and self._leases.may_publish(
-            leader.member.worker, leader.lease, self._clock()
+            leader.member.worker, leader.lease, now_s()
         ):
             self._published_number, self._published = self._published_number + 1, weights
             self._tally.published += 1

@@ -294,7 +294,7 @@ class Harvest:
 
     def take_spans(self) -> dict[str, list[Span]]:
         """Return when every worker trained since the last call, in wall-clock time."""
-        shift_s = time.time() - time.monotonic()
+        shift_s = time.time() - asyncio.get_running_loop().time()
         return {
             worker: [span.shifted(shift_s) for span in spans]
             for worker, spans in (self._tell(Coordinator.take_spans) or {}).items()

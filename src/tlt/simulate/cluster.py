@@ -231,7 +231,7 @@ class Simulation:
 
     async def run(self, num_steps: int) -> list[Record]:
         if self._mode.harvest is not None:
-            self._coordinator = Coordinator(self._mode.harvest, self.make_trainer, clock=now_s)
+            self._coordinator = Coordinator(self._mode.harvest, self.make_trainer)
             for worker in self._workers():
                 self._coordinator.join(worker)
             await asyncio.sleep(self.cluster.training.start_s)

@@ -1,23 +1,18 @@
 """The coordinator with trainers that can be made to hang, fail and die, in simulated time."""
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tlt.harvest.coordinator import (
-    Coordinator,
-    CoordinatorSettings,
-    Judged,
-    Trained,
-    TrainerGone,
-)
+from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.rounds import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
 from tlt.simulate import clock
 
 SETTINGS = CoordinatorSettings(
-    LeaseSettings(min_s=0.01, lease_s=30, resend_s=0.05, stop_timeout_s=0.2), session_s=0.05
+    LeaseSettings(min_s=0.01, lease_s=30, stop_timeout_s=0.2, max_leases=8, resend_s=0.05),
+    session_s=0.05,
 )
 
 
@@ -27,6 +22,7 @@ class FakeTrainer:
     def __init__(self, name: str) -> None:
         self.name = name
         self.weights = 0.0
+        self.has: int | None = 0
         self.ended = 0
         self.working = False
         self.dead = False
@@ -34,7 +30,7 @@ class FakeTrainer:
         self.better = True
         self.fails: Exception | None = None
         self.starved = False
-        self.at_judge: Callable[[], Awaitable[None]] | None = None
+        self.at_evaluation: Callable[[], Awaitable[None]] | None = None
         self.breaks_off = False
         self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
@@ -58,11 +54,14 @@ class FakeTrainer:
         if not self.deaf:
             self.ended = max(self.ended, lease)
 
-    async def take(self, base: object, published: object, policy: object) -> None:
+    async def take(
+        self, base: Weights | None, published: Weights | None, policy: Weights | None
+    ) -> None:
         await self._alive()
-        self.taken.append((base, published, policy))
+        self.taken.append(tuple(w if w is None else w.blob for w in (base, published, policy)))
         if base is not None:
-            self.weights = 0.0 if base == "start" else base
+            assert base.version != self.has, "it has these weights already"
+            self.has, self.weights = base.version, base.blob if base.version else 0.0
 
     async def train(self, lease: int, seconds: float) -> Trained:
         await self._alive()
@@ -85,15 +84,16 @@ class FakeTrainer:
         self.working = False
         await self._alive()
         self.weights += 1
+        self.has = None
         return Trained(1, 100, 0.5, False)
 
-    async def judge(self, lease: int) -> Judged | None:
+    async def evaluate(self, lease: int) -> Evaluation | None:
         await self._alive()
-        if self.at_judge is not None:
-            await self.at_judge()
+        if self.at_evaluation is not None:
+            await self.at_evaluation()
         if self.breaks_off:
             return None
-        return None if lease <= self.ended else Judged(self.better, 2.0 + self.weights, 2.0)
+        return None if lease <= self.ended else Evaluation(self.better, 2.0 + self.weights, 2.0)
 
     async def merge(self, lease: int, others: list, own_weight: float) -> bool:
         await self._alive()
@@ -118,11 +118,10 @@ class FakeTrainer:
 class Setting:
     def __init__(self, settings: CoordinatorSettings = SETTINGS, workers: str = "ab") -> None:
         self.trainers: dict[str, list[FakeTrainer]] = {}
-        self.coordinator = Coordinator(settings, self._spawn, clock=clock.now_s)
+        self.coordinator = Coordinator(settings, self._spawn)
         for worker in workers:
             self.coordinator.join(worker)
         self.coordinator.policy_changed(1, "policy")
-        self._turns = itertools.count(1)
 
     def _spawn(self, worker: str) -> FakeTrainer:
         trainer = FakeTrainer(worker)
@@ -133,11 +132,11 @@ class Setting:
         return self.trainers[worker][-1]
 
     def idle(self, worker: str, for_s: float = 100.0) -> None:
-        self.coordinator.idle(worker, next(self._turns), for_s)
+        self.coordinator.idle(worker, for_s)
 
     async def needed(self, worker: str, within_s: float = 0.15) -> None:
         async with asyncio.timeout(within_s):
-            await self.coordinator.needed(worker, next(self._turns))
+            await self.coordinator.needed(worker)
         assert not self[worker].working
 
     async def __aenter__(self) -> "Setting":
@@ -161,19 +160,18 @@ def test_an_idle_worker_trains_and_what_is_better_is_published() -> None:
             assert first is not None
             assert second is not None
             assert (first.number, second.number) == (1, 2)
-            assert second.weights > first.weights
+            assert second.weights.blob > first.weights.blob
             await s.needed("a")
             metrics = s.coordinator.metrics()
             assert metrics["published"] >= 2
             assert metrics["trainers"] == 0
             assert metrics["used_s"] > 0.05
-            (stop_s,) = s.coordinator.stop_seconds()
-            assert stop_s < 0.1
+            assert s.coordinator.tally.stop_max_s < 0.1
 
     run(scene)
 
 
-def test_what_takes_several_short_leases_to_learn_is_judged_in_the_next() -> None:
+def test_what_takes_several_short_leases_to_learn_is_evaluated_in_the_next() -> None:
     async def scene() -> None:
         long = CoordinatorSettings(SETTINGS.leases, session_s=0.3)
         async with Setting(long) as s:
@@ -186,7 +184,7 @@ def test_what_takes_several_short_leases_to_learn_is_judged_in_the_next() -> Non
     run(scene)
 
 
-def test_where_leases_are_too_short_to_judge_in_there_is_training_all_the_same() -> None:
+def test_where_leases_are_too_short_to_evaluate_in_there_is_training_all_the_same() -> None:
     async def scene() -> None:
         async with Setting() as s:
             s["a"].breaks_off = True
@@ -194,7 +192,7 @@ def test_where_leases_are_too_short_to_judge_in_there_is_training_all_the_same()
             await asyncio.sleep(8 * SETTINGS.session_s)
             await s.needed("a")
             whole = [seconds > SETTINGS.session_s / 2 for seconds in s["a"].asked_s]
-            assert whole[:3] == [True, False, True], "the judgement again, then more training"
+            assert whole[:3] == [True, False, True], "the evaluation again, then more training"
             assert s.coordinator.tally.published == 0
 
     run(scene)
@@ -240,7 +238,7 @@ def test_a_trainer_that_dies_or_fails_costs_nothing_but_its_work() -> None:
             await asyncio.sleep(0.05)
             assert s.coordinator.tally.faults == 1
             assert s.coordinator.tally.trainer_restarts == 1
-            s["b"].fails = RuntimeError("disk full")
+            s["b"].fails = TrainerFailed("disk full")
             s.idle("b")
             await asyncio.sleep(0.05)
             assert s.coordinator.tally.faults == 2
@@ -268,7 +266,7 @@ def test_no_lease_before_there_are_states_to_learn_from() -> None:
         coordinator = Coordinator(SETTINGS, FakeTrainer)
         coordinator.join("a")
         await asyncio.sleep(0.01)
-        coordinator.idle("a", 1)
+        coordinator.idle("a")
         await asyncio.sleep(0.05)
         assert coordinator.metrics()["leases"] == 0
         coordinator.policy_changed(1, "policy")
@@ -304,13 +302,13 @@ def test_the_dead_and_the_called_back_are_left_out_of_a_merge() -> None:
             await s.needed("c")
             version = await s.coordinator.next_version(2.0)
             assert version is not None
-            assert version.weights == 1.0
+            assert version.weights.blob == 1.0
             assert s["a"].merged_with == []
 
     run(scene)
 
 
-def test_what_was_called_back_while_it_was_judged_is_not_published() -> None:
+def test_what_was_called_back_while_it_was_evaluated_is_not_published() -> None:
     async def scene() -> None:
         async with Setting() as s:
             asked: list[asyncio.Task[None]] = []
@@ -318,10 +316,10 @@ def test_what_was_called_back_while_it_was_judged_is_not_published() -> None:
             async def called_back() -> None:
                 if not asked:
                     asked.append(asyncio.create_task(s.needed("a")))
-                    s["a"].ended = -1  # it has not heard of it, and judges as if nothing was
+                    s["a"].ended = -1  # it has not heard of it, and evaluates as if nothing was
                     await asyncio.sleep(0.02)
 
-            s["a"].at_judge = called_back
+            s["a"].at_evaluation = called_back
             s.idle("a")
             assert await s.coordinator.next_version(0.3) is None
             assert s.coordinator.tally.published == 0
@@ -341,7 +339,7 @@ def test_another_worker_goes_on_where_the_last_one_stopped() -> None:
             assert learned >= 3
             s.idle("b")
             await asyncio.sleep(0.03)
-            assert s["b"].taken[0] == (learned, None, "policy"), "not only what was judged"
+            assert s["b"].taken[0] == (learned, None, "policy"), "not only what was evaluated"
             await s.needed("b")
 
     run(scene)
@@ -357,20 +355,20 @@ def test_after_a_death_training_goes_on_from_the_published_drafter() -> None:
             await s["a"].kill()
             s.idle("b")
             await asyncio.sleep(0.03)
-            assert s["b"].taken[0][0] == version.weights
+            assert s["b"].taken[0][0] == version.weights.blob
             await s.needed("b")
 
     run(scene)
 
 
-def test_a_worker_called_back_while_others_judge_is_free_at_once() -> None:
+def test_a_worker_called_back_while_others_evaluate_is_free_at_once() -> None:
     async def scene() -> None:
         async with Setting() as s:
 
             async def slowly() -> None:
                 await asyncio.sleep(0.5)
 
-            s["a"].at_judge = slowly
+            s["a"].at_evaluation = slowly
             s.idle("a")
             s.idle("b")
             await asyncio.sleep(0.12)
@@ -400,30 +398,30 @@ def test_weights_that_do_not_come_are_not_waited_for() -> None:
             await s.needed("b", within_s=0.1)
             s.idle("b")
             await asyncio.sleep(1.3)
-            assert version.weights in [base for base, _, _ in s["b"].taken]
+            assert version.weights.blob in [base for base, _, _ in s["b"].taken]
             assert not s["b"].dead
             await s.needed("b")
 
     run(scene)
 
 
-def test_a_drafter_is_judged_against_the_one_published_meanwhile() -> None:
+def test_a_drafter_is_compared_with_the_one_published_meanwhile() -> None:
     async def scene() -> None:
         async with Setting() as s:
 
             async def slowly() -> None:
                 await asyncio.sleep(0.2)
 
-            s["a"].at_judge = slowly
+            s["a"].at_evaluation = slowly
             s.idle("a")
             await asyncio.sleep(0.08)
-            s.idle("b")  # its round begins while a's is being judged
+            s.idle("b")  # its round begins while a's is being evaluated
             first = await s.coordinator.next_version(2.0)
             second = await s.coordinator.next_version(2.0)
             assert first is not None
             assert second is not None
             told = [published for _, published, _ in s["b"].taken if published is not None]
-            assert told[:1] == [first.weights]
+            assert told[:1] == [first.weights.blob]
             await s.needed("a", within_s=0.5)
             await s.needed("b")
 

@@ -1,9 +1,9 @@
-"""Leases under messages that are late, repeated, reordered and lost; forecasts of the tail."""
+"""Leases whose trainers hear late, twice, in another order or never; forecasts of the tail."""
 
 import math
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -41,15 +41,15 @@ def only(actions: list) -> object:
 
 def test_an_idle_worker_is_leased_and_given_back_when_needed() -> None:
     leases = ready("a")
-    leases.idle("a", 1, 0.0)
+    leases.idle("a", 0.0)
     begin = only(leases.actions(0.0))
     assert isinstance(begin, Begin)
     assert leases.may_publish("a", begin.lease, 1.0)
-    leases.needed("a", 2, 5.0)
+    leases.needed("a", 5.0)
     assert leases.actions(5.0) == [End("a", begin.lease)]
     assert not leases.may_publish("a", begin.lease, 5.0)
     leases.ended("a", begin.lease, 5.1)
-    assert leases.actions(5.1) == [Freed("a", 2)]
+    assert leases.actions(5.1) == [Freed("a")]
     assert leases.state("a") is State.BUSY
     assert leases.counts.leased_s == pytest.approx(5.1)
     assert leases.counts.coverable_s == pytest.approx(5.1)
@@ -57,21 +57,30 @@ def test_an_idle_worker_is_leased_and_given_back_when_needed() -> None:
 
 def test_a_worker_that_was_never_idle_is_free_at_once() -> None:
     leases = Leases(SETTINGS)
-    leases.needed("a", 1, 0.0)
-    assert leases.actions(0.0) == [Freed("a", 1)]
+    leases.needed("a", 0.0)
+    assert leases.actions(0.0) == [Freed("a")]
+
+
+def test_a_worker_is_not_idle_before_it_was_freed() -> None:
+    leases = ready("a")
+    leases.idle("a", 0.0)
+    leases.actions(0.0)
+    leases.needed("a", 1.0)
+    with pytest.raises(AssertionError):
+        leases.idle("a", 2.0)
 
 
 def test_no_lease_for_a_spell_too_short_to_be_worth_it() -> None:
     leases = ready("a", "b")
-    leases.idle("a", 1, 10.0, until_s=10.5)
-    leases.idle("b", 1, 10.0, until_s=12.0)
+    leases.idle("a", 10.0, until_s=10.5)
+    leases.idle("b", 10.0, until_s=12.0)
     assert [action.worker for action in leases.actions(10.0)] == ["b"]
 
 
 def test_no_lease_without_a_trainer_or_anything_to_learn() -> None:
     leases = Leases(SETTINGS)
     leases.enabled = False
-    leases.idle("a", 1, 0.0)
+    leases.idle("a", 0.0)
     assert leases.actions(0.0) == []
     leases.set_ready("a", True)
     assert leases.actions(0.0) == []
@@ -81,7 +90,7 @@ def test_no_lease_without_a_trainer_or_anything_to_learn() -> None:
 
 def test_a_lease_runs_out_and_a_worker_that_is_still_idle_gets_another() -> None:
     leases = ready("a")
-    leases.idle("a", 1, 0.0)
+    leases.idle("a", 0.0)
     first = only(leases.actions(0.0))
     leases.tick(SETTINGS.lease_s)
     assert leases.actions(20.0) == [End("a", first.lease)]
@@ -93,9 +102,9 @@ def test_a_lease_runs_out_and_a_worker_that_is_still_idle_gets_another() -> None
 
 def test_who_does_not_answer_is_told_again_and_then_killed() -> None:
     leases = ready("a")
-    leases.idle("a", 1, 0.0)
+    leases.idle("a", 0.0)
     lease = only(leases.actions(0.0)).lease
-    leases.needed("a", 2, 1.0)
+    leases.needed("a", 1.0)
     seen = leases.actions(1.0)
     now = 1.0
     while not any(isinstance(action, Kill) for action in seen):
@@ -106,12 +115,12 @@ def test_who_does_not_answer_is_told_again_and_then_killed() -> None:
     assert len(seen) > 2
     assert now == pytest.approx(1.0 + SETTINGS.stop_timeout_s)
     leases.ended("a", lease, now)
-    assert leases.actions(now) == [Freed("a", 2)]
+    assert leases.actions(now) == [Freed("a")]
 
 
 def test_a_trainer_with_nothing_to_do_rests() -> None:
     leases = ready("a")
-    leases.idle("a", 1, 0.0)
+    leases.idle("a", 0.0)
     lease = only(leases.actions(0.0)).lease
     leases.ended("a", lease, 1.0, rest_s=5.0)
     assert leases.actions(1.0) == []
@@ -123,7 +132,7 @@ def test_a_trainer_with_nothing_to_do_rests() -> None:
 def test_at_most_so_many_at_once() -> None:
     leases = ready(*"abcde")
     for worker in "abcde":
-        leases.idle(worker, 1, 0.0)
+        leases.idle(worker, 0.0)
     begun = leases.actions(0.0)
     assert len(begun) == SETTINGS.max_leases
     leases.ended("a", begun[0].lease, 1.0, rest_s=9.0)
@@ -132,11 +141,11 @@ def test_at_most_so_many_at_once() -> None:
 
 def test_leases_of_a_later_coordinator_outrank_all_earlier_ones() -> None:
     holder = Holder()
-    early, late = Leases(SETTINGS, epoch=1), Leases(SETTINGS, epoch=2)
+    early, late = Leases(SETTINGS), Leases(SETTINGS)
     numbers = []
     for leases in (early, late):
         leases.set_ready("a", True)
-        leases.idle("a", 1, 0.0)
+        leases.idle("a", 0.0)
         numbers.append(only(leases.actions(0.0)).lease)
     assert holder.begin(numbers[1], 10, 0.0)
     assert not holder.begin(numbers[0], 10, 0.0)
@@ -165,9 +174,10 @@ class Trainer:
 
 
 class World:
-    """Driver, coordinator and trainers, with every message between them at the network's mercy.
+    """Driver, coordinator and trainers; messages to and from trainers are at the network's mercy.
 
-    Killing is the one thing that works for certain, and answers only when the process is gone.
+    The driver calls the coordinator directly. Killing is the one thing that works for certain, and
+    answers only when the process is gone.
     """
 
     def __init__(self, seed: int, num_workers: int, loss: float) -> None:
@@ -178,8 +188,6 @@ class World:
         self.workers = [f"w{i}" for i in range(num_workers)]
         self.trainers = {worker: Trainer() for worker in self.workers}
         self.generating = dict.fromkeys(self.workers, True)
-        self.turn = dict.fromkeys(self.workers, 0)
-        self.wanted = dict.fromkeys(self.workers, False)
         self.messages: list[tuple] = []
         self.called_back: set[int] = set()
         self.published: list[tuple[str, int]] = []
@@ -202,7 +210,7 @@ class World:
                 self.called_back.add(action.lease)
                 self.messages.append(("kill", action))
             elif isinstance(action, Freed):
-                self.send("freed", action)
+                self.generating[action.worker] = True
             else:
                 self.send("trainer", action, incarnation)
 
@@ -214,12 +222,6 @@ class World:
         self.act()
 
     # --- coordinator's side
-    def on_idle(self, worker: str, turn: int) -> None:
-        self.leases.idle(worker, turn, self.now)
-
-    def on_needed(self, worker: str, turn: int) -> None:
-        self.leases.needed(worker, turn, self.now)
-
     def on_ended(self, worker: str, lease: int) -> None:
         self.leases.ended(worker, lease, self.now)
 
@@ -262,22 +264,13 @@ class World:
             trainer.lease = None
 
     # --- driver's side
-    def on_freed(self, action: Freed) -> None:
-        if self.wanted[action.worker] and action.turn == self.turn[action.worker]:
-            self.wanted[action.worker] = False
-            self.generating[action.worker] = True
-
     def driver_turn(self, worker: str) -> None:
-        if self.wanted[worker]:
-            self.send("needed", worker, self.turn[worker])
-        elif self.generating[worker]:
+        if self.generating[worker]:
             self.generating[worker] = False
-            self.turn[worker] += 1
-            self.send("idle", worker, self.turn[worker])
+            self.leases.idle(worker, self.now)
         else:
-            self.wanted[worker] = True
-            self.turn[worker] += 1
-            self.send("needed", worker, self.turn[worker])
+            self.leases.needed(worker, self.now)
+        self.act()
 
     def check(self) -> None:
         for worker in self.workers:
@@ -352,16 +345,16 @@ def test_four_thousand_workers() -> None:
     """Events cost the same however many workers there are, within a logarithm."""
 
     def seconds_per_event(num_workers: int) -> float:
-        leases = Leases(LeaseSettings(max_leases=num_workers))
+        leases = Leases(replace(SETTINGS, max_leases=num_workers))
         for index in range(num_workers):
             leases.set_ready(str(index), True)
         started, events = time.perf_counter(), 0
         for turn in range(1, 4, 2):
             for index in range(num_workers):
-                leases.idle(str(index), turn, float(turn))
+                leases.idle(str(index), float(turn))
                 for action in leases.actions(float(turn)):
                     assert isinstance(action, Begin)
-                leases.needed(str(index), turn + 1, turn + 0.5)
+                leases.needed(str(index), turn + 0.5)
                 (end,) = leases.actions(turn + 0.5)
                 leases.ended(str(index), end.lease, turn + 0.6)
                 leases.actions(turn + 0.6)

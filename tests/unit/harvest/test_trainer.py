@@ -14,6 +14,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from tlt.drafter.checkpoint import save_drafter  # noqa: E402
 from tlt.drafter.trainer import TrainerSettings  # noqa: E402
+from tlt.harvest.rounds import Weights  # noqa: E402
 from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
     EMBEDDING,
@@ -62,12 +63,12 @@ def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(
     assert one.begin(1, LONG_S)
     trained = one.train(1, 3.0)
     assert trained.num_steps > 10
-    judged = one.judge(1)
-    assert judged is not None
-    assert judged.better
-    assert judged.length > judged.published_length
-    one.take(published=one.export())
-    again = one.judge(1)
+    evaluation = one.evaluate(1)
+    assert evaluation is not None
+    assert evaluation.better
+    assert evaluation.length > evaluation.published_length
+    one.take(published=Weights(1, one.export()))
+    again = one.evaluate(1)
     assert again is not None
     assert not again.better, "nothing is better than itself"
 
@@ -89,7 +90,7 @@ def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
     one = spot(settings)
     before = one.export()
     assert one.train(1, LONG_S).num_steps == 0
-    assert one.judge(1) is None
+    assert one.evaluate(1) is None
     assert one.begin(2, LONG_S)
     one.end(2)
     assert one.train(2, LONG_S).num_steps == 0
@@ -129,7 +130,7 @@ def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
     one = spot(settings)
     one.begin(1, LONG_S)
     assert one.train(1, LONG_S).starved
-    assert one.judge(1) is None
+    assert one.evaluate(1) is None
 
 
 def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
@@ -138,7 +139,8 @@ def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
     one = spot(settings)
     published = one.export()
     nan = float("nan")
-    one.take(base={n: t * nan if t.is_floating_point() else t for n, t in published.items()})
+    broken = {n: t * nan if t.is_floating_point() else t for n, t in published.items()}
+    one.take(base=Weights(1, broken))
     one.begin(1, LONG_S)
     with pytest.raises(FloatingPointError):
         one.train(1, 3.0)

@@ -1,0 +1,304 @@
+"""A coordinator that fails inside the driver: the run gets its workers back and goes on."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tlt.harvest import session  # noqa: E402
+from tlt.harvest.actor import TrainerPlace  # noqa: E402
+from tlt.harvest.coordinator import Coordinator, CoordinatorSettings  # noqa: E402
+from tlt.harvest.leases import Leases, LeaseSettings  # noqa: E402
+from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights  # noqa: E402
+from tlt.harvest.session import MAX_RESTARTS, Harvest  # noqa: E402
+from tlt.harvest.trainer import EMBEDDING  # noqa: E402
+
+SETTINGS = CoordinatorSettings(
+    LeaseSettings(min_s=0.0, lease_s=30, stop_timeout_s=0.1, max_leases=8, resend_s=0.02),
+    session_s=0.02,
+)
+ENGINES = ("engine-0", "engine-1")
+
+
+class FakeTrainer:
+    """Trains until it is told to stop, or is killed."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        self.world, self.name = world, name
+        self.stop = asyncio.Event()
+        self.working = self.dead = False
+
+    async def start(self) -> None: ...
+    async def release(self) -> None: ...
+    async def take(
+        self, base: Weights | None, published: Weights | None, policy: Weights | None
+    ) -> None: ...
+
+    async def begin(self, lease: int, seconds: float) -> bool:
+        self.stop.clear()
+        return True
+
+    async def end(self, lease: int) -> None:
+        if not self.world.deaf:
+            self.stop.set()
+
+    async def train(self, lease: int, seconds: float) -> Trained:
+        self.working = True
+        try:
+            async with asyncio.timeout(None if self.world.deaf else seconds):
+                await self.stop.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.working = False
+        if self.dead:
+            raise TrainerGone(self.name)
+        return Trained(1, 100, 0.5, False)
+
+    async def evaluate(self, lease: int) -> Evaluation | None:
+        if self.world.round_error is not None:
+            raise self.world.round_error
+        return Evaluation(False, 2.0, 2.0)
+
+    async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
+        return True
+
+    async def export(self) -> Any:
+        return 0
+
+    async def kill(self) -> None:
+        if self.world.immortal:
+            await asyncio.sleep(1000)
+        self.dead = True
+        self.stop.set()
+
+
+class World:
+    def __init__(self) -> None:
+        self.trainers: list[FakeTrainer] = []
+        self.round_error: Exception | None = None
+        self.deaf = self.immortal = False
+        self.harvest = Harvest(
+            SETTINGS,
+            cast(Any, None),
+            cast(Any, None),
+            lambda engine: {},
+            on_gpu=False,
+            spawn=self.spawn,
+            share=lambda packed: packed,
+        )
+
+    def spawn(self, settings: object, place: TrainerPlace, name: str) -> FakeTrainer:
+        self.trainers.append(FakeTrainer(self, name))
+        return self.trainers[-1]
+
+    def idle(self) -> None:
+        for engine in ENGINES:
+            self.harvest.idle(engine)
+
+    def is_lost(self) -> bool:
+        """Whether the first coordinator's trainers are dead."""
+        return all(trainer.dead for trainer in self.trainers[: len(ENGINES)])
+
+    async def until(self, true: Callable[[], object], within_s: float = 5.0) -> None:
+        async with asyncio.timeout(within_s):
+            while not true():
+                await asyncio.sleep(0.005)
+
+    async def trains(self) -> None:
+        """Idle workers train, then the run has them back."""
+        before = self.harvest.metrics()["trained_steps"]
+        self.idle()
+        await self.until(lambda: self.harvest.metrics()["trained_steps"] > before)
+        await self.all_needed()
+
+    async def all_needed(self, within_s: float = 1.0) -> None:
+        async with asyncio.timeout(within_s):
+            await asyncio.gather(*(self.harvest.needed(engine) for engine in ENGINES))
+        assert not any(t.working for t in self.trainers if not t.dead), "a device is not free"
+
+
+@asynccontextmanager
+async def running() -> AsyncIterator[World]:
+    world = World()
+    for core, engine in enumerate(ENGINES):
+        world.harvest.ready(engine, {"cores": [core]})
+    await world.harvest.start()
+    world.harvest.rollout_started(8)
+    world.harvest.policy_changed([(EMBEDDING, torch.ones(2, 2))], 1)
+    try:
+        await world.trains()
+        yield world
+    finally:
+        world.immortal = False
+        await world.harvest.stop()
+        assert all(trainer.dead for trainer in world.trainers), "a trainer outlives harvest"
+
+
+async def assert_contained(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """One log line with a traceback, a metric, free workers, and training by new trainers."""
+    await world.all_needed()
+    await world.until(lambda: world.is_lost() and world.harvest.metrics())
+    (line,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line.exc_info is not None
+    record = world.harvest.record()
+    assert record["harvest/coordinator_restarts"] == 1
+    assert record["harvest/enabled"] == 1.0
+    assert len(world.trainers) == 2 * len(ENGINES)
+    assert len({trainer.name for trainer in world.trainers}) == len(world.trainers)
+    world.round_error = None
+    await world.trains()
+    assert world.harvest.record()["harvest/trained_tokens"] > 0
+
+
+def run(scene: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
+def test_an_exception_in_a_round(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        async with running() as world:
+            world.round_error = ZeroDivisionError("a bug")
+            world.idle()
+            await world.until(world.is_lost)
+            await assert_contained(world, caplog)
+
+    run(scene)
+
+
+def test_an_exception_in_a_timer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tick(leases: Leases, now_s: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def scene() -> None:
+        async with running() as world:
+            with monkeypatch.context() as patch:
+                patch.setattr(Leases, "tick", tick)
+                world.deaf = True  # so that a timer comes, to tell it again
+                world.idle()
+                await asyncio.sleep(0.05)
+                needed = asyncio.create_task(world.all_needed())
+                await world.until(world.is_lost)
+                await needed
+            world.deaf = False
+            await assert_contained(world, caplog)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("method", ["idle", "needed", "leased", "policy_changed", "take_spans"])
+def test_an_exception_in_a_direct_call(
+    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = getattr(Coordinator, method)
+    errors = [ZeroDivisionError("a bug")]
+
+    def fails(*args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return works(*args)
+
+    async def scene() -> None:
+        async with running() as world:
+            with monkeypatch.context() as patch:
+                world.idle()
+                patch.setattr(Coordinator, method, fails)
+                world.harvest.idle(ENGINES[0])
+                world.harvest.leased()
+                world.harvest.take_spans()
+                world.harvest.policy_changed([(EMBEDDING, torch.ones(2, 2))], 2)
+                await world.all_needed()
+                await world.until(world.is_lost)
+            await assert_contained(world, caplog)
+
+    run(scene)
+
+
+def test_a_worker_that_never_comes_back_is_waited_for_within_a_limit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its trainer neither hears nor dies: harvest takes the coordinator for lost, and goes on."""
+    monkeypatch.setattr(session, "ANSWER_S", 0.1)
+
+    async def scene() -> None:
+        async with running() as world:
+            world.deaf = world.immortal = True
+            world.idle()
+            await world.until(lambda: all(trainer.working for trainer in world.trainers))
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*(world.harvest.needed(engine) for engine in ENGINES))
+            lines = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
+            assert len(lines) == 2, "the coordinator is lost, and its trainers do not end"
+            assert world.harvest.record()["harvest/coordinator_restarts"] == 1
+            world.deaf = world.immortal = False
+            for trainer in world.trainers[:2]:
+                await trainer.kill()
+            await world.trains()
+
+    run(scene)
+
+
+def test_too_many_losses_without_training_turn_harvest_off(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def lose(world: World) -> None:
+        """Lose a coordinator; nobody trains before the next one is lost."""
+        await world.until(world.harvest.metrics)
+        with monkeypatch.context() as patch:
+            patch.setattr(Coordinator, "idle", fails)
+            world.harvest.idle(ENGINES[0])
+        assert not world.harvest.metrics()
+        await world.all_needed()
+
+    async def scene() -> None:
+        async with running() as world:
+            for _ in range(MAX_RESTARTS):
+                await lose(world)
+            await world.until(world.harvest.metrics)
+            await world.trains()
+            assert world.harvest.record()["harvest/coordinator_restarts"] == MAX_RESTARTS
+            for _ in range(MAX_RESTARTS):  # training in between counts
+                await lose(world)
+                assert world.harvest.enabled
+            await lose(world)
+            assert not world.harvest.enabled
+            assert "off for the rest of the run" in caplog.records[-1].message
+            record = world.harvest.record()
+            assert record["harvest/enabled"] == 0.0
+            assert record["harvest/coordinator_restarts"] == MAX_RESTARTS + 1
+            world.idle()
+            await world.all_needed()
+            await world.harvest.rollout_ended()
+            await world.until(lambda: all(trainer.dead for trainer in world.trainers))
+            assert not world.harvest.leased()
+
+    run(scene)
+
+
+def test_idle_is_told_only_once_the_worker_was_freed() -> None:
+    async def scene() -> None:
+        async with running() as world:
+            world.deaf = True  # it takes a while to be free
+            world.idle()
+            await world.until(lambda: all(trainer.working for trainer in world.trainers))
+            needed = asyncio.create_task(world.harvest.needed(ENGINES[0]))
+            await asyncio.sleep(0.01)
+            world.harvest.idle(ENGINES[0])
+            assert not needed.done()
+            await needed
+            world.deaf = False
+            assert world.harvest.enabled
+            assert world.harvest.record()["harvest/coordinator_restarts"] == 0
+            await world.all_needed()
+
+    run(scene)
