@@ -1,11 +1,14 @@
-"""One coordinator and thousands of simulated workers: events a second, and the longest pause.
+"""Dispatch and coordination of thousands of simulated workers in one event loop, as in a driver.
 
     python benchmarks/coordinator.py [--workers 4096] [--seconds 20]
 
-The coordinator is the real one; its trainers answer after a few milliseconds instead of training.
-Workers become idle and are needed again at random, all the time. An event is anything that the run
-or a trainer tells the coordinator. A pause is how long its event loop did nothing else: what a
-message would have waited. Writes benchmarks/results/coordinator.json.
+The coordinator and the dispatcher are the real ones. Trainers answer after a few milliseconds
+instead of training; engines finish a sample after a few seconds instead of generating it. Workers
+become idle and are needed again at random, all the time, while every engine generates: more than
+any run asks for. An event is anything that the run or a trainer tells the coordinator. A pause is
+how long the event loop did nothing else. The delay of a dispatch is the time from the end of a
+sample to its handling; it is also measured without the coordinator. Writes
+benchmarks/results/coordinator.json.
 """
 
 from __future__ import annotations
@@ -19,13 +22,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tlt.harvest.coordinator import Coordinator, CoordinatorSettings, Judged, Trained
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.observe.provenance import provenance
+from tlt.rollout.dispatch import Assign, Dispatcher
 
 RESULT = Path(__file__).parent / "results" / "coordinator.json"
 PASS_S = 0.03
 """How often a trainer looks whether to stop."""
+SLOTS = 4
+"""Samples that an engine generates at once."""
+SAMPLE_S = (1.0, 9.0)
+"""Shortest and longest time that a sample takes."""
 
 
 class Simulated:
@@ -54,7 +64,9 @@ class Simulated:
         self.ended = max(self.ended, lease)
         self.stop.set()
 
-    async def take(self, base: Any, published: Any, policy: Any) -> None:
+    async def take(
+        self, base: Weights | None, published: Weights | None, policy: Weights | None
+    ) -> None:
         await self._answer()
 
     async def train(self, lease: int, seconds: float) -> Trained:
@@ -67,9 +79,9 @@ class Simulated:
         await self._answer()
         return Trained(1, 512, 1.0, False)
 
-    async def judge(self, lease: int) -> Judged | None:
+    async def evaluate(self, lease: int) -> Evaluation | None:
         await self._answer()
-        return Judged(random.random() < 0.3, 2.0, 2.0)
+        return Evaluation(random.random() < 0.3, 2.0, 2.0)
 
     async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
         await self._answer()
@@ -87,10 +99,67 @@ class Simulated:
         await self._answer()
 
 
+class Dispatch:
+    """A dispatcher whose engines finish samples all the time, and get others for them."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._dispatcher = Dispatcher(prefetch=2)
+        self._rng = random.Random(0)
+        self._ends_s: float = 0.0
+        self._num_requests = 0
+        self.delays: list[float] = []
+        for index in range(num_engines):
+            self._dispatcher.engine_ready(f"engine-{index}", SLOTS)
+        self._submit(num_engines * SLOTS)
+
+    async def run(self, seconds: float) -> None:
+        self._ends_s = self._loop.time() + seconds
+        self._carry_out()
+        await asyncio.sleep(seconds)
+
+    def _submit(self, count: int) -> None:
+        first, self._num_requests = self._num_requests, self._num_requests + count
+        spec = SamplingSpec(1000)
+        self._dispatcher.submit(
+            SampleRequest(str(number), (1,) * 8, spec) for number in range(first, first + count)
+        )
+
+    def _carry_out(self) -> None:
+        for action in self._dispatcher.actions():
+            if isinstance(action, Assign):
+                for request in action.requests:
+                    due_s = self._loop.time() + self._rng.uniform(*SAMPLE_S)
+                    self._loop.call_at(due_s, self._finish, action.engine, request.sample_id, due_s)
+            else:
+                self._dispatcher.recalled(action.engine, [])
+
+    def _finish(self, engine: str, sample_id: str, due_s: float) -> None:
+        if self._loop.time() < self._ends_s:
+            self.delays.append(self._loop.time() - due_s)
+            self._dispatcher.finished(engine, [sample_id])
+            self._submit(1)
+            self._carry_out()
+
+    def late(self) -> dict[str, float]:
+        """Return how late samples were handled."""
+        ordered = sorted(self.delays)
+        return {
+            "median_s": statistics.median(ordered),
+            "p99_s": ordered[int(0.99 * len(ordered))],
+            "max_s": ordered[-1],
+        }
+
+
+async def dispatch_alone(num_workers: int, seconds: float) -> dict[str, float]:
+    dispatch = Dispatch(num_workers)
+    await dispatch.run(seconds)
+    return dispatch.late()
+
+
 async def simulate(num_workers: int, seconds: float) -> dict[str, Any]:
-    settings = CoordinatorSettings(
-        LeaseSettings(min_s=0.1, max_leases=num_workers), session_s=1.0, publish=True
-    )
+    leases = LeaseSettings(min_s=0.1, lease_s=60.0, stop_timeout_s=2.0, max_leases=num_workers)
+    settings = CoordinatorSettings(leases, session_s=1.0)
     coordinator = Coordinator(settings, Simulated)
     workers = [f"engine-{i}" for i in range(num_workers)]
     for worker in workers:
@@ -107,14 +176,13 @@ async def simulate(num_workers: int, seconds: float) -> dict[str, Any]:
             pauses.append(time.monotonic() - before_s)
 
     async def live(worker: str, rng: random.Random) -> None:
-        turn = 0
         await asyncio.sleep(rng.uniform(0, 2))
         while time.monotonic() < ends_s:
-            coordinator.idle(worker, turn := turn + 1, rng.uniform(0, 4))
+            coordinator.idle(worker, rng.uniform(0, 4))
             Simulated.events += 1
             await asyncio.sleep(rng.uniform(0.5, 4))
             asked_s = time.monotonic()
-            await coordinator.needed(worker, turn := turn + 1)
+            await coordinator.needed(worker)
             Simulated.events += 1
             waits.append(time.monotonic() - asked_s)
             await asyncio.sleep(rng.uniform(0.5, 4))
@@ -122,7 +190,9 @@ async def simulate(num_workers: int, seconds: float) -> dict[str, Any]:
     await asyncio.sleep(1.0)
     Simulated.events = 0
     started_s = time.monotonic()
-    await asyncio.gather(watch(), *(live(w, random.Random(w)) for w in workers))
+    dispatch = Dispatch(num_workers)
+    lives = (live(w, random.Random(w)) for w in workers)
+    await asyncio.gather(dispatch.run(seconds), watch(), *lives)
     elapsed_s = time.monotonic() - started_s
     metrics = coordinator.metrics()
     await coordinator.shutdown()
@@ -138,6 +208,8 @@ async def simulate(num_workers: int, seconds: float) -> dict[str, Any]:
         "needed_to_free_median_s": statistics.median(ordered),
         "needed_to_free_p99_s": ordered[int(0.99 * len(ordered))],
         "needed_to_free_max_s": ordered[-1],
+        "dispatches_per_s": len(dispatch.delays) / seconds,
+        "dispatch_late": dispatch.late(),
     }
 
 
@@ -146,13 +218,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
-    found = [asyncio.run(simulate(count, options.seconds)) for count in options.workers]
+    found = []
+    for count in options.workers:
+        row = asyncio.run(simulate(count, options.seconds))
+        row["dispatch_late_alone"] = asyncio.run(dispatch_alone(count, options.seconds))
+        found.append(row)
     RESULT.write_text(json.dumps({"provenance": provenance(), "rows": found}, indent=2) + "\n")
     for each in found:
         print(
             f"{each['workers']:5} workers: {each['events_per_s']:7.0f} events/s, longest pause "
             f"{1000 * each['pause_max_s']:.0f} ms, needed to free p99 "
-            f"{1000 * each['needed_to_free_p99_s']:.0f} ms"
+            f"{1000 * each['needed_to_free_p99_s']:.0f} ms, dispatch late p99 "
+            f"{1000 * each['dispatch_late']['p99_s']:.0f} ms "
+            f"(alone {1000 * each['dispatch_late_alone']['p99_s']:.0f} ms)"
         )
 
 

@@ -92,7 +92,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
 
     folder = f"/dev/shm/tlt-neighbour-{os.getpid()}"
     spot = HarvestSettings(
-        DRAFTER, MODEL, fill_buffer(folder), TrainerSettings(row_tokens=512, lr=3e-4)
+        DRAFTER, MODEL, fill_buffer(folder), TrainerSettings(row_tokens=512, lr=3e-4), 1024
     )
     engine = RayEngine(
         EngineConfig(

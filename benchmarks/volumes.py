@@ -27,7 +27,7 @@ from typing import Any
 
 from tlt.config.train import TltConfig
 from tlt.contracts import Sample
-from tlt.harvest.coordinator import EXPORT_S
+from tlt.harvest.rounds import EXPORT_S
 from tlt.observe.timeline import max_engine_spans
 from tlt.report.findings import SYNC_SHARE
 from tlt.spans import MAX_SPANS
@@ -266,7 +266,7 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
     gathered = trainers * drafter  # the coordinator awaits the value of every export
     merged = gathered + 2 * max(0, trainers - 1) * drafter  # to the leader, and from it
     # Idle and needed of every worker; begin, end, release of a lease; in a round take, train and
-    # export of every trainer, merge, judge.
+    # export of every trainer, merge, evaluation.
     messages = 2 * c["engines"] + 3 * leases + rounds * (3 * trainers + 2)
     return {
         "drafter_bytes": drafter,

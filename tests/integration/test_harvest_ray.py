@@ -19,8 +19,7 @@ from speed import limit
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec
 from tlt.drafter.trainer import TrainerSettings
-from tlt.harvest.coordinator import CoordinatorSettings
-from tlt.harvest.forecast import TailForecast
+from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
 from tlt.harvest.trainer import EMBEDDING, HarvestSettings
 from tlt.rollout.pool import RolloutPool
@@ -118,21 +117,15 @@ class Run:
         return samples
 
     async def _when_training(self, then: Callable[[], Any]) -> None:
-        """Once a trainer is at work, of a coordinator that has seen results before."""
-        while not (await self.trained_tokens() and await self.training()):
+        """Act once a trainer is at work, of a coordinator that has seen results before."""
+        while not (self.trained_tokens() and self.harvest.leased()):
             await asyncio.sleep(0.05)
         result = then()
         if asyncio.iscoroutine(result):
             await result
 
-    async def metrics(self) -> dict[str, float]:
-        return await self.harvest._ask("metrics") or {}
-
-    async def training(self) -> bool:
-        return (await self.metrics()).get("trainers", 0) > 0
-
-    async def trained_tokens(self) -> float:
-        return (await self.metrics()).get("trained_tokens", 0.0)
+    def trained_tokens(self) -> float:
+        return float(self.harvest.metrics().get("trained_tokens", 0.0))
 
 
 @asynccontextmanager
@@ -150,10 +143,10 @@ async def running(tiny: Path, spot: HarvestSettings) -> AsyncIterator[Run]:
         engine_args=TINY_ARGS | {"max_model_len": 1600, "max_num_seqs": 16},
     )
     pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=3 * ROUNDS), ray_spawner(engine))
-    settings = CoordinatorSettings(LeaseSettings(min_s=0.2, stop_timeout_s=1.0), session_s=1.0)
+    leases = LeaseSettings(min_s=0.2, lease_s=60.0, stop_timeout_s=1.0, max_leases=8)
+    settings = CoordinatorSettings(leases, session_s=1.0)
     harvest = Harvest(settings, spot, pool, lambda name: {}, on_gpu=False)
     pool.listen(harvest)
-    harvest.open()
     async with pool:
         await harvest.start()
         embedding = read_tensors(tiny, [EMBEDDING, "lm_head.weight"])
@@ -161,7 +154,7 @@ async def running(tiny: Path, spot: HarvestSettings) -> AsyncIterator[Run]:
         run = Run(pool, harvest)
         try:
             async with asyncio.timeout(limit(60)):
-                while (await run.metrics())["ready"] < 2:
+                while harvest.metrics()["ready"] < 2:
                     await asyncio.sleep(0.2)
             yield run
         finally:
@@ -185,14 +178,14 @@ def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
     async def scene() -> None:
         async with running(tiny, trainer_settings) as run:
             await until_published(run)
-            record = await run.harvest.record()
+            record = run.harvest.record()
             assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
             assert record["harvest/faults"] == 0
             assert record["harvest/kills"] == 0
             assert record["harvest/stop_max_s"] < limit(0.5)
             trainers = processes("ray::TrainerActor")
             assert len(trainers) == 2
-            cores = {cores for _, cores in run.harvest._engines.values()}
+            cores = set(run.harvest.workers.values())
             assert {tuple(p.cpu_affinity()) for p in trainers} == cores
             assert len(cores) == 2, "each trainer is on the core of its engine"
             await nobody_computes(trainers)
@@ -213,10 +206,10 @@ def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
             run.pool.update_drafter = refuse  # type: ignore[method-assign]
             for _ in range(12):
                 await run.rollout()
-                if run.harvest._off:
+                if not run.harvest.enabled:
                     break
-            assert run.harvest._off
-            assert (await run.harvest.record())["harvest/enabled"] == 0.0
+            assert not run.harvest.enabled
+            assert run.harvest.record()["harvest/enabled"] == 0.0
             await run.rollout()
         assert not processes("ray::TrainerActor")
 
@@ -234,15 +227,14 @@ async def until_published(run: Run) -> None:
 
 
 async def two_at_once_are_merged(run: Run) -> None:
-    run.harvest._forecast = TailForecast()  # nothing is known: it may take long
-    run.harvest.rollout_started(2)
+    run.harvest.rollout_started(1000)  # no rollout before had so many samples: it may take long
     for engine in ("engine-0", "engine-1"):
         run.harvest.idle(engine)
     async with asyncio.timeout(limit(40)):
-        while not (await run.metrics())["merges"]:
+        while not run.harvest.metrics()["merges"]:
             await asyncio.sleep(0.2)
     await run.harvest.rollout_ended()
-    assert not await run.training()
+    assert not run.harvest.leased()
 
 
 async def nobody_computes(trainers: list[psutil.Process]) -> None:
@@ -258,7 +250,7 @@ def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
 ) -> None:
     async def scene() -> None:
         async with running(tiny, trainer_settings) as run:
-            for victim in (kill_trainer, kill_coordinator, kill_engine):
+            for victim in (kill_trainer, fail_coordinator, kill_engine):
                 for _ in range(ROUNDS):
                     await killed_once(run, victim)
                     await still_trains(run)  # four losses without that would end harvest
@@ -275,37 +267,43 @@ async def killed_once(run: Run, victim: Callable[[Run], Awaitable[None]]) -> Non
         num_killed += 1
 
     while num_killed == 0:
-        assert not run.harvest._off
+        assert run.harvest.enabled
         await run.rollout(strike)
     await run.pool.wait_ready(2)
 
 
 async def still_trains(run: Run) -> None:
-    trained = await run.trained_tokens()
+    trained = run.trained_tokens()
     for _ in range(10):
         await run.rollout()
-        if await run.trained_tokens() > trained:
-            await run.harvest.record()  # what it has trained counts for it
+        if run.trained_tokens() > trained:
+            run.harvest.record()  # what it has trained counts for it
             return
         await asyncio.sleep(3.0)  # a trainer takes a while to start again
     pytest.fail("nobody trains any more")
 
 
 async def kill_engine(run: Run) -> None:
-    engine = next(iter(run.harvest._idle.values()))
-    os.kill(run.pool._handles[engine].pid, signal.SIGKILL)
-
-
-async def kill_coordinator(run: Run) -> None:
-    os.kill(await run.harvest._actor.pid.remote(), signal.SIGKILL)
+    kill_beside_training(run, "ray::EngineActor")
 
 
 async def kill_trainer(run: Run) -> None:
-    import ray
+    kill_beside_training(run, "ray::TrainerActor")
 
-    from tlt.harvest.actor import trainer_name
 
-    worker = next(iter(run.harvest._idle))
-    trainer = ray.get_actor(trainer_name(run.harvest._run, run.harvest._epoch, worker))
-    # Asked beside its training: its only other thread is for that.
-    os.kill(await trainer.pid.options(concurrency_group="control").remote(), signal.SIGKILL)
+def kill_beside_training(run: Run, title: str) -> None:
+    """Kill the process with this title on the cores of a worker that trains."""
+    cores = run.harvest.workers[run.harvest.leased()[0]]
+    (process,) = [p for p in processes(title) if tuple(p.cpu_affinity()) == cores]
+    process.send_signal(signal.SIGKILL)
+
+
+async def fail_coordinator(run: Run) -> None:
+    trainers = processes("ray::TrainerActor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "leased", lambda coordinator: 1 / 0)
+        assert run.harvest.leased() == []
+    async with asyncio.timeout(limit(20)):
+        while any(trainer.is_running() for trainer in trainers):
+            await asyncio.sleep(0.1)
+    assert run.harvest.record()["harvest/coordinator_restarts"] == 1
