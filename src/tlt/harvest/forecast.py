@@ -1,4 +1,4 @@
-"""How long a rollout will still take, judged by how the ones before it ended. Pure."""
+"""How long a rollout will still take, from how the last rollouts ended. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from statistics import median
 class TailForecast:
     """Remembers when the samples of the last few rollouts ended.
 
-    With so many samples unfinished, this rollout will take as long as the others took from there.
-    Nothing needs to be known about lengths or speeds, which change from step to step; the number
-    of unfinished samples says where in the tail a rollout is.
+    The number of unfinished samples says where in the tail a rollout is. From there it will take as
+    long as the last rollouts took. Lengths and speeds, which change from step to step, need not be
+    known.
     """
 
     def __init__(self, num_rollouts: int = 5) -> None:
@@ -28,13 +28,13 @@ class TailForecast:
         self._ends += [now_s - self._started_s] * num_samples
 
     def ended(self) -> None:
-        """The rollout is over: remember it."""
+        """Remember the rollout that is over."""
         if self._ends:
             self._past.append(self._ends)
         self._ends, self._num_samples = [], 0
 
     def remaining_s(self, now_s: float) -> float:
-        """Seconds to the end of this rollout; infinite when there is nothing to judge by."""
+        """Return the seconds to the end of this rollout; infinite if nothing is known yet."""
         unfinished = self._num_samples - len(self._ends)
         if unfinished <= 0:
             return 0.0
@@ -42,5 +42,5 @@ class TailForecast:
         if not takes:
             return math.inf
         since_s = now_s - self._started_s - (self._ends[-1] if self._ends else 0.0)
-        # What has outlasted all others is as likely to last half as long again.
+        # A rollout that has outlasted the others may well last half as long again.
         return max(median(takes) - since_s, since_s / 2)
