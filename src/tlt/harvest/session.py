@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -188,7 +189,7 @@ class Harvest:
         """Let a worker be leased once it is free, and on a GPU once its engine's memory is free."""
         if (freeing := self._freeing.get(spell.worker)) is not None:
             await asyncio.shield(freeing)
-        if self._on_gpu:
+        if self._on_gpu and self._idle.get(spell.worker) is spell:
             self._asleep.add(spell.engine)
             await self._pool.call_engine(spell.engine, "sleep")
         if self._idle.get(spell.worker) is spell:  # not needed again meanwhile
@@ -485,11 +486,13 @@ class Harvest:
         return weights, drafter_weights(weights, config, getattr(torch, self._pool_dtype()))
 
 
+@dataclass(eq=False, slots=True)
 class _Spell:
     """A time in which an engine is idle."""
 
-    def __init__(self, engine: str, worker: str, remaining_s: float) -> None:
-        self.engine, self.worker, self.remaining_s = engine, worker, remaining_s
+    engine: str
+    worker: str
+    remaining_s: float
 
 
 async def _shut_down(coordinator: Coordinator) -> None:
