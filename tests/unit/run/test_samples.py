@@ -80,8 +80,7 @@ def generate(
             "2", PROBLEMS, 11, 0.5, policy_version, Stopwatch(), "rollout", ended.append, 2
         )
     )
-    assert shown[0] == ("step 2: generating", 0, 132)
-    assert shown[-1] == ("step 2: generating", 132, 132)
+    assert shown == [("step 2: generating", done, 132) for done in range(133)]
     return scored, ended, pool
 
 
