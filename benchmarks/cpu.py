@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -201,17 +202,28 @@ def _update(model: str, dtype: str) -> Callable[[], None]:
 
     meeting = f"file://{tempfile.mkdtemp()}/meet"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    loss = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0)
     settings = RankSettings(
-        model, dtype, 1.0, Weighting("tokens", 64), PolicyLossSettings(), lr=1e-6
+        model=model,
+        dtype=dtype,
+        temperature=1.0,
+        weighting=Weighting("tokens", 64),
+        loss=loss,
+        lr=1e-6,
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     samples = [
-        TrainSample(str(i), tuple(range(100, 116)), (5,) * 32, (-0.1,) * 32, 1.0) for i in range(2)
+        TrainSample(str(i), i, tuple(range(100, 116)), (5,) * 32, (-0.1,) * 32, 1.0)
+        for i in range(2)
     ]
 
     def step() -> None:
         rank.accumulate([samples])
-        rank.step(64.0)
+        rank.step(64.0, math.inf)
 
     return step
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -67,6 +68,7 @@ def main() -> None:
             samples.append(
                 TrainSample(
                     f"{group}/{place}",
+                    group,
                     ids[:num_prompt],
                     response,
                     (-0.1,) * len(response),
@@ -81,9 +83,19 @@ def main() -> None:
         "gloo", init_method=f"file://{tempfile.mkdtemp()}/meet", rank=0, world_size=1
     )
     aux = tuple(Eagle3Config.for_target(AutoConfig.from_pretrained(options.model)).aux_layer_ids)
-    loss = PolicyLossSettings()
+    loss = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0)
     settings = RankSettings(
-        options.model, "bfloat16", 1.0, weighting, loss, 1e-6, aux_layer_ids=aux
+        model=options.model,
+        dtype="bfloat16",
+        temperature=1.0,
+        weighting=weighting,
+        loss=loss,
+        lr=1e-6,
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        aux_layer_ids=aux,
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     shared = tempfile.mkdtemp(prefix="tlt-bench-", dir="/dev/shm")
@@ -91,12 +103,12 @@ def main() -> None:
 
     def keep_states(sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
         captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
-        keeper.keep(sample.sample_id, 0, captured)
+        keeper.write(sample.sample_id, 0, captured)
 
     def update(rows: list[list[TrainSample]], keep: bool) -> None:
         rank.keep_states = keep_states if keep else None
         rank.accumulate(rows)
-        rank.step(denominator)
+        rank.step(denominator, math.inf)
         if keep:
             keeper.drain()
 

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,13 +92,13 @@ def main() -> None:
 
 async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, float]]:
     from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.harvest.forecast import TailForecast
     from tlt.harvest.session import NoHarvest
-    from tlt.observe.sinks import Sinks
+    from tlt.observe.live import Live
     from tlt.observe.stopwatch import Stopwatch
     from tlt.rollout.actor import ray_spawner
     from tlt.rollout.pool import RolloutPool
-    from tlt.run.folder import RunFolder
-    from tlt.run.train import Training
+    from tlt.run.samples import Rollouts
     from tlt.tasks.rewards import RewardPool
 
     spawn = ray_spawner(prepared.engine)
@@ -127,14 +126,12 @@ async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, fl
                 lent = iter(engines)
                 pool = RolloutPool(config.pool, lambda name, lent=lent: next(lent))
                 await pool.start()
-                folder = RunFolder(Path(tempfile.mkdtemp()))
-                training = Training(
-                    config, prepared, folder, pool, None, rewards, Sinks([]), NoHarvest(),
-                    lambda *_: None, lambda _: None,
-                )  # fmt: skip
+                harvest = NoHarvest()
+                live = Live(Path("live.json"), 1, pool, harvest, TailForecast(), lambda *_: None)
+                rollouts = Rollouts(config, prepared.chat, pool, rewards, harvest, live)
                 watch = Stopwatch()
-                scored = await training._generate(
-                    f"loop-{round_}", problems, size, 0.0, watch, "rollout"
+                scored = await rollouts.generate(
+                    f"loop-{round_}", problems, size, 0.0, 0, watch, "rollout"
                 )
                 tokens = sum(len(s.sample.token_ids) for s in scored)
                 seconds = watch.seconds["rollout"]

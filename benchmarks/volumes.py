@@ -469,7 +469,7 @@ def measure(tokenizer: str | None) -> str:
     rng, number = random.Random(0), 4000
     ids = tuple(rng.randrange(152_064) for _ in range(number))
     logprobs = tuple(-rng.random() for _ in range(number))
-    sample = Sample("1/00001/0001", "1/00001", ids, logprobs, "stop", "engine-1", 1, 0.0, 1.0, 2.0)
+    sample = Sample("1/00001/0001", ids, logprobs, "stop", "engine-1", 1, 0.0, 1.0, 2.0)
     pickled = pickle.dumps(sample, 5)
     lines = [
         f"load_us={fastest_us(lambda: pickle.loads(pickled), number):.3f}",

@@ -2,8 +2,9 @@
 
 Read this first: it is the vocabulary of the system.
 
-- A `SampleRequest` goes into the rollout, a `Sample` comes out. Every sample of a GRPO group is
-  a request of its own; `group_id` ties them together.
+- A `SampleRequest` goes into the rollout, a `Sample` comes out, and its reward makes it a `Scored`
+  one. Every sample of a group is a request of its own. The order of samples follows from the
+  numbers in `Scored`; nothing reads a sample's id back.
 - An `Arm` is one way to decode: which drafter, and how many tokens it drafts. Before each engine
   step a `Strategy` picks an arm from a `StepContext`; after the step it sees a `StepReport`.
 """
@@ -27,7 +28,7 @@ ShowProgress = Callable[[str, float, float], None]
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How to sample one response. `extra` goes verbatim into vLLM's `SamplingParams`."""
+    """How to sample one response; `extra` goes verbatim into vLLM's `SamplingParams`."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -42,20 +43,18 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One response to generate."""
+    """One response to generate; its id is unique among the requests in flight."""
 
     sample_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingSpec
-    group_id: str = ""
-    expected_tokens: int | None = None
-    """Guess of the response's length, for balancing; the token limit where nothing is known."""
     rl_step: int | None = None
-    """The training step it is for: engines that capture states keep its own under that number."""
+    """The RL step of the sample, under which engines store its hidden states; None stores none."""
 
     @property
     def work_tokens(self) -> int:
-        return self.expected_tokens or self.sampling.max_tokens
+        """The work that the pool balances: the most tokens that the response can have."""
+        return self.sampling.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,9 @@ class Sample:
     """One finished response."""
 
     sample_id: str
-    group_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Log-probability of each token under the policy; empty when not asked for."""
+    """Log-probability of each token under the policy; empty unless the request asked for it."""
     finish_reason: FinishReason
     engine: str
     policy_version: int
@@ -77,6 +75,22 @@ class Sample:
     """Seconds between the first engine step and the last token."""
     finished_at_s: float
     """Wall-clock time of the end, seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A sample with its reward and its place in the RL step."""
+
+    problem_number: int
+    """The problem's number in the RL step, from 0."""
+    place: int
+    """The sample's place in its group, from 0."""
+    request: SampleRequest
+    sample: Sample
+    text: str
+    reward: float
+    fault: str | None
+    """Why the reward is a zero that the response did not earn; None where it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,17 @@ class EngineStats:
     fingerprint_s: float = 0.0
     """Seconds spent on comparing it."""
 
+    @classmethod
+    def difference(cls, before: Sequence[EngineStats], after: Sequence[EngineStats]) -> EngineStats:
+        """Return what all engines counted in between; a new engine counts from zero."""
+        earlier = {stats.engine: stats for stats in before}
+        pairs = [(earlier.get(stats.engine, cls("")), stats) for stats in after]
+        version = max((stats.drafter_version for stats in after), default=0)
+        counted = {
+            name: sum(getattr(b, name) - getattr(a, name) for a, b in pairs) for name in COUNTERS
+        }
+        return cls("all", drafter_version=version, **counted)
+
     @property
     def acceptance_length(self) -> float:
         """Tokens per verified draft, the bonus token included."""
@@ -118,6 +143,14 @@ class EngineStats:
     @property
     def acceptance_rate(self) -> float:
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+
+COUNTERS = (
+    *("steps", "drafts", "draft_tokens", "accepted_tokens", "output_tokens", "busy_s"),
+    *("model_drafts", "model_accepted_tokens", "model_first_accepted"),
+    *("captured_samples", "policy_mismatches", "fingerprint_s"),
+)
+"""The fields of `EngineStats` that only grow."""
 
 
 # --- speculation --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The learner as Ray actors: ranks agree, states are captured, checkpoints give back what was."""
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -38,8 +39,12 @@ def plan(tiny: Path, num_ranks: int = 1, **changes: object) -> LearnerPlan:
         dtype="float32",
         temperature=1.0,
         weighting=Weighting("tokens", 64),
-        loss=PolicyLossSettings(),
+        loss=PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0),
         lr=1e-3,
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
     )
     settings = LearnerPlan(
         num_ranks=num_ranks,
@@ -49,6 +54,8 @@ def plan(tiny: Path, num_ranks: int = 1, **changes: object) -> LearnerPlan:
         num_cores=1,
         core_group=f"test-learner-{os.getpid()}",
         timeout_s=120,
+        buffer=None,
+        captures=True,
     )
     return replace(settings, **changes)  # type: ignore[arg-type]
 
@@ -62,7 +69,9 @@ def batch(seed: int, num_groups: int = 5) -> list[TrainSample]:
             response = tuple(rng.randrange(5, 250) for _ in range(rng.randint(1, 60)))
             logprobs = tuple(rng.uniform(-2, 0) for _ in response)
             samples.append(
-                TrainSample(f"{group}/{place}", prompt, response, logprobs, rng.uniform(-1, 1))
+                TrainSample(
+                    f"{group}/{place}", group, prompt, response, logprobs, rng.uniform(-1, 1)
+                )
             )
     return samples
 
@@ -86,7 +95,7 @@ async def train(learner: LearnerGroup, seeds: range, cut: int | None = None) -> 
         samples = batch(seed)
         for part in [samples] if cut is None else [samples[:cut], samples[cut:]]:
             await learner.accumulate(part, seed)
-        report, _, _ = await learner.step(denominator(samples))
+        report, _, _ = await learner.step(denominator(samples), math.inf)
         norms.append(report.grad_norm)
     return norms
 
@@ -197,7 +206,7 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
         learner = LearnerGroup(base)
         await learner.start()
         await learner.accumulate(samples, 7)
-        _, kept, num_bytes = await learner.step(denominator(samples))
+        _, kept, num_bytes = await learner.step(denominator(samples), math.inf)
         await learner.save(tmp_path / "saved")
         await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
         await learner.wait_saved(tmp_path / "saved", None, 7)
@@ -242,11 +251,11 @@ def test_several_updates_of_one_batch_clip_against_the_first_policy(
         clipped = []
         for _ in range(2):
             await learner.accumulate(samples, 1)
-            report, _, _ = await learner.step(denominator(samples))
+            report, _, _ = await learner.step(denominator(samples), math.inf)
             clipped.append(report.sums.clipped_tokens)
         await learner.forget_logprobs()
         await learner.accumulate(samples, 1)
-        clipped.append((await learner.step(denominator(samples)))[0].sums.clipped_tokens)
+        clipped.append((await learner.step(denominator(samples), math.inf))[0].sums.clipped_tokens)
         await learner.stop()
         return clipped
 
@@ -278,7 +287,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path) -> None:
         before = await weights(learner)
         broken = [replace(sample, advantage=float("inf")) for sample in batch(0)]
         await learner.accumulate(broken, 1)
-        report, _, _ = await learner.step(denominator(broken))
+        report, _, _ = await learner.step(denominator(broken), math.inf)
         assert report.skipped
         after = await weights(learner)
         await learner.stop()

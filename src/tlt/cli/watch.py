@@ -89,7 +89,7 @@ def _headline(now: Mapping[str, Any]) -> Text:
     text = Text(f"{now['what']} of {now['num_steps']} steps", style="bold")
     text.append(f"  {now['done']:.0f} of {now['total']:.0f}", style="")
     text.append(f"  for {now['at_s'] - now['since_s']:.0f} s", style="dim")
-    if "generating" in now["what"] and now["remaining_s"] is not None:
+    if now["remaining_s"] is not None:
         text.append(f"  about {now['remaining_s']:.0f} s to the end of the tail", style="yellow")
     return text
 

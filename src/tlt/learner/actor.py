@@ -1,6 +1,6 @@
 """The Ray actor of one learner rank: a process that holds a shard of the policy.
 
-`group` is the driver's handle on all ranks; `rank` does the training.
+`tlt.learner.group` is the driver's handle on all ranks; `tlt.learner.rank` does the training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Rows = list[list[TrainSample]]
 
 @dataclass(frozen=True, slots=True)
 class LearnerPlan:
-    """What the driver decides about its ranks."""
+    """What the driver decides about the learner's ranks."""
 
     num_ranks: int
     row_tokens: int
@@ -41,16 +41,16 @@ class LearnerPlan:
     on_gpu: bool
     num_cores: int | None
     core_group: str
-    """Ranks that share the engines' cores in turn with them are a group of their own."""
+    """Name under which ranks claim cores; colocated ranks have a name besides the engines'."""
     timeout_s: float
-    buffer: BufferSettings | None = None
-    """The node's captured states, which checkpoints hold; None where nothing is captured."""
-    captures: bool = True
-    """Whether the states are those of the update's own pass; otherwise engines fill the buffer."""
+    buffer: BufferSettings | None
+    """The node's buffer of captured states, part of every checkpoint; None where none are kept."""
+    captures: bool
+    """Whether ranks fill the buffer from the update's own passes; otherwise engines fill it."""
 
 
 class LearnerActor:
-    """Runs in a rank's process. One thread trains; checkpoints are waited for in another."""
+    """Runs in a rank's process: one thread trains, another one waits for checkpoints."""
 
     def __init__(self, plan: LearnerPlan, rank: int) -> None:
         self._plan = plan
@@ -58,7 +58,7 @@ class LearnerActor:
         self._rl_step = 0
 
     def _bind(self, ranks_here: int) -> None:
-        """Cores of its own for this rank and all its threads."""
+        """Claim cores for this rank and all its threads."""
         available = len(os.sched_getaffinity(0))
         wanted = self._plan.num_cores or max(1, available // ranks_here)
         cores = claim_cores(wanted, self._plan.core_group)
@@ -69,7 +69,7 @@ class LearnerActor:
         torch.set_num_threads(len(cores))
 
     def address(self) -> tuple[str, str]:
-        """Where this rank is, and a free port on it for the ranks to meet."""
+        """Return this rank's node and the address of a free port there for the ranks to meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
@@ -77,7 +77,7 @@ class LearnerActor:
         return ray.get_runtime_context().get_node_id(), meeting
 
     def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
-        """Meet the other ranks, load the policy; this process's id."""
+        """Meet the other ranks, load the policy, and return this process's id."""
         if not self._plan.on_gpu:
             self._bind(ranks_here)
         import torch
@@ -115,7 +115,7 @@ class LearnerActor:
         self._rank.remember_logprobs(rows)
 
     def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, int, int]:
-        """The update's report; samples captured so far and bytes they take."""
+        """Return the update's report, the samples captured so far and the buffer's bytes."""
         report = self._rank.step(denominator, max_gap)
         if self._writer is None:
             return report, 0, 0
@@ -125,7 +125,10 @@ class LearnerActor:
         self._rank.forget_logprobs()
 
     def publish(self, dtype: str, same_node: bool) -> Any:
-        """Rank 0: the whole policy, as a file in shared memory or, for another node, as tensors."""
+        """Return the whole policy from rank 0: a file in shared memory, or tensors to another node.
+
+        All ranks must take part.
+        """
         import torch
 
         weights = self._rank.full_weights(getattr(torch, dtype))
@@ -138,7 +141,7 @@ class LearnerActor:
         return [(name, tensor.cpu()) for name, tensor in weights]
 
     def save_policy(self, folder: str, dtype: str) -> None:
-        """Rank 0 writes the policy as a Hugging Face folder."""
+        """Write the policy as a Hugging Face folder, from rank 0; all ranks must take part."""
         import torch
         from safetensors.torch import save_file
 
@@ -175,6 +178,6 @@ class LearnerActor:
             self._writer.buffer.copy_to(Path(folder), rl_step, Path(earlier) if earlier else None)
 
     def restore_buffer(self, folder: str | None) -> None:
-        """Exactly what a checkpoint holds; nothing at the beginning of a run."""
+        """Make the buffer hold exactly what the checkpoint holds; None empties it."""
         if self._writer is not None:
             self._writer.buffer.restore_from(None if folder is None else Path(folder))

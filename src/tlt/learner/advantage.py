@@ -1,8 +1,8 @@
-"""How good each sample of a group was, relative to the others of its group. Pure.
+"""How good each sample of a group was, relative to the other samples of the group. Pure.
 
-Each function takes the rewards of one group (the samples of one prompt) and gives one advantage per
-sample, which every token of that sample shares. Equal rewards teach nothing: exactly zero, so that
-the learner can leave such a group out.
+Each function takes the rewards of one group (the samples of one prompt) and returns one advantage
+per sample, which all its tokens share. Equal rewards teach nothing: their advantages are exactly
+zero, so the learner can leave such a group out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ STD_FLOOR = 1e-6
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """Distance from the group's mean, in standard deviations of the group."""
+    """Return the distances from the group's mean, in standard deviations of the group."""
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
@@ -23,7 +23,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """Distance from the group's mean as it is: easy and hard prompts weigh the same."""
+    """Return the plain distances from the group's mean: easy and hard prompts weigh the same."""
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     mean = sum(rewards) / len(rewards)
@@ -31,7 +31,7 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """Distance from the mean of the others: a baseline the sample itself has no part in."""
+    """Return the distances from the mean of the other samples, a baseline without the sample."""
     if min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     total = sum(rewards)

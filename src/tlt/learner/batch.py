@@ -1,9 +1,9 @@
 """From scored samples to the micro-batches of each rank. Pure.
 
-A group is complete when all its samples are scored; then each gets its advantage. Complete samples
-are packed into rows under a token budget, samples of one prompt together because they share it, and
-rows are dealt to the ranks so that all ranks have the same number of rows (FSDP's collectives must
-meet) and about the same number of tokens.
+A group is complete when all its samples are scored; then each sample gets its advantage. Samples
+are packed into rows under a token budget, samples of one prompt together because they share its
+computation. All ranks get the same number of rows, because FSDP's collectives must meet, and about
+the same number of tokens.
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tlt.contracts import Scored
 from tlt.packing import pack
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredSample:
-    """One response with its reward."""
-
-    sample_id: str
-    group_id: str
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    engine_logprobs: tuple[float, ...]
-    """Of the response's tokens, in the engine that sampled them."""
-    reward: float
-
-
-@dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One response with its advantage: what the learner learns from."""
+    """One response with its advantage: what the learner computes on."""
 
     sample_id: str
+    problem_number: int
+    """The problem's number in the RL step, from 0."""
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     engine_logprobs: tuple[float, ...]
+    """Log-probability of each response token in the engine that sampled it."""
     advantage: float
 
     def __len__(self) -> int:
@@ -43,38 +34,48 @@ class TrainSample:
 
 
 class Groups:
-    """Collects the samples of a step; gives a group out when its last sample is scored."""
+    """Collects the samples of an RL step and gives out each group when its last sample is scored.
+
+    `num_with_signal` counts the complete groups whose rewards differ.
+    """
 
     def __init__(self, group_size: int, advantage: Callable[[Sequence[float]], list[float]]):
         self._group_size = group_size
         self._advantage = advantage
-        self._open: dict[str, list[ScoredSample]] = {}
+        self._open: dict[int, list[Scored]] = {}
         self.num_groups = 0
         self.num_with_signal = 0
 
-    def add(self, sample: ScoredSample) -> list[TrainSample]:
-        """The group's samples with their advantages, once it is complete; else nothing."""
-        group = self._open.setdefault(sample.group_id, [])
-        group.append(sample)
+    def add(self, scored: Scored) -> list[TrainSample]:
+        """Return the samples of the group with their advantages if it is complete, else nothing."""
+        group = self._open.setdefault(scored.problem_number, [])
+        group.append(scored)
         if len(group) < self._group_size:
             return []
-        del self._open[sample.group_id]
+        del self._open[scored.problem_number]
         # In a fixed order, so that a sum does not depend on which sample ended first.
-        group.sort(key=lambda s: s.sample_id)
+        group.sort(key=lambda s: s.place)
         advantages = self._advantage([s.reward for s in group])
         self.num_groups += 1
         self.num_with_signal += any(advantages)
         return [
-            TrainSample(s.sample_id, s.prompt_ids, s.response_ids, s.engine_logprobs, advantage)
+            TrainSample(
+                sample_id=s.sample.sample_id,
+                problem_number=s.problem_number,
+                prompt_ids=s.request.prompt_token_ids,
+                response_ids=s.sample.token_ids,
+                engine_logprobs=s.sample.logprobs,
+                advantage=advantage,
+            )
             for s, advantage in zip(group, advantages, strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class Weighting:
-    """How much a response's tokens count, and what the sum of a batch is divided by.
+    """The weight of a response's tokens, and the divisor of a batch's sum.
 
-    Both add up over samples, so that neither depends on how a batch is split.
+    Both add up over samples, so neither depends on how a batch is split.
     """
 
     mean_over: str
@@ -82,9 +83,11 @@ class Weighting:
     max_tokens: int
 
     def token_weight(self, num_tokens: int) -> float:
+        """Return the weight of each token of a response with so many tokens."""
         return 1.0 / max(num_tokens, 1) if self.mean_over == "samples" else 1.0
 
     def denominator(self, lengths: Sequence[int]) -> float:
+        """Return the divisor of the summed loss over responses of these lengths."""
         if self.mean_over == "tokens":
             return float(max(sum(lengths), 1))
         return float(len(lengths) * (self.max_tokens if self.mean_over == "limit" else 1))
@@ -95,9 +98,9 @@ Block = list[TrainSample]
 
 
 def blocks(samples: Sequence[TrainSample], budget: int) -> list[Block]:
-    """Samples of the same prompt together, as many as the budget holds.
+    """Put samples of the same prompt together, as many as the budget holds.
 
-    A sample longer than the budget has a block to itself.
+    A sample longer than the budget gets a block of its own.
     """
     found: list[Block] = []
     latest: dict[tuple[int, ...], tuple[Block, int]] = {}
@@ -112,16 +115,17 @@ def blocks(samples: Sequence[TrainSample], budget: int) -> list[Block]:
 
 
 def block_tokens(block: Block) -> int:
+    """Return the tokens that a block costs: its prompt once, and all responses."""
     return len(block[0].prompt_ids) + sum(len(s.response_ids) for s in block)
 
 
 def rows_by_rank(
     samples: Sequence[TrainSample], budget: int, num_ranks: int
 ) -> list[list[list[TrainSample]]]:
-    """For each rank its rows of samples.
+    """Return each rank's rows of samples.
 
-    Every rank gets the same number of rows, empty ones to make up; the longest rows are dealt
-    first, always to the rank with the fewest tokens among those with the fewest rows.
+    Empty rows fill up the ranks that have fewer. The longest rows are dealt first, each to the rank
+    with the fewest tokens among the ranks with the fewest rows.
     """
     parts = blocks(samples, budget)
     lengths = [block_tokens(block) for block in parts]

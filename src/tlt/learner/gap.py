@@ -1,16 +1,27 @@
-"""An alarm on the gap between what engines and learner say of the same tokens. Pure.
+"""An alarm on the gap between the log-probabilities of engines and learner.
 
 Engines and learner compute the log-probabilities of every sampled token with the same weights and
 other code, so they differ a little: by 1e-7 in float32, by 1e-2 in bfloat16. A gap far above the
 run's own history means that samples came from other weights than the learner's, or from a wrong
-sampler. The learner then makes no update of them.
+sampler. `GapWatch` knows that history; `GapAlarm` does what `alarm.then` says.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
+
+from tlt.config.train import AlarmConfig
+from tlt.errors import EngineError
+
+if TYPE_CHECKING:
+    from tlt.learner.rank import UpdateReport
+
+logger = logging.getLogger(__name__)
 
 HISTORY_STEPS = 20
 FIRST_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
@@ -18,16 +29,14 @@ FIRST_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 temperature 1, with a factor of 4."""
 FLOOR = 1e-5
 """A gap below this is never alarming: float32 kernels differ that much at times."""
-
-
 MAX_IN_A_ROW = 5
-"""So many alarming steps in a row are no accident: dropping more of them would train nothing."""
+"""Alarming RL steps in a row that end the run: they are no accident, and train nothing."""
 
 
 class GapWatch:
     """Knows the gap of earlier RL steps, and from which gap on the next step is alarming."""
 
-    def __init__(self, factor: float, dtype: str, temperature: float = 1.0) -> None:
+    def __init__(self, factor: float, dtype: str, temperature: float) -> None:
         self._factor = factor
         # A low temperature multiplies all differences of logits.
         self._first_limit = FIRST_LIMITS[dtype] * (factor / 4) / min(1.0, temperature)
@@ -46,6 +55,55 @@ class GapWatch:
             self._history.append(gap)
 
     def step_ended(self, alarming: bool) -> int:
-        """Take note of a whole step; how many in a row were alarming."""
+        """Take note of a whole RL step; return how many in a row were alarming."""
         self._in_a_row = self._in_a_row + 1 if alarming else 0
         return self._in_a_row
+
+
+class GapAlarm:
+    """Checks every update of a run."""
+
+    def __init__(self, config: AlarmConfig, dtype: str, temperature: float) -> None:
+        self._config = config
+        self._watch = GapWatch(config.gap_factor, dtype, temperature)
+
+    def recall(self, records: Iterable[Mapping[str, float]]) -> None:
+        """Take the history from the records of a resumed run."""
+        for record in records:
+            gap = record.get("learner/gap_mean", 0.0)
+            if gap and not record.get("learner/gap_alarms"):
+                self._watch.observe(gap)
+
+    def max_gap(self) -> float:
+        """Return the gap from which on the learner must refuse the next updates."""
+        return math.inf if self._config.then == "warn" else self._watch.limit()
+
+    def check(self, step: int, updates: Sequence[UpdateReport]) -> int:
+        """Return how many updates of an RL step were alarming, or raise to end the run."""
+        then, alarms, text = self._config.then, 0, ""
+        limit = self._watch.limit()
+        for update in updates:
+            gap = update.sums.gap / max(1.0, update.sums.learned_tokens)
+            if not update.sums.learned_tokens:
+                continue
+            if gap <= limit or then == "warn":
+                self._watch.observe(gap)
+            if gap <= limit:
+                continue
+            alarms += 1
+            text = (
+                f"step {step}: engines and learner differ by {gap:.2g} in the log-probability of a "
+                f"token, more than {limit:.2g}: these samples may come from another policy"
+            )
+            follows = "no update was made of them" if update.refused else "trained on all the same"
+            logger.error("%s; %s (alarm.then = %r)", text, follows, then)
+        in_a_row = self._watch.step_ended(alarms > 0)
+        if alarms and then == "stop":
+            raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
+        if then == "drop" and in_a_row >= MAX_IN_A_ROW:
+            raise EngineError(
+                f"{text}; that was so in {in_a_row} steps in a row. See the log for engines that "
+                "were replaced; if engines and learner differ on purpose, raise alarm.gap_factor "
+                f"(now {self._config.gap_factor:g}), or set alarm.then = 'warn'"
+            )
+        return alarms

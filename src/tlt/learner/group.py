@@ -1,13 +1,12 @@
 """The driver's handle on all ranks of the learner.
 
-Ranks start together and are lost together: when one dies, the others wait in a collective for
+Ranks start together and are lost together. When one rank dies, the others wait in a collective for
 ever, so the driver kills them all and starts them again from the last checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LearnerGroup:
-    """All ranks, as the driver sees them. Any failure is a `LearnerLost`."""
+    """All ranks, as the driver sees them; any failure raises `LearnerLost`."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class LearnerGroup:
         self._nodes: list[str] = []
 
     async def start(self, restore: Path | None = None) -> list[int]:
-        """Start all ranks, from a checkpoint's folder or from the model; their process ids."""
+        """Start all ranks from a checkpoint or from the model, and return their process ids."""
         actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
         for rank in range(self._plan.num_ranks):
             options = dict(self._place(rank))
@@ -69,7 +68,7 @@ class LearnerGroup:
         return pids
 
     async def stop(self) -> None:
-        """End all ranks, and wait until they hold no core or memory any more."""
+        """End all ranks and wait until they hold no core and no memory."""
         ranks, self._ranks = self._ranks, []
         await end_actors(ranks)
 
@@ -81,15 +80,17 @@ class LearnerGroup:
             await self._each("accumulate", [(rows, rl_step) for rows in self._rows(samples)])
 
     async def remember_logprobs(self, samples: Sequence[TrainSample]) -> None:
+        """Keep the log-probabilities of one optimizer step's samples, before the first one."""
         await self._each("remember_logprobs", [(rows,) for rows in self._rows(samples)])
 
     async def forget_logprobs(self) -> None:
         await self._all("forget_logprobs")
 
-    async def step(
-        self, denominator: float, max_gap: float = math.inf
-    ) -> tuple[UpdateReport, int, int]:
-        """Report of the update, and samples and bytes captured on all nodes."""
+    async def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, int, int]:
+        """Make an optimizer step of the added gradients.
+
+        Return its report, and the samples and bytes captured on all nodes.
+        """
         reports = await self._all("step", denominator, max_gap)
         first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
         num_bytes = sum(reports[rank][2] for rank in first.values())
@@ -101,7 +102,7 @@ class LearnerGroup:
     # --- weights and checkpoints --------------------------------------------------------------
 
     async def publish(self, dtype: str) -> SharedWeights | list[tuple[str, torch.Tensor]]:
-        """The current policy for the engines."""
+        """Return the current policy's weights for the engines."""
         same_node = self._nodes[0] == ray.get_runtime_context().get_node_id()
         weights = (await self._all("publish", dtype, same_node))[0]
         return SharedWeights.adopt(weights) if same_node else weights
@@ -110,11 +111,11 @@ class LearnerGroup:
         await self._all("save_policy", str(folder), dtype)
 
     async def save(self, folder: Path) -> None:
-        """Take a copy of the state; `wait_saved` ends when it is on disk."""
+        """Copy the learner's state; `wait_saved` returns when the copy is on disk."""
         await self._all("save", str(folder / "learner"))
 
     async def wait_saved(self, folder: Path, earlier: Path | None, rl_step: int) -> None:
-        """Ends when the state is on disk, with the captured samples that go with it."""
+        """Wait until the state is on disk, and add the samples captured up to this RL step."""
         await self._all("wait_saved", group="io")
         if self._plan.buffer is not None:
             await self._on_nodes(

@@ -15,13 +15,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossSettings:
-    clip_low: float = 0.2
+    clip_low: float
     """How far a token's probability may fall below that of the policy that sampled it."""
-    clip_high: float = 0.28
+    clip_high: float
     """How far it may rise: more than it may fall, so that rare tokens can become likely."""
-    kl_weight: float = 0.0
+    kl_weight: float
     """Weight of the divergence from a reference policy; 0 needs no reference."""
-    max_importance: float = 2.0
+    max_importance: float
     """Cap of the weights that make up for engine and learner disagreeing about probabilities; 0
     leaves these weights out."""
 

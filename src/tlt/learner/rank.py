@@ -35,19 +35,21 @@ KeepStates = Callable[[TrainSample, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
+    """What a rank needs to know about the policy, the loss and the optimizer."""
+
     model: str
     dtype: str
-    """Of matrix products."""
+    """Dtype of matrix products."""
     temperature: float
     weighting: Weighting
     loss: PolicyLossSettings
     lr: float
-    warmup_steps: int = 0
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    gradient_checkpointing: bool = False
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    gradient_checkpointing: bool
     aux_layer_ids: tuple[int, ...] = ()
-    """Layers whose input the drafter reads."""
+    """Layers whose input the drafter reads; empty where nothing is captured."""
 
 
 @dataclass(slots=True)
@@ -168,7 +170,7 @@ class LearnerRank:
                 )
             )
 
-    def step(self, denominator: float, max_gap: float = math.inf) -> UpdateReport:
+    def step(self, denominator: float, max_gap: float) -> UpdateReport:
         """Divide the gradients by what the batch counts, and change the policy.
 
         Samples on which engines and learner disagree by more than `max_gap` change nothing.

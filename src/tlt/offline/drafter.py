@@ -158,10 +158,11 @@ def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3
 
 async def _sample(plan: DrafterPlan, pool: RolloutPool, show: ShowProgress) -> dict[int, Sample]:
     requests = _requests("train", plan.prompts, plan.max_tokens, plan.temperature)
+    index_of = {request.sample_id: index for index, request in enumerate(requests)}
     samples: dict[int, Sample] = {}
     show("sampling from the policy", 0, len(requests))
     async for sample in pool.generate(requests):
-        samples[int(sample.sample_id.split("/")[-1])] = sample
+        samples[index_of[sample.sample_id]] = sample
         show("sampling from the policy", len(samples), len(requests))
     return samples
 

@@ -436,7 +436,6 @@ class RolloutEngine:
             samples.append(
                 Sample(
                     sample_id=request.sample_id,
-                    group_id=request.group_id,
                     token_ids=tuple(completion.token_ids),
                     logprobs=tuple(logprobs),
                     finish_reason=reason,

@@ -1,15 +1,15 @@
-"""A run's folder: what it was told, what it did, and what it resumes from.
+"""A run's folder: its settings, its results, and its checkpoints.
 
     config.toml      resolved settings            versions.json   libraries and command lines
-    metrics.jsonl    one line a step              samples/        responses to read, by step
-    timeline.json    every worker's seconds       lengths.jsonl   of all responses, by step
-    checkpoints/     what to resume from          policy/         the trained model, at the end
-    live.json        what happens just now        drafter/        its drafter, if it has one
-    run.png          pictures of the metrics      summary.json
+    metrics.jsonl    one line per RL step         samples/        responses to read, by RL step
+    timeline.json    every worker's seconds       lengths.jsonl   response lengths, by RL step
+    checkpoints/     what a run resumes from      policy/         the trained model, at the end
+    live.json        what the run is doing now    drafter/        its drafter, if it has one
+    run.png          pictures of the metrics      summary.json    the run in a few numbers
 
-A checkpoint is written to a hidden folder and becomes visible by a rename, after its step's line of
-metrics. So whatever moment a process dies at, the last visible checkpoint and the metrics up to its
-step belong together; everything later is done again.
+A checkpoint is written to a hidden folder and becomes visible by a rename, after its RL step's line
+of metrics. So the last visible checkpoint and the metrics up to its RL step belong together,
+whenever a process dies. A resumed run does everything later again.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ MAY_CHANGE = (
 
 
 class RunFolder:
+    """Reads and writes a run's folder; at most one process has it open."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[str] | None = None
@@ -64,7 +66,7 @@ class RunFolder:
     # --- begin and resume ---------------------------------------------------------------------
 
     def check(self, config: TrainConfig, resume: bool) -> None:
-        """Refuse to overwrite a run, or to go on with one under other settings."""
+        """Refuse to overwrite a run, or to resume it with settings that make it a different run."""
         self._check_writable()
         exists = (self.path / "config.toml").exists()
         if exists and not resume:
@@ -99,7 +101,7 @@ class RunFolder:
                 )
 
     def _check_writable(self) -> None:
-        """By trying, in the part of the path that is there: permissions do not tell it all."""
+        """Try to write into the existing part of the path: permissions do not tell everything."""
         there = self.path
         while not there.exists() and there != there.parent:
             there = there.parent
@@ -112,7 +114,7 @@ class RunFolder:
             ) from error
 
     def open(self, config: TrainConfig, versions: Mapping[str, str], command: str) -> None:
-        """Make the folder this process's own, and write down what is run."""
+        """Lock the folder for this process, and write down settings, versions and command."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / ".lock").open("w")
         try:
@@ -133,17 +135,18 @@ class RunFolder:
     # --- checkpoints --------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Path]:
-        """Complete ones, oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
 
     def last_checkpoint(self) -> tuple[Path | None, int]:
-        """The newest one and the number of steps it holds."""
+        """Return the newest checkpoint and the number of RL steps it holds."""
         found = self.checkpoints()
         if not found:
             return None, 0
         return found[-1], int(json.loads((found[-1] / STATE).read_text())["step"])
 
     def begin_checkpoint(self, step: int) -> Path:
+        """Return an empty hidden folder for the checkpoint of an RL step."""
         hidden = self.path / "checkpoints" / f".step-{step:06d}"
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
@@ -169,7 +172,7 @@ class RunFolder:
 
 
 def _remove(folder: Path) -> None:
-    """Out of sight at once, so that a crash leaves no half-removed checkpoint."""
+    """Remove a folder that is hidden first, so that a crash leaves no half-removed checkpoint."""
     hidden = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -186,7 +189,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:
-    """As TOML holds it: without what is null."""
+    """Return the settings as TOML can hold them, without those that are None."""
     return config.model_dump(exclude_none=True)
 
 

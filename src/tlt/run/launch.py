@@ -1,4 +1,4 @@
-"""Puts a training run together: Ray, places, engines, learner, reward workers, and the loop."""
+"""Composition of a training run: Ray, places, engines, learner, reward workers, and the loop."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import coordinator_settings
+from tlt.harvest.forecast import TailForecast
 from tlt.harvest.session import VERSION, Harvest, NoHarvest, RunHarvest
 from tlt.harvest.trainer import HarvestSettings
 from tlt.learner.actor import LearnerPlan
@@ -27,24 +28,25 @@ from tlt.learner.policy_loss import PolicyLossSettings
 from tlt.learner.rank import RankSettings
 from tlt.node.cluster import start_ray
 from tlt.node.weights import remove_abandoned
+from tlt.observe.live import Live
 from tlt.observe.provenance import provenance, versions
 from tlt.observe.record import read
 from tlt.observe.sinks import Sinks, open_sinks
 from tlt.observe.summary import summary
+from tlt.observe.timekeeper import NoTimekeeper, Timekeeper
 from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
 from tlt.run.folder import RunFolder
-from tlt.run.live import Live
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
-from tlt.run.timekeeper import NoTimekeeper, Timekeeper
-from tlt.run.train import Record, Training
+from tlt.run.records import Record, RunLog
+from tlt.run.train import Parts, Training
 from tlt.states.buffer import BufferSettings
 from tlt.tasks.rewards import RewardPool
 
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
 AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
-"""Of drafters that were trained before, and of new ones, which have a longer way to go."""
+"""Learning rate and averaged steps of trained drafters, and of new ones, which learn more."""
 
 
 def launch(
@@ -54,7 +56,7 @@ def launch(
     show: ShowProgress,
     on_record: Callable[[Record], None],
 ) -> list[Record]:
-    """Run it all; the records of all steps. A wrong config raises before any engine starts."""
+    """Run everything and return the records; a wrong config raises before any engine starts."""
     config = written_out(config)
     folder = RunFolder(Path(config.run.out))
     folder.check(config, resume)
@@ -125,21 +127,19 @@ async def _run(
         await harvest.start()
         own_learner = config.placement.kind == "separate"
         times = (
-            Timekeeper(folder, pool, harvest, own_learner)
+            Timekeeper(folder.timeline, pool, harvest, own_learner)
             if config.metrics.timeline
-            else NoTimekeeper(folder)
+            else NoTimekeeper(folder.timeline)
         )
-        live = Live(folder.live, config.run.num_steps, pool, harvest)
-        training = Training(
-            config, prepared, folder, pool, learner, rewards, sinks, harvest, times,
-            live.showing(show), live.recording(on_record),
-        )  # fmt: skip
+        live = Live(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show)
+        log = RunLog(config, folder, sinks, times, live, on_record)
         async with live:
-            await training.run(resume)
+            parts = Parts(pool, learner, rewards, harvest)
+            await Training(config, prepared, folder, parts, log).run(resume)
         harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
-    # The last checkpoint holds a copy; memory is not to be kept after the run.
+    # The last checkpoint holds a copy of the buffer, so the run frees its memory.
     shutil.rmtree(buffer_folder(config), ignore_errors=True)
 
 
@@ -208,10 +208,10 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
 def _with_drafter(
     config: TrainConfig, engine: EngineConfig, folder: RunFolder, checkpoint: Path | None
 ) -> tuple[EngineConfig, int]:
-    """The engine with the drafter that the run goes on from, and that one's version.
+    """Return the engine with the drafter that the run starts from, and that drafter's version.
 
-    Of a resumed run the published one; else the one that was named; else a new one, which drafts
-    nothing right until it has been trained.
+    A resumed run takes its published drafter. A new run takes the drafter of `engine.drafter`, or
+    makes one, which drafts nothing right until it is trained.
     """
     if not config.tlt.harvests:
         return engine, 0

@@ -1,8 +1,8 @@
-"""Who runs where. The plan is pure; `reserve` carries it out with a Ray placement group.
+"""Where engines and learner ranks run. The plan is pure; `reserve` holds its places in Ray.
 
-Colocated: every engine has a bundle, and learner ranks live in the engines' bundles, using the same
-devices in turn. Ray books the devices to the engine; a rank asks Ray for nothing and is shown its
-GPU by the environment. Separate: ranks have bundles of their own.
+Colocated: every engine has a bundle, and learner ranks use the engines' bundles and devices in turn
+with them. Ray books the devices to the engine. A rank asks Ray for nothing; its environment names
+its GPU. Separate: ranks have bundles of their own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from tlt.rollout.pool import place_of
 
 Bundle = Mapping[str, float]
 OWN_NODE_S = 10.0
-"""How long to wait for a place on the driver's node before any other will do."""
+"""How long to wait for a place on the driver's node before any other node will do."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
+    """The bundles of a run, and which engine and which rank uses which bundle."""
+
     bundles: tuple[Bundle, ...]
     engine_bundles: tuple[int, ...]
     """Bundle of each engine."""
@@ -31,7 +33,7 @@ class PlacementPlan:
     colocated: bool
 
     def engine_of_rank(self, rank: int) -> int:
-        """The engine whose devices a colocated rank uses."""
+        """Return the engine whose devices a colocated rank uses."""
         return self.engine_bundles.index(self.rank_bundles[rank])
 
 
@@ -107,21 +109,22 @@ class Reservation:
         self._gpus: dict[int, list[str]] = {}
 
     def engine(self, name: str) -> dict[str, Any]:
-        """Options of an engine's actor; a successor (`engine-0.1`) takes its place."""
+        """Return the options of an engine's actor; a successor (`engine-0.1`) takes its place."""
         return self._in_bundle(self._plan.engine_bundles[_slot(name)])
 
     def beside(self, name: str) -> dict[str, Any]:
-        """Options of the actor that uses an engine's devices while it is idle."""
+        """Return the options of the actor that uses an engine's devices while it is idle."""
         options = self.engine(name)
         if gpus := self._gpus.get(_slot(name)):
             options["gpu"] = gpus[0]
         return options
 
     def gpus_of_engines(self, reports: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """Which GPUs Ray gave to each engine, for the ranks that share them."""
+        """Note which GPUs Ray gave to each engine, for the ranks that share them."""
         self._gpus = {_slot(name): list(gpus) for name, gpus in reports}
 
     def rank(self, rank: int, on_gpu: bool, num_cores: int | None) -> dict[str, Any]:
+        """Return the options of a learner rank's actor."""
         options = self._in_bundle(self._plan.rank_bundles[rank])
         if not self._plan.colocated:
             return options | {
@@ -155,11 +158,11 @@ def _slot(engine: str) -> int:
 
 
 async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
-    """Hold the plan's bundles, packed on as few nodes as they fit.
+    """Hold the plan's bundles, packed on as few nodes as possible.
 
-    Colocated, the first learner rank goes to the driver's node if it can: the policy then reaches
-    the engines there through shared memory. All bundles are alike, so this never costs another one
-    its place.
+    The first colocated rank goes to the driver's node if there is room: the policy then reaches the
+    engines there through shared memory. Colocated bundles are all alike, so the first one takes no
+    other bundle's place.
     """
     import ray
 
@@ -186,7 +189,7 @@ async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
 async def _group(
     plan: PlacementPlan, timeout_s: float, selectors: list[dict[str, str]] | None = None
 ) -> Any:
-    """A placement group that holds its bundles; None if they do not become free in time."""
+    """Return a placement group that holds the bundles, or None if they are not free in time."""
     import ray
 
     group = ray.util.placement_group(

@@ -1,7 +1,7 @@
-"""Everything that can be wrong with a run and be known before an engine starts.
+"""Checks of a run before any engine starts.
 
-`prepare` reads the config, the model folder and the data, and refuses what cannot work with a
-message that names the key or file and a value that works. What it read, it hands on.
+`prepare` reads the config, the model folder and the data. It refuses what cannot work, with a
+message that names the key or file and a value that works, and hands on what it read.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
 from tlt.tasks.source import Source, open_source
 
 CHECKED_STEPS = 4
-"""Of so many steps the problems are made and measured before the run."""
+"""Number of first RL steps whose problems are made and measured before the run."""
 
 MIN_CAPTURED_LAYERS = 3
-"""EAGLE-3 fuses the states of so many layers."""
+"""Number of layers whose hidden states EAGLE-3 fuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a run needs and what was checked."""
+    """What the checks read and the run needs."""
 
     chat: Chat
     source: Source
@@ -45,6 +45,7 @@ class Prepared:
 
 
 def prepare(config: TrainConfig) -> Prepared:
+    """Check the run and return what it needs; `ConfigError` says what is wrong."""
     model = _read_model(config)
     engine = _engine(config, model)
     plan = plan_placement(config)
@@ -110,7 +111,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
             f"engine.engine_args.dtype = {given!r} is not policy.dtype = "
             f"{config.policy.dtype!r}; remove it"
         )
-    # Log-probabilities at the temperature that samples, as the learner computes them.
+    # Log-probabilities at the sampling temperature, as the learner computes them.
     fitting = "raw_logprobs" if config.sampling.temperature == 1 else "processed_logprobs"
     mode = args.setdefault("logprobs_mode", fitting)
     if mode != fitting:
@@ -122,8 +123,8 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
     if engine.num_gpus and (config.placement.kind == "colocated" or config.tlt.harvests):
         args.setdefault("enable_sleep_mode", True)
     if config.sampling.seeded and not engine.num_gpus:
-        # vLLM 0.32 dies of a seeded prompt in several chunks: it turns the sample's generator back
-        # by an offset, which generators on CPU do not have.
+        # vLLM 0.32 crashes on a seeded prompt in several chunks: it turns the sample's generator
+        # back by an offset, which generators on CPU do not have.
         args.setdefault("enable_chunked_prefill", False)
     if engine.drafter is not None:
         _check_drafter(Path(engine.drafter), model)
@@ -157,7 +158,7 @@ def _check_drafter(folder: Path, model: dict[str, Any]) -> None:
 
 
 def _check_cores(config: TrainConfig) -> None:
-    """Of this machine; clusters are checked when they are asked for places."""
+    """Check the cores of this machine; `reserve` checks those of a cluster."""
     if config.engine.num_gpus or config.learner.num_gpus or os.environ.get("RAY_ADDRESS"):
         return
     cores = len(os.sched_getaffinity(0))
@@ -257,7 +258,7 @@ def _check_lengths(
 
 
 async def _check_reward(config: TrainConfig, function: RewardFunction, problem: Problem) -> None:
-    """Score one response as the run will: in a process, under the time limit."""
+    """Score one response as the run will, in a process and under the time limit."""
     pool = RewardPool(function, 1, config.reward.timeout_s)
     try:
         reward = await pool.score(problem, problem.answer)
@@ -272,6 +273,6 @@ async def _check_reward(config: TrainConfig, function: RewardFunction, problem: 
 
 
 def buffer_folder(config: TrainConfig) -> Path:
-    """The run's own folder in shared memory, the same one when it resumes."""
+    """Return the run's own folder in shared memory, the same one when the run resumes."""
     name = hashlib.blake2b(str(Path(config.run.out).resolve()).encode(), digest_size=6).hexdigest()
     return Path(config.capture.folder) / f"tlt-states-{name}"

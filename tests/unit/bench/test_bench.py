@@ -10,9 +10,7 @@ from tlt.errors import ConfigError
 
 
 def sample(index: int, engine: str, start: float, end: float, tokens: int = 10) -> Sample:
-    return Sample(
-        str(index), "", (0,) * tokens, (), "length", engine, 0, 0.0, end - start, 100 + end
-    )
+    return Sample(str(index), (0,) * tokens, (), "length", engine, 0, 0.0, end - start, 100 + end)
 
 
 def test_lengths_are_heavy_tailed_and_repeatable() -> None:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
 from tlt.learner.advantage import grpo
 from tlt.learner.batch import (
     Groups,
-    ScoredSample,
     TrainSample,
     Weighting,
     block_tokens,
@@ -18,8 +18,10 @@ from tlt.learner.batch import (
 )
 
 
-def scored(group: int, place: int, reward: float) -> ScoredSample:
-    return ScoredSample(f"{group}/{place}", str(group), (1, 2), (3,), (-0.5,), reward)
+def scored(number: int, place: int, reward: float) -> Scored:
+    request = SampleRequest(f"1/{number}/{place}", (1, 2), SamplingSpec(max_tokens=1))
+    sample = Sample(request.sample_id, (3,), (-0.5,), "stop", "engine-0", 0, 0.0, 0.0, 0.0)
+    return Scored(number, place, request, sample, "", reward, None)
 
 
 def test_a_group_comes_out_once_and_complete_whatever_the_order() -> None:
@@ -30,6 +32,8 @@ def test_a_group_comes_out_once_and_complete_whatever_the_order() -> None:
     assert len(out) == groups.num_groups == groups.num_with_signal == 5
     for group in out:
         assert [s.advantage for s in group] == pytest.approx([-1, 1, -1, 1], abs=1e-5)
+        assert len({s.problem_number for s in group}) == 1
+        assert [s.sample_id[-1] for s in group] == ["0", "1", "2", "3"]
 
 
 def test_equal_rewards_have_no_signal() -> None:
@@ -60,7 +64,7 @@ def batches(draw: st.DrawFn) -> list[TrainSample]:
         prompt = (group,) * draw(st.integers(1, 20))
         for place in range(draw(st.integers(1, 6))):
             response = (1,) * draw(st.integers(1, 40))
-            samples.append(TrainSample(f"{group}/{place}", prompt, response, (), 1.0))
+            samples.append(TrainSample(f"{group}/{place}", group, prompt, response, (), 1.0))
     return samples
 
 

@@ -1,18 +1,25 @@
 """The alarm on the gap between engines and learner."""
 
+import math
 import random
+from types import SimpleNamespace
+from typing import Any
 
-from tlt.learner.gap import FIRST_LIMITS, FLOOR, GapWatch
+import pytest
+
+from tlt.config.train import AlarmConfig
+from tlt.errors import EngineError
+from tlt.learner.gap import FIRST_LIMITS, FLOOR, MAX_IN_A_ROW, GapAlarm, GapWatch
 
 
 def test_without_history_only_what_no_rounding_explains_is_alarming() -> None:
-    assert GapWatch(4.0, "float32").limit() == FIRST_LIMITS["float32"] == 1e-3
-    assert GapWatch(4.0, "bfloat16").limit() == FIRST_LIMITS["bfloat16"] == 0.1
+    assert GapWatch(4.0, "float32", 1.0).limit() == FIRST_LIMITS["float32"] == 1e-3
+    assert GapWatch(4.0, "bfloat16", 1.0).limit() == FIRST_LIMITS["bfloat16"] == 0.1
 
 
 def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
     """As it was seen: float32 gaps of 4.5e-7, and 1e-4 or more in the steps of a swap."""
-    watch = GapWatch(4.0, "float32")
+    watch = GapWatch(4.0, "float32", 1.0)
     rng = random.Random(0)
     for _ in range(5):
         watch.observe(4.5e-7 * rng.uniform(0.5, 2))
@@ -21,7 +28,7 @@ def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
 
 def test_the_noise_of_bfloat16_is_not_alarming() -> None:
     """Gaps of 24 steps of SmolLM2 (benchmarks/results/train/metrics.jsonl) raise none."""
-    watch = GapWatch(4.0, "bfloat16")
+    watch = GapWatch(4.0, "bfloat16", 1.0)
     for gap in (0.0064, 0.0100, 0.0069, 0.0062, 0.0081, 0.0102, 0.0044, 0.0108, 0.0043, 0.0111):
         assert gap < watch.limit()
         watch.observe(gap)
@@ -29,29 +36,73 @@ def test_the_noise_of_bfloat16_is_not_alarming() -> None:
 
 
 def test_what_is_no_number_does_not_become_history() -> None:
-    watch = GapWatch(4.0, "bfloat16")
+    watch = GapWatch(4.0, "bfloat16", 1.0)
     watch.observe(0.01)
     watch.observe(float("nan"))
     assert watch.limit() == 0.04
 
 
 def test_alarming_steps_in_a_row_are_counted() -> None:
-    watch = GapWatch(4.0, "bfloat16")
+    watch = GapWatch(4.0, "bfloat16", 1.0)
     found = [watch.step_ended(alarming) for alarming in (True, True, False, True)]
     assert found == [1, 2, 0, 1]
 
 
 def test_the_first_limit_follows_the_settings() -> None:
-    assert GapWatch(8.0, "float32").limit() == 2e-3
+    assert GapWatch(8.0, "float32", 1.0).limit() == 2e-3
     assert GapWatch(4.0, "bfloat16", temperature=0.5).limit() == 0.2
     assert GapWatch(4.0, "bfloat16", temperature=1.5).limit() == 0.1
 
 
 def test_history_follows_a_policy_that_changes() -> None:
-    watch = GapWatch(4.0, "bfloat16")
+    watch = GapWatch(4.0, "bfloat16", 1.0)
     gap = 0.002
     for _ in range(60):
         assert gap < watch.limit()
         watch.observe(gap)
         gap *= 1.06
     assert gap > 0.06
+
+
+def updates(*gaps: float) -> Any:
+    return [
+        SimpleNamespace(sums=SimpleNamespace(gap=10 * gap, learned_tokens=10.0), refused=True)
+        for gap in gaps
+    ]
+
+
+def alarm(then: str) -> GapAlarm:
+    config = AlarmConfig.model_validate({"then": then})
+    return GapAlarm(config, "float32", 1.0)
+
+
+def test_drop_refuses_alarming_updates_and_ends_the_run_after_five_steps_of_them() -> None:
+    drop = alarm("drop")
+    assert drop.max_gap() == 1e-3
+    assert drop.check(1, updates(1e-6, 1.0)) == 1
+    assert drop.max_gap() == FLOOR  # the alarming gap is not in the history
+    for step in range(2, MAX_IN_A_ROW):
+        assert drop.check(step, updates(1.0)) == 1
+    with pytest.raises(EngineError, match=r"step 5: .*5 steps in a row.*raise alarm\.gap_factor"):
+        drop.check(5, updates(1.0))
+
+
+def test_warn_refuses_nothing_and_stop_ends_the_run_at_once() -> None:
+    warn = alarm("warn")
+    assert warn.max_gap() == math.inf
+    for step in range(2 * MAX_IN_A_ROW):
+        warn.check(step, updates(1.0))
+    with pytest.raises(EngineError, match=r"alarm\.then = 'stop' ends the run here"):
+        alarm("stop").check(1, updates(1.0))
+
+
+def test_a_resumed_run_takes_its_history_from_the_records_without_alarms() -> None:
+    drop = alarm("drop")
+    drop.recall(
+        [
+            {"learner/gap_mean": 1e-4},
+            {"learner/gap_mean": 9.0, "learner/gap_alarms": 1},
+            {"eval/reward_mean": 0.5},
+        ]
+    )
+    assert drop.max_gap() == pytest.approx(4e-4)

@@ -35,7 +35,7 @@ def samples() -> list[TrainSample]:
     for group, (prompt, responses) in enumerate([(7, (5, 1, 12)), (3, (9,)), (11, (2, 20))]):
         prompt_ids = ids(prompt)
         made += [
-            TrainSample(f"{group}/{k}", prompt_ids, ids(n), (-1.0,) * n, 0.5 * k)
+            TrainSample(f"{group}/{k}", group, prompt_ids, ids(n), (-1.0,) * n, 0.5 * k)
             for k, n in enumerate(responses)
         ]
     return made

@@ -1,6 +1,7 @@
 """Advantages and the policy loss against small references, written out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,9 @@ def test_rloo_is_dr_grpo_stretched(rewards: list[float]) -> None:
     assert rloo(rewards) == pytest.approx([stretch * a for a in dr_grpo(rewards)], abs=1e-6)
 
 
+SETTINGS = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0)
+
+
 def reference(token: dict[str, float], settings: PolicyLossSettings) -> float:
     """One token, in plain numbers."""
     ratio = math.exp(token["new"] - token["old"])
@@ -65,7 +69,7 @@ TOKEN = st.fixed_dictionaries(
 
 @given(st.lists(TOKEN, min_size=1, max_size=8), st.sampled_from([0.0, 0.1]))
 def test_loss_equals_the_reference(tokens: list[dict[str, float]], kl_weight: float) -> None:
-    settings = PolicyLossSettings(kl_weight=kl_weight)
+    settings = replace(SETTINGS, kl_weight=kl_weight)
     column = {
         name: torch.tensor([t[name] for t in tokens], dtype=torch.float64) for name in tokens[0]
     }
@@ -87,7 +91,7 @@ def test_beyond_the_clip_nothing_is_learned_in_the_same_direction() -> None:
     new = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     one = torch.ones(4, dtype=torch.float64)
-    result = policy_loss(new, old, old, advantage, one, PolicyLossSettings())
+    result = policy_loss(new, old, old, advantage, one, SETTINGS)
     result.total.backward()
     assert new.grad is not None
     assert (new.grad != 0).tolist() == [False, True, True, False]
@@ -98,7 +102,7 @@ def test_the_gap_between_engine_and_learner_is_seen_and_its_weight_capped() -> N
     zero = torch.zeros(2)
     engine = torch.tensor([-0.5, -3.0])
     one = torch.ones(2)
-    result = policy_loss(zero, zero, engine, one, one, PolicyLossSettings(max_importance=2.0))
+    result = policy_loss(zero, zero, engine, one, one, SETTINGS)
     assert result.gap_sum == pytest.approx(3.5)
     assert result.capped_tokens == 1
     assert result.total.item() == pytest.approx(-(math.exp(0.5) + 2.0))
@@ -108,10 +112,9 @@ def test_splitting_a_batch_does_not_change_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     columns = [torch.randn(40, generator=generator) * 0.3 for _ in range(4)]
     weight = torch.rand(40, generator=generator)
-    settings = PolicyLossSettings()
-    whole = policy_loss(*columns, weight, settings).total
+    whole = policy_loss(*columns, weight, SETTINGS).total
     parts = sum(
-        policy_loss(*(c[part] for c in columns), weight[part], settings).total
+        policy_loss(*(c[part] for c in columns), weight[part], SETTINGS).total
         for part in (slice(0, 7), slice(7, 40))
     )
     torch.testing.assert_close(whole, parts)

@@ -61,7 +61,7 @@ class FakeEngine:
                 reason = "error" if sample_id in self.break_off else "stop"
                 self.break_off.discard(sample_id)
                 ended.append(
-                    Sample(sample_id, "", (0,), (), reason, self.name, 0, 0.0, 0.0, time.time())
+                    Sample(sample_id, (0,), (), reason, self.name, 0, 0.0, 0.0, time.time())
                 )
         return ended
 

@@ -1,0 +1,146 @@
+"""What a run is doing now, for its terminal and for `tlt watch` (`live.json` in its folder).
+
+The driver knows all of it anyway, so the live view costs the engines nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlt.contracts import ShowProgress
+from tlt.spans import State
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+
+
+class Activity(StrEnum):
+    """What the training loop is doing, in the words that users see."""
+
+    STARTING = "starting"
+    GENERATING = "generating"
+    UPDATING = "updating the policy"
+    RESTARTING_LEARNER = "starting the learner again"
+
+
+class Engines(Protocol):
+    """The pool, as far as it knows how busy its engines are."""
+
+    def loads(self) -> Mapping[str, int | None]: ...
+
+
+class Leases(Protocol):
+    """Harvest, as far as it knows which workers train."""
+
+    def leased(self) -> Collection[str]: ...
+
+
+class Forecast(Protocol):
+    """The seconds that a rollout will still take, from when its samples ended."""
+
+    def started(self, num_samples: int, now_s: float) -> None: ...
+    def finished(self, num_samples: int, now_s: float) -> None: ...
+    def ended(self) -> None: ...
+    def remaining_s(self, now_s: float) -> float: ...
+
+
+class Live:
+    """Writes `live.json` once a second while it is entered, and removes the file at the end."""
+
+    def __init__(
+        self,
+        path: Path,
+        num_steps: int,
+        engines: Engines,
+        leases: Leases,
+        forecast: Forecast,
+        show: ShowProgress,
+    ) -> None:
+        self._path = path
+        self._num_steps = num_steps
+        self._engines = engines
+        self._leases = leases
+        self._forecast = forecast
+        self._show = show
+        self._activity = Activity.STARTING
+        self._what, self._done, self._total = str(self._activity), 0.0, 1.0
+        self._since_s = time.time()
+        self._task: asyncio.Task[None] | None = None
+        self.record: dict[str, float] = {}
+        """The record of the last RL step."""
+
+    def doing(self, activity: Activity, done: float, total: float, step: int | str = "") -> None:
+        """Note what the loop is doing, for which RL step or evaluation, and how far it is."""
+        what = f"step {step}: {activity}" if step else str(activity)
+        generating = activity is Activity.GENERATING
+        if what != self._what:
+            self._forecast.ended()
+            self._since_s = time.time()
+            if generating:
+                self._forecast.started(int(total), time.monotonic())
+        if generating and done:
+            self._forecast.finished(1, time.monotonic())
+        self._activity, self._what, self._done, self._total = activity, what, done, total
+        self._show(what, done, total)
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._write_often())
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    async def _write_often(self) -> None:
+        while True:
+            try:
+                text = json.dumps(self.now())
+                hidden = self._path.with_name(f".{self._path.name}")
+                hidden.write_text(text)
+                hidden.rename(self._path)
+            except Exception as error:
+                logger.warning("%s cannot be written (%r): no live view", self._path, error)
+                return
+            await asyncio.sleep(EVERY_S)
+
+    def now(self) -> dict[str, Any]:
+        """Return what `live.json` holds."""
+        generating = self._activity is Activity.GENERATING
+        leased = self._leases.leased() if generating else []
+        remaining_s = self._forecast.remaining_s(time.monotonic())
+        return {
+            "at_s": time.time(),
+            "num_steps": self._num_steps,
+            "what": self._what,
+            "done": self._done,
+            "total": self._total,
+            "since_s": self._since_s,
+            "remaining_s": remaining_s if generating and remaining_s < float("inf") else None,
+            "workers": {
+                worker: {"state": self._state(load, worker in leased), "running": load or 0}
+                for worker, load in self._engines.loads().items()
+            },
+            "record": self.record,
+        }
+
+    def _state(self, load: int | None, leased: bool) -> State:
+        if load is None:
+            return "lost"
+        if load:
+            return "generating"
+        if leased:
+            return "training"
+        if self._activity is Activity.UPDATING:
+            return "updating"
+        return "idle" if self._activity is Activity.GENERATING else "waiting"

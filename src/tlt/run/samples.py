@@ -1,0 +1,127 @@
+"""The samples of RL steps and evaluations, from problems to rewards.
+
+`Rollouts.generate` makes the requests, lets the pool generate them and scores every sample as it
+ends. A sample's id names the sample and seeds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+
+from tlt.config.train import TrainConfig
+from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
+from tlt.harvest.session import RunHarvest
+from tlt.observe.live import Activity, Live
+from tlt.observe.stopwatch import Stopwatch
+from tlt.rollout.pool import RolloutPool
+from tlt.tasks.chat import Chat
+from tlt.tasks.gym import Problem
+from tlt.tasks.rewards import RewardPool
+from tlt.tasks.tail import HeavyTail
+
+
+def make_requests(
+    config: TrainConfig,
+    label: str,
+    prompts: Sequence[tuple[int, ...]],
+    group_size: int,
+    temperature: float,
+    rl_step: int | None,
+    lengths: Sequence[int] = (),
+) -> list[SampleRequest]:
+    """Return the requests, one group after the other; `lengths` forces the response lengths."""
+    left = list(lengths)
+    requests = []
+    for number, prompt in enumerate(prompts):
+        for place in range(group_size):
+            sample_id = f"{label}/{number:05d}/{place:04d}"
+            spec = SamplingSpec(
+                max_tokens=left.pop() if lengths else config.sampling.max_tokens,
+                temperature=temperature,
+                seed=_seed(config.run.seed, sample_id) if config.sampling.seeded else None,
+                ignore_eos=bool(lengths),
+            )
+            requests.append(SampleRequest(sample_id, prompt, spec, rl_step=rl_step))
+    return requests
+
+
+def _seed(run_seed: int, sample_id: str) -> int:
+    text = f"{run_seed}/{sample_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+class Rollouts:
+    """Generates and scores the samples of RL steps and evaluations."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        chat: Chat,
+        pool: RolloutPool,
+        rewards: RewardPool,
+        harvest: RunHarvest,
+        live: Live,
+    ) -> None:
+        self._config = config
+        self._chat = chat
+        self._pool = pool
+        self._rewards = rewards
+        self._harvest = harvest
+        self._live = live
+
+    async def generate(
+        self,
+        label: str,
+        problems: Sequence[Problem],
+        group_size: int,
+        temperature: float,
+        policy_version: int,
+        watch: Stopwatch,
+        stage: str,
+        on_scored: Callable[[Scored], None] = lambda scored: None,
+        rl_step: int | None = None,
+    ) -> list[Scored]:
+        """Return the samples of every problem in order; call `on_scored` as each one is scored."""
+        requests = make_requests(
+            self._config,
+            label,
+            [self._chat.prompt(problem.question) for problem in problems],
+            group_size,
+            temperature,
+            rl_step,
+            self._forced_lengths(label, len(problems) * group_size) if stage == "rollout" else (),
+        )
+        index_of = {request.sample_id: index for index, request in enumerate(requests)}
+
+        async def score(sample: Sample) -> Scored:
+            assert sample.policy_version == policy_version, "a sample of another policy"
+            index = index_of[sample.sample_id]
+            number, place = divmod(index, group_size)
+            text = self._chat.text(sample.token_ids)
+            reward = await self._rewards.score(problems[number], text)
+            request = requests[index]
+            scored = Scored(number, place, request, sample, text, reward.value, reward.fault)
+            on_scored(scored)
+            return scored
+
+        scoring = []
+        self._live.doing(Activity.GENERATING, 0, len(requests), label)
+        self._harvest.rollout_started(len(requests))
+        async for sample in self._pool.generate(requests):
+            scoring.append(asyncio.create_task(score(sample)))
+            self._harvest.sample_finished()
+            self._live.doing(Activity.GENERATING, len(scoring), len(requests), label)
+        watch.lap(stage)
+        scored, _ = await asyncio.gather(asyncio.gather(*scoring), self._harvest.rollout_ended())
+        watch.lap("reward_wait" if stage == "rollout" else stage)
+        return sorted(scored, key=lambda s: (s.problem_number, s.place))
+
+    def _forced_lengths(self, label: str, count: int) -> Sequence[int]:
+        sizes = self._config.sampling.forced_lengths
+        if sizes is None:
+            return ()
+        rng = random.Random(f"{self._config.run.seed}/lengths/{label}")
+        return HeavyTail(sizes.median, sizes.p95, sizes.longest).spread(count, rng)

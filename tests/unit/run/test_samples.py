@@ -1,0 +1,127 @@
+"""From problems to scored samples, with a pool, rewards and a chat that are fakes."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from tlt.config.train import TrainConfig
+from tlt.contracts import Sample, SampleRequest, Scored
+from tlt.harvest.forecast import TailForecast
+from tlt.harvest.session import NoHarvest
+from tlt.observe.live import Live
+from tlt.observe.stopwatch import Stopwatch
+from tlt.run.samples import Rollouts, make_requests
+from tlt.tasks.gym import Problem
+from tlt.tasks.rewards import Reward
+
+PROBLEMS = [Problem(f"p{number}", str(number), "") for number in range(12)]
+
+
+def config(**sampling: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "run": {"out": "out", "num_steps": 1, "seed": 3},
+            "policy": {"model": "model"},
+            "task": {"name": "gcd"},
+            "sampling": {"prompts_per_step": 12, "group_size": 11, "max_tokens": 64, **sampling},
+        }
+    )
+
+
+class FakeChat:
+    def prompt(self, question: str) -> tuple[int, ...]:
+        return (int(question),)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return f"{len(token_ids)}"
+
+
+class FakeRewards:
+    async def score(self, problem: Problem, text: str) -> Reward:
+        return Reward(float(text), "timeout" if problem.problem_id == "p5" else None)
+
+
+class FakePool:
+    """Samples end in any order; each has as many tokens as its request's seed says, modulo 7."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+        self.requests = list(requests)
+        for request in random.Random(0).sample(requests, len(requests)):
+            await asyncio.sleep(0)
+            tokens = (1,) * ((request.sampling.seed or 0) % 7)
+            yield Sample(request.sample_id, tokens, (), "stop", "engine-0", 4, 0.0, 0.0, 0.0)
+
+    def loads(self) -> dict[str, int | None]:
+        return {}
+
+
+def generate(
+    policy_version: int = 4, **sampling: Any
+) -> tuple[list[Scored], list[Scored], FakePool]:
+    pool: Any = FakePool()
+    chat: Any = FakeChat()
+    rewards: Any = FakeRewards()
+    shown: list[tuple[str, float, float]] = []
+    live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *s: shown.append(s))
+    made = config(seeded=True, **sampling)
+    rollouts = Rollouts(made, chat, pool, rewards, NoHarvest(), live)
+    ended: list[Scored] = []
+    scored = asyncio.run(
+        rollouts.generate(
+            "2", PROBLEMS, 11, 0.5, policy_version, Stopwatch(), "rollout", ended.append, 2
+        )
+    )
+    assert shown == [("step 2: generating", done, 132) for done in range(133)]
+    return scored, ended, pool
+
+
+def test_samples_come_back_in_the_order_of_problems_and_places() -> None:
+    scored, ended, pool = generate()
+    assert [(s.problem_number, s.place) for s in scored] == [
+        (number, place) for number in range(12) for place in range(11)
+    ]
+    assert [s.request for s in scored] == pool.requests
+    assert [s.sample.sample_id for s in scored] == [r.sample_id for r in pool.requests]
+    assert all(s.request.prompt_token_ids == (s.problem_number,) for s in scored)
+    assert all(s.reward == len(s.sample.token_ids) for s in scored)
+    assert all((s.fault == "timeout") == (s.problem_number == 5) for s in scored)
+    # Each was handed on as it was scored.
+    assert ended != scored
+    assert sorted(ended, key=lambda s: (s.problem_number, s.place)) == scored
+
+
+def test_a_sample_of_another_policy_ends_the_run() -> None:
+    with pytest.raises(AssertionError, match="another policy"):
+        generate(policy_version=5)
+
+
+def test_forced_lengths_are_the_same_in_every_run() -> None:
+    lengths = {"median": 5, "p95": 20, "longest": 40}
+    first, second = (generate(forced_lengths=lengths)[2].requests for _ in range(2))
+    assert first == second
+    assert all(r.sampling.ignore_eos for r in first)
+    assert len({r.sampling.max_tokens for r in first}) > 5
+    assert max(r.sampling.max_tokens for r in first) <= 40
+
+
+def test_ids_and_seeds_of_requests_do_not_change() -> None:
+    """Runs of earlier versions can be repeated only if they stay as they are."""
+    requests = make_requests(config(seeded=True), "7", [(1,), (2,)], 2, 0.5, 7)
+    assert [r.sample_id for r in requests] == [
+        *("7/00000/0000", "7/00000/0001"),
+        *("7/00001/0000", "7/00001/0001"),
+    ]
+    assert [r.sampling.seed for r in requests] == [2860880415, 4204708238, 3392412264, 2657929450]
+    (unseeded, _) = make_requests(config(), "eval-0", [(1,), (2,)], 1, 0.0, None)
+    assert unseeded.sampling.seed is None
+    assert unseeded.sampling.max_tokens == 64
+    assert not unseeded.sampling.ignore_eos
