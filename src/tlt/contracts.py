@@ -110,15 +110,6 @@ class EngineStats:
     fingerprint_s: float = 0.0
     """Seconds spent on comparing it."""
 
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per verified draft, the bonus token included."""
-        return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
-
 
 # --- speculation --------------------------------------------------------------------------------
 

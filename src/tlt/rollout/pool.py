@@ -222,13 +222,6 @@ class RolloutPool:
     async def set_strategy(self, spec: dict[str, Any]) -> None:
         await self.call_all("set_strategy", spec)
 
-    async def pause(self) -> None:
-        """Let every engine finish its step and hold."""
-        await self.call_all("pause")
-
-    async def resume(self) -> None:
-        await self.call_all("resume")
-
     async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
         """New policy weights for all engines, also for those that start later; seconds each."""
         if self._dispatcher.num_unfinished:

@@ -47,6 +47,9 @@ class _Adaptive:
             settings.get("drafter_state_bytes", 0),
         )
 
+    _faults_at_load: list[str] | None = None
+    """Faults of the policy as it was loaded, for the first report; None once they may be old."""
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._renew_drafter()
@@ -59,7 +62,7 @@ class _Adaptive:
             and model_config.quantization is None
             and self.vllm_config.load_config.load_format != "dummy",  # type: ignore[attr-defined]
         )
-        self._watch.expect(Path(model_config.model))
+        self._faults_at_load = self._watch.expect(Path(model_config.model))
 
     @property
     def _draft_model(self) -> Any:
@@ -164,7 +167,9 @@ class _Adaptive:
         return self._writer.num_written
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
-        """What this process runs: asked of every worker before the first request."""
+        """Return what this process runs; the engine asks every worker before the first request."""
+        faults, self._faults_at_load = self._faults_at_load, None
+        policy_faults = self._watch.differing() if faults is None else faults
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
         return {
             "plugin": plugin.active,
@@ -174,7 +179,7 @@ class _Adaptive:
             "sampler": type(getattr(self.model_runner, "rejection_sampler", None)).__name__,  # type: ignore[attr-defined]
             "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
             "drafter_faults": self._drafter_faults(),
-            "policy_faults": self._watch.differing(),
+            "policy_faults": policy_faults,
             "compared_tensors": self._watch.num_compared,
         }
 
@@ -199,6 +204,7 @@ class _Adaptive:
         Afterwards the policy is compared with the learner's; one that differs is loaded again.
         Returns the tensors that differed, those that still do, and the seconds that this took.
         """
+        self._faults_at_load = None
         self._load(update_info, draft)
         started_s = time.monotonic()
         source = Path(update_info["path"])
