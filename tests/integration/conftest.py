@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_process import EngineProcess
-from workloads import TINY_ARGS, EngineFactory
+from workloads import TINY_ARGS, EngineFactory, save_fresh_drafter
 
 from tlt.config.rollout import EngineConfig
 
@@ -65,13 +65,8 @@ def fresh_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.trainer import fresh_drafter
-
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    head = policy.get_output_embeddings().weight.detach()
-    out = tmp_path_factory.mktemp("models") / "fresh"
-    return save_drafter(fresh_drafter(policy.config, head, None), out, torch.float32)
+    return save_fresh_drafter(policy, tmp_path_factory.mktemp("models") / "fresh")
 
 
 @pytest.fixture(scope="session")

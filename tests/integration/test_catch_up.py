@@ -29,7 +29,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 def recorded(request: Any, tiny: Path, tiny_drafter: Path, tmp_path_factory: Any) -> Any:
     from speed import limit
 
-    out = tmp_path_factory.mktemp("upkeep") / "recorded.pt"
+    out = tmp_path_factory.mktemp("catch_up") / "recorded.pt"
     done = subprocess.run(
         [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out), request.param],
         capture_output=True,
@@ -84,7 +84,7 @@ def test_what_the_comparison_would_miss(recorded: Any) -> None:
 
 
 class Scripted:
-    """A policy that says arm after arm."""
+    """A strategy that returns the arms of a script, one after another."""
 
     def __init__(self, arms: Sequence[Any]) -> None:
         self._arms = list(arms)
@@ -112,7 +112,7 @@ class Recorder:
         self.clear()
         propose, write, one_pass = (
             SwitchingProposer.propose,
-            SwitchingProposer._write,
+            SwitchingProposer.write_missed,
             EagleProposer.propose,
         )
 
@@ -127,7 +127,7 @@ class Recorder:
             skipped = (missed.position_T >= first[missed.owner_T]).tolist()
             self.not_written += sum(skipped)
             for owner, skip in zip(missed.owner_T, skipped, strict=True):
-                request_id = proposer._input_batch.req_ids[owner]
+                request_id = proposer.input_batch.req_ids[owner]
                 self.written_after_preemption += request_id in self.preempted and not skip
             if self.catches_up:
                 write(proposer, missed, first, inputs)
@@ -137,7 +137,7 @@ class Recorder:
             return one_pass(proposer, *args, **kwargs)
 
         SwitchingProposer.propose = spied_propose  # type: ignore[method-assign]
-        SwitchingProposer._write = spied_write  # type: ignore[method-assign]
+        SwitchingProposer.write_missed = spied_write  # type: ignore[method-assign]
         EagleProposer.propose = spied_pass
 
     def clear(self) -> None:
@@ -150,14 +150,14 @@ class Recorder:
         self.passes = 0
 
     def note(self, proposer: Any, proposed: Any, block_table: Any) -> None:
-        batch = proposer._input_batch
+        batch = proposer.input_batch
         (layer,) = proposer._draft_attn_layer_names
         cache = proposer.compilation_config.static_forward_context[layer].kv_cache
         for row, request_id in enumerate(batch.req_ids):
-            if proposer._discarded[row]:
+            if proposer.discarded[row]:
                 continue  # reads its prompt, and drafts nothing yet
             name = request_id.split("-")[0]
-            sampled = [t for t in proposer._sampled_token_ids[row].tolist() if t >= 0]
+            sampled = [t for t in proposer.sampled_token_ids[row].tolist() if t >= 0]
             num_seen = int(batch.num_tokens_no_spec[row]) + len(sampled) - 1
             self.drafts.append((name, num_seen, proposed[row].tolist()))
             for index in range(num_seen // BLOCK_TOKENS):

@@ -14,7 +14,9 @@ from tlt.node.weights import SharedWeights, check_weights, read_fingerprints
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def matrix(rows: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float32):  # type: ignore[no-untyped-def]
+def matrix(
+    rows: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=generator).to(dtype)
 

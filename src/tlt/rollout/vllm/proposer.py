@@ -44,10 +44,10 @@ class SwitchingProposer(EagleProposer):
         super().__init__(vllm_config, device, runner)
         self.drafter: DrafterName = "eagle3"
         self.missed = MissedInputs(state_budget_bytes)
-        self._ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
-        self._sampled_token_ids: torch.Tensor | None = None
-        self._discarded: torch.Tensor | None = None
-        self._input_batch: Any = None
+        self.ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
+        self.sampled_token_ids: torch.Tensor | None = None
+        self.discarded: torch.Tensor | None = None
+        self.input_batch: Any = None
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -77,9 +77,9 @@ class SwitchingProposer(EagleProposer):
         discard_request_mask: torch.Tensor,
     ) -> Any:
         # vLLM calls this right before `propose`; the n-gram lookup needs what it is given.
-        self._sampled_token_ids = sampled_token_ids
-        self._input_batch = gpu_input_batch
-        self._discarded = discard_request_mask
+        self.sampled_token_ids = sampled_token_ids
+        self.input_batch = gpu_input_batch
+        self.discarded = discard_request_mask
         return super().prepare_next_token_ids_padded(
             sampled_token_ids, requests, gpu_input_batch, discard_request_mask
         )
@@ -92,7 +92,7 @@ class SwitchingProposer(EagleProposer):
             super().propose(0, **inputs)
         if num_speculative_tokens > 0:
             return self._propose_ngrams(num_speculative_tokens)
-        return torch.empty(self._input_batch.num_reqs, 0, dtype=torch.int64, device=self.device)
+        return torch.empty(self.input_batch.num_reqs, 0, dtype=torch.int64, device=self.device)
 
     # --- leaving the draft model out, and catching up ------------------------------------------
 
@@ -108,7 +108,7 @@ class SwitchingProposer(EagleProposer):
 
     def _skip(self, inputs: dict[str, Any]) -> bool:
         """Keep what the draft model would read in this step; False if it has to run."""
-        batch = self._input_batch
+        batch = self.input_batch
         if not self._can_skip or not _only_decodes(batch):
             return False
         num_rejected = inputs["num_rejected_tokens_gpu"]
@@ -141,10 +141,10 @@ class SwitchingProposer(EagleProposer):
         """Write the keys and values that the requests of this step have missed."""
         metadata = inputs["common_attn_metadata"]
         first_B = inputs["target_positions"][metadata.query_start_loc[:-1]]
-        for missed in self.missed.take(self._input_batch.req_ids, self.max_num_tokens):
-            self._write(missed, first_B, inputs)
+        for missed in self.missed.take(self.input_batch.req_ids, self.max_num_tokens):
+            self.write_missed(missed, first_B, inputs)
 
-    def _write(self, missed: Missed, first_B: torch.Tensor, inputs: dict[str, Any]) -> None:
+    def write_missed(self, missed: Missed, first_B: torch.Tensor, inputs: dict[str, Any]) -> None:
         """One pass of the draft model for its keys and values alone.
 
         Where they go depends on each row's position; what its attention reads does not matter. So
@@ -197,15 +197,15 @@ class SwitchingProposer(EagleProposer):
         return best if offsets is None else best + offsets[best]
 
     def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:
-        assert self._ngram is not None, "the strategy drafts n-grams the engine was not set up for"
-        assert self._sampled_token_ids is not None
-        assert self._discarded is not None
-        batch = self._input_batch
+        assert self.ngram is not None, "the strategy drafts n-grams the engine was not set up for"
+        assert self.sampled_token_ids is not None
+        assert self.discarded is not None
+        batch = self.input_batch
         num_requests = batch.num_reqs
-        discarded = self._discarded[:num_requests].tolist()
+        discarded = self.discarded[:num_requests].tolist()
         sampled = [
             [] if discard else [token for token in row if 0 <= token < batch.vocab_size]
-            for row, discard in zip(self._sampled_token_ids.tolist(), discarded, strict=False)
+            for row, discard in zip(self.sampled_token_ids.tolist(), discarded, strict=False)
         ]
         # The runner appends this step's tokens only after drafting. Writing them now, to the very
         # places where it will write them, gives the lookup the whole text without a copy.
@@ -215,7 +215,7 @@ class SwitchingProposer(EagleProposer):
             end = min(start + len(tokens), batch.token_ids_cpu.shape[1])
             batch.token_ids_cpu[row, start:end] = tokens[: end - start]
             num_tokens[row] = end
-        return self._ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
+        return self.ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
 
 
 def _only_decodes(batch: Any) -> bool:

@@ -100,7 +100,7 @@ class _Adaptive:
     def _history_lookup(self) -> Any:
         """Whoever looks n-grams up in a history of samples; None where nobody does."""
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        lookup = getattr(drafter, "_ngram", drafter)
+        lookup = getattr(drafter, "ngram", drafter)
         return lookup if hasattr(lookup, "history") else None
 
     def tlt_forget_history(self) -> None:
