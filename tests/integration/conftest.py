@@ -88,12 +88,12 @@ def engines() -> Iterator[EngineFactory]:
     def start(
         environment: dict[str, str] | None = None, begin: bool = True, **settings: Any
     ) -> EngineProcess:
-        settings = {
+        defaults: dict[str, Any] = {
             "kv_cache_gib": 0.5,
             "engine_args": TINY_ARGS,
             "core_group": f"test-{len(running)}",
-        } | settings
-        engine = EngineProcess(EngineConfig(**settings), environment)
+        }
+        engine = EngineProcess(EngineConfig(**(defaults | settings)), environment)
         running.append(engine)
         if begin:
             engine.start()

@@ -1,7 +1,9 @@
 """N-grams from other samples: the same tokens, and long drafts for a prompt seen before."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ EAGLE3 = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2}
 
 
 def run(
-    engine: EngineProcess, strategy: dict[str, object], prompts: list[list[int]]
+    engine: EngineProcess, strategy: Mapping[str, object], prompts: list[list[int]]
 ) -> tuple[list[tuple[int, ...]], float]:
     """Return the tokens of each response, and the mean number of tokens per verified draft."""
     engine.call("set_strategy", strategy)
@@ -75,7 +77,7 @@ def test_beside_a_drafter(engines: EngineFactory, tiny: Path, tiny_drafter: Path
 def test_drafts_keep_to_the_limits() -> None:
     from tlt.rollout.vllm.lookup import HistoryProposer
 
-    token_ids = np.zeros((4, 16), dtype=np.int32)
+    token_ids: Any = np.zeros((4, 16), dtype=np.int32)
     token_ids[0, :9] = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     token_ids[1, :14] = [*range(1, 12), 1, 2, 3]
     token_ids[2, :4] = [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Fingerprints tell any change of weights, and nothing else."""
+"""Fingerprints show every change of weights, and nothing else."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def matrix(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_with_one_hot_vectors_shows_the_columns(dtype: torch.dtype) -> None:
-    """What an engine computes and what the learner reads come to the same number."""
+    """The engine's products and the learner's tensors have the same fingerprint."""
     weight = matrix(96, 64, dtype=dtype)
     chosen = columns(3, 64)
     probe = torch.zeros(len(chosen), 64, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The dispatcher against a model of engines that it cannot see into."""
+"""The dispatcher with fake engines, which it cannot look into."""
 
 import random
 import time
@@ -122,7 +122,7 @@ def test_a_lost_engine_gives_everything_back_once() -> None:
     assert dispatcher.finished("a", ["0"]) == ["0"]
     assert sorted(dispatcher.engine_lost("a")) == ["1", "2", "3", "4", "5"]
     assert dispatcher.engine_lost("a") == []
-    assert dispatcher.finished("a", ["1"]) == []  # a late message from the dead
+    assert dispatcher.finished("a", ["1"]) == []  # a late message of the lost engine
     dispatcher.engine_ready("b", 8)
     (assign,) = dispatcher.actions()
     assert isinstance(assign, Assign)

@@ -25,7 +25,7 @@ def request(sample_id: str, max_tokens: int = 1) -> SampleRequest:
 
 
 class FakeCore:
-    """Generates one token per request and step. The test lets each step begin."""
+    """Generates one token per request and engine step, once the test permits the step."""
 
     def __init__(self, slots: int = 2) -> None:
         self.slots = slots
@@ -170,7 +170,7 @@ def test_no_policy_update_while_samples_are_unfinished() -> None:
 
 
 def test_a_tainted_engine_takes_not_one_step_more() -> None:
-    """Whoever hears of it finds the engine closed already."""
+    """A caller that hears of the fault finds the engine closed already."""
     core = FakeCore()
     steps = 0
 

@@ -232,7 +232,7 @@ class _Adaptive:
             self.start_draft_weight_update()  # type: ignore[attr-defined]
         else:
             self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(update_info)  # type: ignore[attr-defined]
+        self.update_weights(update_info)
         self.finish_weight_update()  # type: ignore[attr-defined]
         if not draft:
             self._renew_drafter()
