@@ -29,9 +29,9 @@ class RolloutEngine(EngineLoop):
         self.config = config
         self.safe_to_sample = True
         """Whether the engine passed its self-test of sampling under speculation."""
-        self._vllm = VllmCore(config, name)  # refuses bad settings before anything starts
+        self.core = VllmCore(config, name)  # refuses bad settings before anything starts
         self._max_model_len = 0
-        super().__init__(name, self._vllm, config.stall_timeout_s)
+        super().__init__(name, self.core, config.stall_timeout_s)
 
     def start(self) -> dict[str, Any]:
         """Start vLLM, verify the plug-in, and return the report of the first worker."""
@@ -39,7 +39,7 @@ class RolloutEngine(EngineLoop):
 
     def report(self) -> dict[str, Any]:
         """Ask every worker about itself again, as at the start; return the first one's report."""
-        return self._note(self.between_steps(self._vllm.report))
+        return self._note(self.between_steps(self.core.report))
 
     def _note(self, report: dict[str, Any]) -> dict[str, Any]:
         self.safe_to_sample = not report["faults"]
@@ -48,7 +48,7 @@ class RolloutEngine(EngineLoop):
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue all requests or, when the engine refuses one of them, none."""
-        longest = self._vllm.max_draft_tokens
+        longest = self.core.max_draft_tokens
         for request in requests:
             check_sampling(request.sampling, speculating=longest > 0)
             check_length(request, self._max_model_len, longest)
@@ -68,23 +68,23 @@ class RolloutEngine(EngineLoop):
         Refused while samples are unfinished. A CPU engine has nothing to give.
         """
         if self.config.num_gpus:
-            self.between_rollouts(self._vllm.sleep, "an engine sleeps only between rollouts")
+            self.between_rollouts(self.core.sleep, "an engine sleeps only between rollouts")
 
     def wake(self) -> None:
         """Take the memory back, before a weight sync, a drafter swap or new samples."""
         if self.config.num_gpus:
-            self.between_steps(self._vllm.wake)
+            self.between_steps(self.core.wake)
 
     def reset_prefix_cache(self) -> None:
         """Forget all earlier prompts and samples, so that a measurement starts from nothing."""
-        self.between_steps(self._vllm.forget)
+        self.between_steps(self.core.forget)
 
     # --- strategy and weights -----------------------------------------------------------------
 
     def set_strategy(self, spec: StrategySpec) -> None:
         """Choose arms by another strategy from the next engine step on."""
         strategy = build_strategy(complete_strategy(spec, drafters(self.config)))
-        longest = self._vllm.max_draft_tokens
+        longest = self.core.max_draft_tokens
         for arm in strategy.arms():
             if arm.num_draft_tokens > longest:
                 raise ConfigError(
@@ -93,12 +93,12 @@ class RolloutEngine(EngineLoop):
                 )
             if arm.drafter == "eagle3" and self.config.drafter is None:
                 raise ConfigError(f"arm {arm}: this engine was started without engine.drafter")
-            if arm.drafter == "ngram" and not self._vllm.has_ngrams:
+            if arm.drafter == "ngram" and not self.core.has_ngrams:
                 raise ConfigError(
                     f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
                     "engine_args.async_scheduling = false"
                 )
-        self.between_steps(lambda: self._vllm.controller.set_strategy(strategy))
+        self.between_steps(lambda: self.core.controller.set_strategy(strategy))
 
     def update_policy(self, manifest: dict[str, Any], version: int) -> float:
         """Load new policy weights, and return the seconds it took.
@@ -107,7 +107,7 @@ class RolloutEngine(EngineLoop):
         """
 
         def update() -> float:
-            seconds = self._vllm.load_policy(manifest)
+            seconds = self.core.load_policy(manifest)
             self.policy_version = version
             return seconds
 
@@ -122,13 +122,13 @@ class RolloutEngine(EngineLoop):
         """
         if self.config.drafter is None:
             raise ConfigError("this engine was started without engine.drafter")
-        return self.between_steps(lambda: self._vllm.load_drafter(manifest, version))
+        return self.between_steps(lambda: self.core.load_drafter(manifest, version))
 
     # --- measurements -------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return the counters since the start."""
-        core = self._vllm
+        core = self.core
         return EngineStats(
             engine=self.name,
             **asdict(core.controller.totals),
@@ -143,11 +143,11 @@ class RolloutEngine(EngineLoop):
 
     def take_trace(self) -> list[StepReport]:
         """Return a report of each engine step since the last call."""
-        return self.between_steps(self._vllm.controller.take_trace)
+        return self.between_steps(self.core.controller.take_trace)
 
     def take_spans(self, max_spans: int) -> list[Span]:
         """Return where the time since the last call went, by the wall clock."""
-        controller = self._vllm.controller
+        controller = self.core.controller
 
         def take() -> list[Span]:
             shift_s = time.time() - controller.now_s()

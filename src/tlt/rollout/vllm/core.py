@@ -68,10 +68,10 @@ class VllmCore:
 
         if self._config.num_gpus == 0:
             torch.set_num_threads(self._config.num_cores)
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**self._args))
-        self.controller = active_controller(self._llm.engine_core.engine_core.scheduler)
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**self._args))
+        self.controller = active_controller(self.llm.engine_core.engine_core.scheduler)
         if self._config.capture is not None:
-            self._llm.collective_rpc("tlt_capture", args=(self._config.capture,))
+            self.llm.collective_rpc("tlt_capture", args=(self._config.capture,))
         return self.report()
 
     def _prepare_process(self) -> None:
@@ -90,7 +90,7 @@ class VllmCore:
 
         Refuse an engine whose plug-in is not active. Log one that samples wrongly with drafts.
         """
-        reports = self._llm.collective_rpc("tlt_report", args=(self.max_draft_tokens > 0,))
+        reports = self.llm.collective_rpc("tlt_report", args=(self.max_draft_tokens > 0,))
         for report in reports:
             self._check_worker(report)
         faults = sorted({fault for report in reports for fault in report["faults"]})
@@ -98,8 +98,8 @@ class VllmCore:
             logger.error("%s samples wrongly with drafts: %s", self._name, "; ".join(faults))
         return reports[0] | {
             "faults": faults,
-            "slots": int(self._llm.vllm_config.scheduler_config.max_num_seqs),
-            "max_model_len": int(self._llm.model_config.max_model_len),
+            "slots": int(self.llm.vllm_config.scheduler_config.max_num_seqs),
+            "max_model_len": int(self.llm.model_config.max_model_len),
             "cores": self._cores,
         }
 
@@ -127,7 +127,7 @@ class VllmCore:
 
     def stop(self) -> None:
         """Shut vLLM down."""
-        self._llm.engine_core.shutdown()
+        self.llm.engine_core.shutdown()
 
     # --- samples ------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class VllmCore:
         """Hand a request to vLLM."""
         from vllm.inputs.engine import tokens_input
 
-        vllm_id = self._llm.add_request(
+        vllm_id = self.llm.add_request(
             request.sample_id,
             tokens_input(list(request.prompt_token_ids)),
             sampling_params(request.sampling),
@@ -145,7 +145,7 @@ class VllmCore:
     def step(self) -> list[Finished]:
         """Run one engine step, and return the requests that it finished."""
         finished = []
-        for output in self._llm.step():
+        for output in self.llm.step():
             if not output.finished or output.request_id not in self._requests:
                 continue
             request, vllm_id = self._requests.pop(output.request_id)
@@ -168,7 +168,7 @@ class VllmCore:
         is_wanted = end.finish_reason in WHOLE and request.rl_step is not None
         sample = request.sample_id if is_wanted else None
         text = [*request.prompt_token_ids, *end.token_ids]
-        kept = self._llm.collective_rpc(
+        kept = self.llm.collective_rpc(
             "tlt_keep_states", args=(vllm_id, sample, request.rl_step or 0, text)
         )
         self.captured_samples = kept[0]
@@ -180,7 +180,7 @@ class VllmCore:
         started_s = self.controller.now_s()
         self._load(manifest, draft=False)
         # Cached prefixes hold keys and values of the old policy.
-        if not self._llm.reset_prefix_cache():
+        if not self.llm.reset_prefix_cache():
             raise EngineTainted(
                 f"{self._name} keeps cached prefixes of the last policy: vLLM did not drop them"
             )
@@ -195,9 +195,9 @@ class VllmCore:
 
     def _load(self, manifest: dict[str, Any], draft: bool) -> None:
         """Load weights into all workers, which then compare their policy with the learner's."""
-        self._llm.collective_rpc("tlt_check_weights", args=(manifest, draft))
+        self.llm.collective_rpc("tlt_check_weights", args=(manifest, draft))
         try:
-            reports = self._llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
+            reports = self.llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
         except Exception as error:
             raise EngineTainted(
                 f"{self._name}: new weights were loaded in part: {error!r}"
@@ -220,20 +220,20 @@ class VllmCore:
 
     def forget(self) -> None:
         """Drop all cached prefixes and the history that n-grams are looked up in."""
-        if not self._llm.reset_prefix_cache():
+        if not self.llm.reset_prefix_cache():
             raise EngineError(f"{self._name} did not forget: samples are under way")
-        self._llm.collective_rpc("tlt_forget_history")
+        self.llm.collective_rpc("tlt_forget_history")
 
     def sleep(self) -> None:
         """Move all weights to the host, and free the device's memory."""
         if not self._asleep:
-            self._llm.sleep(level=1)
+            self.llm.sleep(level=1)
         self._asleep = True
 
     def wake(self) -> None:
         """Take the device's memory back."""
         if self._asleep:
-            self._llm.wake_up()
+            self.llm.wake_up()
         self._asleep = False
 
 
