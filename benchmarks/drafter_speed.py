@@ -88,7 +88,7 @@ class Timers:
     """Seconds inside the parts of a step, measured by wrapping them."""
 
     def __init__(self, engine: Any) -> None:
-        core = engine._llm.engine_core.engine_core
+        core = engine.core.llm.engine_core.engine_core
         self._worker = core.model_executor.driver_worker.worker
         self._seconds: dict[str, float] = {}
         self._on = False

@@ -5,8 +5,8 @@ Read this first: it is the vocabulary of the system.
 - A `SampleRequest` goes into the rollout, a `Sample` comes out, and its reward makes it a `Scored`
   one. Every sample of a group is a request of its own. The order of samples follows from the
   numbers in `Scored`; nothing reads a sample's id back.
-- An `Arm` is one way to decode: which drafter, and how many tokens it drafts. Before each engine
-  step a `Strategy` picks an arm from a `StepContext`; after the step it sees a `StepReport`.
+- An `Arm` is one choice of drafter and draft length. Before each engine step a `Strategy` chooses
+  an arm from a `StepContext`; after the engine step it sees a `StepReport`.
 """
 
 from __future__ import annotations
@@ -95,17 +95,18 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of one engine since it started. Differences of two make a rate."""
+    """Counters of one engine since it started."""
 
     engine: str
     steps: int = 0
     drafts: int = 0
-    """Verified drafts: one per request and step that had any draft tokens."""
+    """Verified drafts: one per request and engine step that had any draft tokens."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     model_drafts: int = 0
-    """Those of the drafts that the draft model made, and what of them was accepted."""
+    """Verified drafts of the draft model."""
     model_accepted_tokens: int = 0
+    """Accepted tokens of the draft model's drafts."""
     model_first_accepted: int = 0
     """Drafts of the draft model whose first token was accepted."""
     output_tokens: int = 0
@@ -118,11 +119,11 @@ class EngineStats:
     policy_version: int = 0
     drafter_version: int = 0
     captured_samples: int = 0
-    """Samples whose hidden states were kept for the drafter."""
+    """Samples whose hidden states the engine stored for the drafter's training."""
     policy_mismatches: int = 0
-    """Times the policy was not the learner's after new weights, and was loaded again."""
+    """Times that the policy differed from the learner's after new weights, and was loaded again."""
     fingerprint_s: float = 0.0
-    """Seconds spent on comparing it."""
+    """Seconds spent on comparing the policy with the learner's."""
 
     @classmethod
     def difference(cls, before: Sequence[EngineStats], after: Sequence[EngineStats]) -> EngineStats:
@@ -137,12 +138,8 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verified draft, the bonus token included."""
+        """Return tokens per verified draft, the policy's own token included."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else 1.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
 
 COUNTERS = (
@@ -158,7 +155,7 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to decode a batch: a drafter and a draft length. `Arm()` is plain decoding."""
+    """One choice of drafter and draft length. `Arm()` is plain decoding."""
 
     drafter: DrafterName = "off"
     num_draft_tokens: int = 0
@@ -172,7 +169,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """What `str` made of an arm."""
+        """Return the arm that `str` wrote as this text."""
         drafter, _, length = text.partition(":")
         return cls(cast("DrafterName", drafter), int(length)) if length else cls()
 
@@ -185,11 +182,11 @@ OFF = Arm()
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What is known when the arm of a step is chosen."""
+    """The engine's situation when a strategy chooses the arm of an engine step."""
 
     step: int
     num_decodes: int
-    """Requests that decode in this step; prefills are not counted."""
+    """Requests that decode in this engine step, without prefills."""
     num_prefills: int
     num_waiting: int
     drafter_version: int = 0
@@ -197,10 +194,10 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one engine step did.
+    """Result of one engine step.
 
-    A step verifies the drafts that the step before proposed, and then proposes its own. So the
-    drafted and accepted tokens belong to `verified`, the drafting time to `proposed`.
+    An engine step verifies the drafts of the previous one, and then proposes its own. So drafted
+    and accepted tokens belong to `verified`, and the drafting time belongs to `proposed`.
     """
 
     step: int
@@ -217,16 +214,20 @@ class StepReport:
     elapsed_s: float
     drafter_version: int = 0
     ended_s: float = 0.0
-    """When, by the clock of the engine's node."""
+    """Time of the end, by the clock of the engine's node."""
 
 
 class Strategy(Protocol):
-    """Chooses the arm of every step. Pure: no torch, no vLLM, no clock but what it is given."""
+    """Chooses the arm of every engine step. Pure: no torch, no vLLM, only an injected clock."""
 
     def arms(self) -> frozenset[Arm]:
-        """Every arm `decide` may ever return; the engine prepares for exactly these."""
+        """Return every arm that `decide` may return; the engine prepares for exactly these."""
         ...
 
-    def decide(self, context: StepContext) -> Arm: ...
+    def decide(self, context: StepContext) -> Arm:
+        """Choose the arm of the next engine step."""
+        ...
 
-    def observe(self, report: StepReport) -> None: ...
+    def observe(self, report: StepReport) -> None:
+        """Learn from a finished engine step."""
+        ...

@@ -1,8 +1,8 @@
-"""Where a worker's time goes, as spans of one state each. Pure; standard library only.
+"""Spans: stretches of a worker's time in one state. Pure; standard library only.
 
-Engines keep their own log of what they do, step by step, and merge it as it grows, so that hours
-of decoding fit into a few hundred spans. What others know of the worker (a lease, an update) is
-laid under it by `covered`, until every moment has one state.
+Each engine logs its engine steps and merges similar ones, so that hours of decoding fit into a few
+hundred spans. `covered` fills the rest of the time from other sources (leases, updates), until
+every moment has one state.
 """
 
 from __future__ import annotations
@@ -19,68 +19,71 @@ STATES: dict[State, str] = {
     "training": "the worker is leased and trains the drafter",
     "idle": "nothing left to generate while others still do",
     "updating": "the policy is updated on the worker's device",
-    "swapping": "new weights go into the engine",
-    "waiting": "for rewards, for the learner, for a checkpoint",
+    "swapping": "weight sync or drafter swap",
+    "waiting": "the worker waits for rewards, the learner or a checkpoint",
     "lost": "the engine died, and another one starts",
 }
-"""Every state of a worker, and what it says."""
+"""Every state of a worker, and its description."""
 
 GAP_S = 0.03
 """Engine steps closer together than this follow each other without a pause."""
 MAX_SPANS = 256
-"""Of one engine between two calls of `take`."""
+"""Spans that one engine keeps between two calls of `take`."""
 
 
 @dataclass(slots=True)
 class Span:
-    """A time in one state. The numbers are those of an engine that generates."""
+    """A stretch of time in one state. Only an engine that generates fills in the counts."""
 
     state: State
     start_s: float
-    """Wall-clock seconds since the epoch, as is the end."""
+    """Wall-clock time of the start, in seconds since the epoch; `end_s` alike."""
     end_s: float
     running: float = 0.0
-    """Requests at once, the mean."""
+    """Mean number of running requests."""
     arm: str = ""
-    """How most of the time was decoded."""
+    """Arm that decoded most of the time."""
     tokens: int = 0
     drafts: int = 0
     accepted: int = 0
     mixed: bool = False
-    """Not all of it was decoded in that way."""
+    """Whether other arms decoded some of the time."""
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
     def shifted(self, by_s: float) -> Span:
-        """The same by a clock that is so much ahead."""
+        """Return this span shifted by `by_s` seconds."""
         return replace(self, start_s=self.start_s + by_s, end_s=self.end_s + by_s)
 
 
 class SpanLog:
-    """What an engine did. Steps alike become one span; when there are too many, short ones join
-    their neighbours."""
+    """The log of one engine.
+
+    Similar engine steps become one span. When there are too many spans, short ones join their
+    neighbours.
+    """
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self._max_spans = max_spans
         self._spans: list[Span] = []
         self._shortest_s = 0.0
-        """Spans shorter than this have been joined to others."""
+        """Length below which spans have joined their neighbours."""
 
     def add(self, span: Span) -> None:
-        """In the order of time."""
+        """Add a span that starts after all earlier ones."""
         if self._spans and _alike(self._spans[-1], span, self._shortest_s):
             _join(self._spans[-1], span)
             return
         if self._spans and 0 < span.start_s - self._spans[-1].end_s <= GAP_S:
-            self._spans[-1].end_s = span.start_s  # what lies between two steps belongs to them
+            self._spans[-1].end_s = span.start_s  # a short gap belongs to the earlier span
         self._spans.append(span)
         if len(self._spans) > self._max_spans:
             self._thin_out(self._max_spans)
 
     def take(self, max_spans: int | None = None) -> list[Span]:
-        """All spans since the last call, at most so many if that can be."""
+        """Return all spans since the last call, joined to `max_spans` where possible."""
         if max_spans is not None:
             self._thin_out(max_spans)
         spans, self._spans, self._shortest_s = self._spans, [], 0.0
@@ -119,15 +122,15 @@ def _join(last: Span, new: Span) -> None:
 
 
 def covered(start_s: float, end_s: float, layers: Sequence[Iterable[Span]]) -> list[Span]:
-    """One state at a time from start to end, where layers before others hide them.
+    """Return one state at a time from start to end; earlier layers hide later ones.
 
-    The last layer should cover it all. Spans that follow each other in the same state, and in which
-    nothing is counted, become one.
+    The last layer should cover the whole time. Neighbouring spans in the same state become one when
+    neither of them counts requests.
     """
     found: list[Span] = []
     for layer in layers:
         taken = sorted((span.start_s, span.end_s) for span in found)
-        free_s = start_s  # clocks of other machines may make a layer overlap itself
+        free_s = start_s  # clocks of several machines may make a layer overlap itself
         for span in sorted(layer, key=lambda s: s.start_s):
             found += _uncovered(span, max(free_s, span.start_s), min(end_s, span.end_s), taken)
             free_s = max(free_s, span.end_s)
@@ -144,7 +147,7 @@ def covered(start_s: float, end_s: float, layers: Sequence[Iterable[Span]]) -> l
 def _uncovered(
     span: Span, start_s: float, end_s: float, taken: Sequence[tuple[float, float]]
 ) -> list[Span]:
-    """The pieces of a span that are not taken; what it counts goes with the first of them."""
+    """Return the pieces of a span that are not taken; the first one carries the counts."""
     pieces: list[Span] = []
     index = max(0, bisect_left(taken, (start_s,)) - 1)
     for taken_start_s, taken_end_s in [*taken[index:], (end_s, end_s)]:

@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_process import EngineProcess
-from workloads import TINY_ARGS, EngineFactory
+from workloads import TINY_ARGS, EngineFactory, save_fresh_drafter
 
 from tlt.config.rollout import EngineConfig
 
@@ -65,13 +65,8 @@ def fresh_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.trainer import fresh_drafter
-
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    head = policy.get_output_embeddings().weight.detach()
-    out = tmp_path_factory.mktemp("models") / "fresh"
-    return save_drafter(fresh_drafter(policy.config, head, None), out, torch.float32)
+    return save_fresh_drafter(policy, tmp_path_factory.mktemp("models") / "fresh")
 
 
 @pytest.fixture(scope="session")
@@ -93,12 +88,12 @@ def engines() -> Iterator[EngineFactory]:
     def start(
         environment: dict[str, str] | None = None, begin: bool = True, **settings: Any
     ) -> EngineProcess:
-        settings = {
+        defaults: dict[str, Any] = {
             "kv_cache_gib": 0.5,
             "engine_args": TINY_ARGS,
             "core_group": f"test-{len(running)}",
-        } | settings
-        engine = EngineProcess(EngineConfig(**settings), environment)
+        }
+        engine = EngineProcess(EngineConfig(**(defaults | settings)), environment)
         running.append(engine)
         if begin:
             engine.start()

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, driven through a pipe: what an actor is, without Ray."""
+"""An engine in a separate process, driven through a pipe: like an actor, without Ray."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
 
-# Engines are forked from a process that has imported vLLM: the import takes longer than the rest
-# of their start.
+# Engines are forked from a process that has imported vLLM, because the import takes longer than the
+# rest of their start.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["engine_imports"])
 
@@ -38,7 +38,7 @@ def _serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None
 
 
 class EngineProcess:
-    """A `RolloutEngine` elsewhere; any method call goes there and back."""
+    """A `RolloutEngine` in a child process, and calls of its methods through a pipe."""
 
     def __init__(self, config: EngineConfig, environment: dict[str, str] | None = None) -> None:
         self._pipe, theirs = _context.Pipe()
@@ -89,8 +89,8 @@ class EngineProcess:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> list[Sample]:
         return self.collect(self.submit(prompts, sampling))
 
-    def accepted_during(self, function: Any) -> tuple[Any, float]:
-        """A result, and the share of drafted tokens accepted meanwhile."""
+    def accepted_during(self, function: Callable[[], Any]) -> tuple[Any, float]:
+        """Return a function's result, and the share of drafted tokens accepted meanwhile."""
         before = self.stats()
         result = function()
         after = self.stats()

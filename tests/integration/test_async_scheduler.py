@@ -1,7 +1,7 @@
 """The scheduler for asynchronous scheduling, as vLLM drives it, without a model.
 
-vLLM schedules asynchronously on GPUs only. Its scheduler needs no device, though: the real one is
-built here from a real config and fed with made-up model outputs, two steps in flight.
+vLLM schedules asynchronously on GPUs only, but its scheduler needs no device. The test builds the
+real scheduler from a real config and feeds it made-up model outputs, two engine steps in flight.
 """
 
 from pathlib import Path
@@ -61,7 +61,7 @@ def drive(model: str, drafter: str) -> None:
     from vllm.v1.structured_output import StructuredOutputManager
 
     from tlt.config.rollout import EngineConfig
-    from tlt.contracts import Arm
+    from tlt.contracts import Arm, StepContext, StepReport
     from tlt.rollout.vllm.args import engine_args
     from tlt.rollout.vllm.scheduler import AdaptiveAsyncScheduler, active_controller
 
@@ -69,15 +69,15 @@ def drive(model: str, drafter: str) -> None:
         arms_ = (Arm("eagle3", 3), Arm("eagle3", 1), Arm(), Arm("eagle3", 2), Arm())
 
         def __init__(self) -> None:
-            self.reports = []
+            self.reports: list[StepReport] = []
 
-        def arms(self):
+        def arms(self) -> frozenset[Arm]:
             return frozenset(self.arms_)
 
-        def decide(self, context):
+        def decide(self, context: StepContext) -> Arm:
             return self.arms_[context.step]
 
-        def observe(self, report):
+        def observe(self, report: StepReport) -> None:
             self.reports.append(report)
 
     config = EngineConfig(
@@ -98,8 +98,8 @@ def drive(model: str, drafter: str) -> None:
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=16,
     )
-    policy = Script()
-    active_controller(scheduler).set_strategy(policy)
+    strategy = Script()
+    active_controller(scheduler).set_strategy(strategy)
     init_none_hash(hash)
     scheduler.add_request(
         Request(
@@ -131,7 +131,7 @@ def drive(model: str, drafter: str) -> None:
     assert fourth.num_spec_tokens_to_schedule == 2
     scheduler.update_from_output(third, output([4]))  # its one draft rejected
     scheduler.update_from_output(fourth, output([5]))
-    first, verified, rejected, plain = policy.reports
+    first, verified, rejected, plain = strategy.reports
     assert (first.verified, first.num_prefill_tokens, first.num_decodes) == (Arm(), 10, 0)
     assert verified.verified == Arm("eagle3", 3)
     assert (verified.num_draft_tokens, verified.num_accepted_tokens) == (3, 2)

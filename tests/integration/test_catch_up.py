@@ -1,4 +1,4 @@
-"""Leaving the draft model out and catching up equals running it in every step."""
+"""Skipping the draft model and catching up equals running it in every engine step."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 def recorded(request: Any, tiny: Path, tiny_drafter: Path, tmp_path_factory: Any) -> Any:
     from speed import limit
 
-    out = tmp_path_factory.mktemp("upkeep") / "recorded.pt"
+    out = tmp_path_factory.mktemp("catch_up") / "recorded.pt"
     done = subprocess.run(
         [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out), request.param],
         capture_output=True,
@@ -73,18 +73,18 @@ def test_preempted_requests_were_among_them(recorded: Any) -> None:
 
 
 def test_what_the_comparison_would_miss(recorded: Any) -> None:
-    """A drafter that does not catch up drafts something else: the test can fail."""
+    """A drafter that does not catch up drafts other tokens: the comparison can fail."""
     _, runs = recorded
     always, _ = runs["once"]
     assert runs["without catching up"]["drafts"] != always["drafts"]
     assert runs["without catching up"]["tokens"] == always["tokens"]
 
 
-# --- in a process of its own --------------------------------------------------------------------
+# --- in a separate process ----------------------------------------------------------------------
 
 
 class Scripted:
-    """A policy that says arm after arm."""
+    """A strategy that returns the arms of a script, one after another."""
 
     def __init__(self, arms: Sequence[Any]) -> None:
         self._arms = list(arms)
@@ -102,17 +102,19 @@ class Scripted:
 
 
 class Recorder:
-    """Everything the proposer did, and full blocks of its KV cache after each EAGLE-3 draft."""
+    """The proposer's calls, and full blocks of its KV cache after each EAGLE-3 draft."""
 
     def __init__(self) -> None:
-        from tlt.rollout.vllm.proposer import EagleProposer, SwitchingProposer
+        from vllm.v1.spec_decode.eagle import EagleProposer
+
+        from tlt.rollout.vllm.proposer import SwitchingProposer
 
         self.proposer: Any = None
         self.catches_up = True
         self.clear()
         propose, write, one_pass = (
             SwitchingProposer.propose,
-            SwitchingProposer._write,
+            SwitchingProposer.write_missed,
             EagleProposer.propose,
         )
 
@@ -127,7 +129,7 @@ class Recorder:
             skipped = (missed.position_T >= first[missed.owner_T]).tolist()
             self.not_written += sum(skipped)
             for owner, skip in zip(missed.owner_T, skipped, strict=True):
-                request_id = proposer._input_batch.req_ids[owner]
+                request_id = proposer.input_batch.req_ids[owner]
                 self.written_after_preemption += request_id in self.preempted and not skip
             if self.catches_up:
                 write(proposer, missed, first, inputs)
@@ -136,8 +138,8 @@ class Recorder:
             self.passes += 1
             return one_pass(proposer, *args, **kwargs)
 
-        SwitchingProposer.propose = spied_propose  # type: ignore[method-assign]
-        SwitchingProposer._write = spied_write  # type: ignore[method-assign]
+        SwitchingProposer.propose = spied_propose  # type: ignore[assignment, method-assign]
+        SwitchingProposer.write_missed = spied_write  # type: ignore[assignment, method-assign]
         EagleProposer.propose = spied_pass
 
     def clear(self) -> None:
@@ -150,14 +152,14 @@ class Recorder:
         self.passes = 0
 
     def note(self, proposer: Any, proposed: Any, block_table: Any) -> None:
-        batch = proposer._input_batch
+        batch = proposer.input_batch
         (layer,) = proposer._draft_attn_layer_names
         cache = proposer.compilation_config.static_forward_context[layer].kv_cache
         for row, request_id in enumerate(batch.req_ids):
-            if proposer._discarded[row]:
-                continue  # reads its prompt, and drafts nothing yet
+            if proposer.discarded[row]:
+                continue  # a prefill: the request drafts nothing yet
             name = request_id.split("-")[0]
-            sampled = [t for t in proposer._sampled_token_ids[row].tolist() if t >= 0]
+            sampled = [t for t in proposer.sampled_token_ids[row].tolist() if t >= 0]
             num_seen = int(batch.num_tokens_no_spec[row]) + len(sampled) - 1
             self.drafts.append((name, num_seen, proposed[row].tolist()))
             for index in range(num_seen // BLOCK_TOKENS):
@@ -175,7 +177,7 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
     from vllm.v1.engine.llm_engine import LLMEngine
     from workloads import SWITCHING_ARMS
 
-    from tlt.config.rollout import EngineConfig
+    from tlt.config.rollout import EngineConfig, NgramConfig
     from tlt.rollout.vllm.args import engine_args
     from tlt.rollout.vllm.scheduler import active_controller
     from tlt.strategy.spec import parse_arm
@@ -185,7 +187,7 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
         model=model,
         drafter=drafter,
         max_draft_tokens=8,
-        ngram={"history_tokens": 0},  # no run may learn from the one before
+        ngram=NgramConfig(history_tokens=0),  # no run may learn from an earlier one
         strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
         engine_args={
             "enforce_eager": True,
@@ -193,7 +195,7 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
             "max_model_len": 256,
             "block_size": BLOCK_TOKENS,
             "max_num_seqs": 8,
-            "max_num_batched_tokens": 96,  # prompts, and catching up, in pieces
+            "max_num_batched_tokens": 96,  # splits prompts and catch-up
             "num_gpu_blocks_override": 256 if cache == "roomy" else 18,
         },
     )
@@ -236,13 +238,13 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
 
 
 def generate(engine: Any) -> dict[str, list[int]]:
-    """Requests of several lengths: some join late, with a prompt seen before; one is aborted."""
+    """Generate requests of several lengths. One joins late with a known prompt, one is aborted."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
     prompts = random_prompts(6, seed=4)
-    prompts[1] = prompts[1] * 5  # of several blocks
+    prompts[1] = prompts[1] * 5  # several blocks
     lengths = [120, 100, 12, 150, 60, 90]
     joins = {0: [0, 1, 2, 3], 12: [4], 20: [5]}
     prompts[5] = prompts[1]
@@ -264,7 +266,7 @@ def generate(engine: Any) -> dict[str, list[int]]:
             if output.finished:
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
         step += 1
-    engine.step()  # tells the workers about the last ones
+    engine.step()  # tells the workers that the last requests have ended
     return tokens
 
 

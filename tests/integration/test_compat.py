@@ -1,4 +1,4 @@
-"""Each fix is needed: without it, the fault is there."""
+"""Each fix is needed: without it, the fault shows."""
 
 import subprocess
 import sys
@@ -16,11 +16,6 @@ from tlt.hardware import cpu_flags
 
 pytestmark = pytest.mark.vllm
 
-FAULTS = """
-from tlt.cli.diagnosis import _probe
-print(_probe()["faults"])
-"""
-
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     import os
@@ -37,14 +32,14 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.gate
 def test_expand_is_needed() -> None:
-    assert run(FAULTS).stdout.strip() == "[]"
-    faults = run(FAULTS, TLT_COMPAT_SKIP="expand").stdout
+    assert '"faults": []' in run(PROBE).stdout
+    faults = run(PROBE, TLT_COMPAT_SKIP="expand").stdout
     assert "55005" in faults
     assert "standard errors" in faults
 
 
 KERNELS = {
-    # The library: what torch must say of the CPU for vLLM to choose it, and what it needs to run.
+    # Library: what torch must report for vLLM to choose it, and the instructions that it needs.
     "_C_AVX2": ((False, False), "avx2"),
     "_C_AVX512": ((True, False), "avx512f"),
     "_C": ((True, True), "avx512_bf16"),
@@ -74,7 +69,7 @@ print("LIBRARY", loaded[0])
 @pytest.mark.gate
 @pytest.mark.parametrize("library", KERNELS)
 def test_every_kernel_library_that_this_machine_can_load(tiny: Path, library: str) -> None:
-    """vLLM chooses one by what torch reports of the CPU; each runs the probe and an engine."""
+    """vLLM chooses a library by torch's report of the CPU; each runs the probe and an engine."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +92,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.rollout.offline import generate_here
 
-# bfloat16 takes the kernel that uses AMX; four tokens are too few to have started it before.
+# bfloat16 selects the kernel that uses AMX; four tokens are too few for torch to ask for AMX.
 config = EngineConfig(model={model!r}, kv_cache_gib=0.1, core_group="test-amx", engine_args=dict(
     enforce_eager=True, dtype="bfloat16", max_model_len=64))
 request = SampleRequest("0", (5, 6, 7, 8), SamplingSpec(max_tokens=4, temperature=0))

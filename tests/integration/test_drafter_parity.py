@@ -88,9 +88,9 @@ def record(model: str, drafter: str, out: str) -> None:
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
         proposed = original(self, *args, **kwargs)
-        batch = self._input_batch
+        batch = self.input_batch
         for row, request_id in enumerate(batch.req_ids):
-            sampled = [t for t in self._sampled_token_ids[row].tolist() if t >= 0]
+            sampled = [t for t in self.sampled_token_ids[row].tolist() if t >= 0]
             known = int(batch.num_tokens_no_spec[row]) + len(sampled)
             key = request_id.split("-")[0]
             drafts.setdefault(key, []).append((known, proposed[row].tolist()))

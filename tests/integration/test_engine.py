@@ -1,4 +1,4 @@
-"""One engine: logprobs, timing, withdrawal, pause, limits."""
+"""One engine: logprobs, timing, withdrawal, limits."""
 
 import time
 from pathlib import Path
@@ -77,18 +77,6 @@ def test_only_queued_requests_can_be_withdrawn(engine: EngineProcess) -> None:
     left = [i for i in ids if i not in set(taken)]
     assert [s.sample_id for s in engine.collect(left)] == left
     assert engine.call("withdraw", ids) == []
-
-
-def test_pause_holds_everything(engine: EngineProcess) -> None:
-    ids = engine.submit(random_prompts(32), SamplingSpec(max_tokens=100, ignore_eos=True))
-    time.sleep(0.3)
-    engine.call("pause")
-    steps = engine.stats().steps
-    time.sleep(0.5)
-    assert engine.stats().steps == steps
-    assert engine.stats().running == 32
-    engine.call("resume")
-    assert len(engine.collect(ids)) == 32
 
 
 def test_requests_that_are_refused(engine: EngineProcess) -> None:

@@ -1,7 +1,9 @@
-"""N-grams looked up in other samples: same tokens, and of a prompt seen before all are drafted."""
+"""N-grams from other samples: the same tokens, and long drafts for a prompt seen before."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tlt.contracts import Sample, SamplingSpec
 
 pytestmark = pytest.mark.vllm
 
-# Short, because this model soon repeats itself: then its own text would do.
+# Short, because this model soon repeats itself, and then its own text would be enough.
 GREEDY = SamplingSpec(max_tokens=26, temperature=0, ignore_eos=True)
 OFF = {"kind": "off"}
 NGRAM = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
@@ -20,10 +22,10 @@ EAGLE3 = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2}
 
 
 def run(
-    engine: EngineProcess, policy: dict[str, object], prompts: list[list[int]]
+    engine: EngineProcess, strategy: Mapping[str, object], prompts: list[list[int]]
 ) -> tuple[list[tuple[int, ...]], float]:
-    """Tokens of each response, and how many tokens a verified draft brought."""
-    engine.call("set_strategy", policy)
+    """Return the tokens of each response, and the mean number of tokens per verified draft."""
+    engine.call("set_strategy", strategy)
     before = engine.stats()
     samples: list[Sample] = engine.generate(prompts, GREEDY)
     after = engine.stats()
@@ -40,14 +42,14 @@ def test_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
     again, seen_before = run(engine, NGRAM, prompts[::-1])
     assert seen_before > 4.6
     assert seen_before > alone + 1
-    # Samples that nobody was asked to draft for are known as well.
+    # The history also holds samples that were decoded without drafts.
     others = random_prompts(16, seed=22)
     plain, _ = run(engine, OFF, others + prompts)
     drafted, seen_plain = run(engine, NGRAM, others)
     assert seen_plain > 4.6
     assert drafted == plain[:16]
     assert first == again[::-1] == plain[16:]
-    # Measurements can start from nothing.
+    # A measurement can start from nothing.
     engine.call("reset_prefix_cache")
     tokens, forgotten = run(engine, NGRAM, others)
     assert tokens == drafted
@@ -75,7 +77,7 @@ def test_beside_a_drafter(engines: EngineFactory, tiny: Path, tiny_drafter: Path
 def test_drafts_keep_to_the_limits() -> None:
     from tlt.rollout.vllm.lookup import HistoryProposer
 
-    token_ids = np.zeros((4, 16), dtype=np.int32)
+    token_ids: Any = np.zeros((4, 16), dtype=np.int32)
     token_ids[0, :9] = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     token_ids[1, :14] = [*range(1, 12), 1, 2, 3]
     token_ids[2, :4] = [1, 2, 3, 4]
@@ -94,7 +96,7 @@ def test_drafts_keep_to_the_limits() -> None:
     proposer = HistoryProposer(config, SimpleNamespace(input_batch=batch), ngram)
 
     def propose(num_draft_tokens: int) -> list[list[int]]:
-        # The last request is still reading its prompt: nothing was sampled for it.
+        # The last request is still in its prefill: nothing was sampled for it.
         return proposer.propose(
             num_draft_tokens, [[2], [2, 3], []], batch.num_tokens_no_spec, token_ids
         )
@@ -102,7 +104,7 @@ def test_drafts_keep_to_the_limits() -> None:
     assert propose(0) == [[], [], []]
     assert propose(4) == [[3, 4, 5, 6], [4, 5], []]
     assert propose(2) == [[3, 4], [4, 5], []]
-    # "b" ends with text that was never asked about; "x" ended while it was preempted.
+    # "b" ends with text that no call to `propose` has seen; "x" ended while it was preempted.
     token_ids[1, 14:16] = [50, 51]
     batch.num_tokens_no_spec[1] = 16
     proposer.requests_ended({"b", "x"})

@@ -1,4 +1,4 @@
-"""fp32 greedy decoding gives the same tokens however it is drafted."""
+"""Greedy decoding in fp32 gives the same tokens with every strategy."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def run_modes(
     engine: EngineProcess, prompts: list[list[int]], sampling: SamplingSpec
 ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, float]]:
     tokens, acceptance = {}, {}
-    for name, policy in MODES.items():
-        engine.call("set_strategy", policy)
+    for name, strategy in MODES.items():
+        engine.call("set_strategy", strategy)
         samples, acceptance[name] = engine.accepted_during(
             lambda: engine.generate(prompts, sampling)
         )
@@ -58,7 +58,7 @@ def test_tiny(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
 
 @pytest.mark.gate
 def test_tiny_ngram_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
-    """The engine of a run that has no drafter yet: vLLM's n-gram method under our scheduler."""
+    """A run that has no drafter yet: n-grams alone, under our scheduler."""
     prompts = random_prompts(32, seed=5)
     sampling = SamplingSpec(max_tokens=96, temperature=0, ignore_eos=True)
     engine = engines(
@@ -95,7 +95,7 @@ def test_smollm2(
     reference = [s.token_ids for s in plain.generate(prompts, sampling)]
     plain.close()
 
-    # A drafter that has seen just these answers: quick to train, and it accepts.
+    # A drafter trained on just these answers: training is quick, and the policy accepts drafts.
     policy = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     layers = Eagle3Config.for_target(policy.config).aux_layer_ids
     seen = [

@@ -1,7 +1,7 @@
 """No drafter can touch the policy, and the drafter follows the policy's embedding.
 
-Every kind of drafter that vLLM would let share a module with the policy, through the calls that a
-run makes: the engine starts with it, takes other drafter weights, takes another policy.
+These tests take every kind of drafter that vLLM would let share a module with the policy through
+the calls of a run: the engine's start, a drafter swap, a weight sync.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from workloads import EngineFactory, greedy, random_prompts
+from workloads import EngineFactory, greedy, random_prompts, save_fresh_drafter
 
 from tlt.contracts import SamplingSpec
 from tlt.errors import EngineError, EngineTainted
@@ -28,7 +28,7 @@ class Case:
     tied: bool = False
     draft_vocab: int | None = None
     brings: tuple[str, ...] = ("lm_head.weight",)
-    """Which of head and embedding the drafter's checkpoint holds."""
+    """Head or embedding that the drafter's checkpoint holds."""
     model: str = "tiny"
 
 
@@ -50,7 +50,7 @@ class Scene:
     folder: Path
     drafter: Path
     weights: dict[str, Any]
-    """The drafter's."""
+    """Weights of the drafter."""
     prompts: list[list[int]]
 
     def expected(self) -> list[tuple[int, ...]]:
@@ -61,13 +61,12 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(request: Any, tmp_path_factory: Any) -> Callable[[Case], Scene]:
+def scene(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Case], Scene]:
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.trainer import fresh_drafter
 
     def make(case: Case) -> Scene:
         folder: Path = request.getfixturevalue(case.model)
@@ -75,7 +74,7 @@ def scene(request: Any, tmp_path_factory: Any) -> Callable[[Case], Scene]:
         if case.tied:
             policy.config.tie_word_embeddings = True
             policy.tie_weights()
-            with torch.no_grad():  # or it would say the last token again and again
+            with torch.no_grad():  # or the policy would repeat the last token
                 policy.get_input_embeddings().weight.mul_(0.05)
                 policy.model.norm.weight.mul_(20)
             folder = tmp_path_factory.mktemp("tied")
@@ -84,10 +83,7 @@ def scene(request: Any, tmp_path_factory: Any) -> Callable[[Case], Scene]:
                 folder
             )
             policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        head = policy.get_output_embeddings().weight.detach()
-        tokens = None if case.draft_vocab is None else torch.arange(case.draft_vocab)
-        out = tmp_path_factory.mktemp("drafter")
-        save_drafter(fresh_drafter(policy.config, head, tokens), out, torch.float32)
+        out = save_fresh_drafter(policy, tmp_path_factory.mktemp("drafter"), case.draft_vocab)
         weights = load_file(out / "model.safetensors")
         own = {"embed_tokens.weight": policy.get_input_embeddings().weight.detach().clone()}
         weights = {
@@ -104,7 +100,7 @@ def scene(request: Any, tmp_path_factory: Any) -> Callable[[Case], Scene]:
 
 
 def changed(weights: dict[str, Any]) -> dict[str, Any]:
-    """Other weights, as training leaves them."""
+    """Return other weights of the same shapes, as after training."""
     import torch
 
     torch.manual_seed(0)
@@ -161,7 +157,7 @@ def test_the_policy_stays_its_own(
         after = made.expected()
         assert after != before
         assert made.drawn(engine) == after
-        # In the report: the drafter's copy of the embedding is the new one.
+        # The report compares the drafter's copy of the embedding with the new one.
         assert engine.call("report")["drafter_faults"] == []
         swap(engine, made.weights, 2)
         assert made.drawn(engine) == after
@@ -173,7 +169,7 @@ def test_the_policy_stays_its_own(
 def test_it_is_needed_and_a_policy_that_was_changed_is_found(
     engines: EngineFactory, scene: Callable[[Case], Scene]
 ) -> None:
-    """Without the fix a swap changes the policy; the fingerprint finds and mends that.
+    """Without the fix a drafter swap changes the policy; the fingerprint finds and mends that.
 
     A policy that cannot be mended ends its engine.
     """
@@ -190,7 +186,7 @@ def test_it_is_needed_and_a_policy_that_was_changed_is_found(
     assert made.drawn(guarded) == before
     assert guarded.stats().policy_mismatches == 1
 
-    # Where the policy could be loaded from is gone: not one sample more.
+    # The source of the policy is gone: the engine must not generate one sample more.
     with SharedWeights(made.policy.named_parameters()) as weights:
         guarded.call("update_policy", weights.manifest(), 1)
     with pytest.raises(EngineTainted, match=r"not the learner's in lm_head\.weight, nor after"):

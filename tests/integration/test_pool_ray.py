@@ -48,7 +48,7 @@ def requests(count: int, run: str, max_tokens: int = 100) -> list[SampleRequest]
 
 
 def same_prompt(count: int) -> list[SampleRequest]:
-    """A group, split over the engines."""
+    """Return the requests of one group, which the pool spreads over its engines."""
     sampling = SamplingSpec(max_tokens=32, temperature=1, ignore_eos=True)
     return [SampleRequest(f"group/{index}", (5, 6, 7, 8), sampling) for index in range(count)]
 
@@ -115,32 +115,36 @@ def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
 
 
 def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:
-    """The way of the object store, taken by engines that believe to be elsewhere."""
+    """An engine that poses as one of another node gets its weights through the object store."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.rollout.actor import RayEngine, ray_spawner
+    from tlt.rollout.actor import RayEngine
 
+    class Elsewhere(RayEngine):
+        async def start(self) -> dict[str, Any]:
+            report = await super().start()
+            assert not self.is_remote
+            self.is_remote = True
+            return report
+
+    settings = config(tiny, fresh_drafter)
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
 
-    async def first_tokens(remote: bool) -> list[tuple[int, ...]]:
+    async def first_tokens(kind: type[RayEngine]) -> list[tuple[int, ...]]:
         async with RolloutPool(
-            PoolConfig(num_engines=1), ray_spawner(config(tiny, fresh_drafter))
+            PoolConfig(num_engines=1), lambda name: kind(settings, name)
         ) as pool:
-            for handle in pool._handles.values():
-                assert isinstance(handle, RayEngine)
-                assert not handle._remote
-                handle._remote = remote
             await pool.update_policy(policy.state_dict().items(), version=4)
             samples = {s.sample_id: s async for s in pool.generate(requests(16, "x", 24))}
             assert {s.policy_version for s in samples.values()} == {4}
             return [samples[key].token_ids for key in sorted(samples)]
 
-    local = asyncio.run(first_tokens(remote=False))
-    assert asyncio.run(first_tokens(remote=True)) == local
+    local = asyncio.run(first_tokens(RayEngine))
+    assert asyncio.run(first_tokens(Elsewhere)) == local
 
 
 @pytest.mark.gate

@@ -41,7 +41,7 @@ def test_policy_update_equals_transformers(engine: EngineProcess, tiny: Path) ->
     with SharedWeights(policy.state_dict().items()) as weights:
         engine.call("update_policy", weights.manifest(), 1)
     updated = engine.generate(prompts, GREEDY)
-    # Every layer, the embedding and the head are the new ones, and no cached prefix is stale.
+    # Every layer, the embedding and the head are new, and no cached prefix is stale.
     assert [s.token_ids for s in updated] == greedy(policy, prompts, 48)
     assert [s.token_ids for s in updated] != before
     assert {s.policy_version for s in updated} == {1}

@@ -1,9 +1,11 @@
-"""What engines are asked to do in tests: settings, arms, prompts, and the reference answers."""
+"""Work for engines in tests: settings, arms, prompts, drafters, and reference answers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from engine_process import EngineProcess
 
@@ -24,7 +26,7 @@ RESTLESS = {
     "switches_per_s": 1e9,
     "known_drafts": 10**9,
 }
-"""The adaptive policy without its caution: it looks at every drafter all the time."""
+"""The adaptive strategy without its caution: it tries every drafter all the time."""
 SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1, 2, 4, 8)]
 
 
@@ -33,14 +35,26 @@ def random_prompts(count: int, seed: int = 0, vocab: tuple[int, int] = (4, 260))
     return [[rng.randrange(*vocab) for _ in range(rng.randint(5, 40))] for _ in range(count)]
 
 
-def greedy(policy, prompts, max_tokens: int) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
-    """The reference: what transformers says, prompt by prompt."""
+def save_fresh_drafter(policy: Any, out: Path, draft_vocab: int | None = None) -> Path:
+    """Save an untrained drafter that drafts all tokens, or the first `draft_vocab` ones."""
+    import torch
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.trainer import fresh_drafter
+
+    head = policy.get_output_embeddings().weight.detach()
+    tokens = None if draft_vocab is None else torch.arange(draft_vocab)
+    return save_drafter(fresh_drafter(policy.config, head, tokens), out, torch.float32)
+
+
+def greedy(policy: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+    """Return the reference: the greedy responses of transformers, prompt by prompt."""
     import torch
 
     tokens = []
     for prompt in prompts:
         output = policy.generate(
-            torch.tensor([prompt]),
+            torch.tensor([list(prompt)]),
             max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=None,

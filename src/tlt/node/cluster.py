@@ -1,4 +1,4 @@
-"""Ray for commands: the cluster that `RAY_ADDRESS` names, or one of this machine alone."""
+"""Ray for commands: the cluster that `RAY_ADDRESS` names, or a new one on this machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 def start_ray(num_engines: int) -> None:
-    """Join or start a cluster.
+    """Join the cluster that `RAY_ADDRESS` names, or start one with room for `num_engines`.
 
-    One of our own has room for so many engines: commands whose engines take turns may ask for more
-    than there are cores. Ray finds GPUs by itself.
+    Commands whose engines take turns may ask for more engines than there are cores. Ray finds GPUs
+    by itself.
     """
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # By default Ray runs its workers at the lowest priority, behind whatever else goes on.
+    # By default Ray runs its workers at the lowest priority, behind all other processes.
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     if os.environ.get("RAY_ADDRESS"):
@@ -33,7 +33,7 @@ def start_ray(num_engines: int) -> None:
 
 
 async def end_actors(actors: Iterable[Any], limit_s: float = 10.0) -> None:
-    """Kill them, and wait until they hold no core or memory any more."""
+    """Kill actors, and wait until their processes have released their cores and memory."""
     import ray
 
     actors = list(actors)
@@ -41,6 +41,6 @@ async def end_actors(actors: Iterable[Any], limit_s: float = 10.0) -> None:
         ray.kill(actor)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
-            # Answered only by failing, when the process is gone.
+            # This call fails when the process is gone, and never succeeds.
             gone = [actor.__ray_ready__.remote() for actor in actors]
             await asyncio.gather(*gone, return_exceptions=True)

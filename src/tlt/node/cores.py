@@ -1,8 +1,8 @@
-"""Cores for engines: each claims its own, and a dead process gives them back.
+"""Cores for engines: each engine claims its own, and the kernel frees those of a dead process.
 
-A claim is a lock on a small file, held by the process: the kernel drops it however the process
-ends, so a killed engine's cores are free for its successor without anybody cleaning up. Node-local
-by nature; no coordinator is involved.
+A claim is a lock on a small file, held by the process. The kernel drops the lock however the
+process ends, so the cores of a killed engine are free for its successor without any clean-up. Each
+node has its own files; no coordinator is involved.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ _held: dict[int, IO[bytes]] = {}
 
 
 def claim_cores(count: int, group: str = "engines", wait_s: float = 10.0) -> tuple[int, ...]:
-    """Lock `count` cores of this machine for this process.
+    """Lock `count` cores of this machine for this process, and return them.
 
-    Waits for a holder that is just dying. Processes of different groups may share a core.
+    Wait up to `wait_s` for a dying process to free its cores. Processes of different groups may
+    share a core.
     """
     folder = Path(tempfile.gettempdir()) / f"tlt-cores-{os.getuid()}" / group
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,14 +53,15 @@ def claim_cores(count: int, group: str = "engines", wait_s: float = 10.0) -> tup
 
 
 def bind_process(cores: Iterable[int]) -> None:
-    """Bind this process to its cores, with all threads that it has and will have."""
+    """Bind all present and future threads of this process to these cores."""
     cores = set(cores)
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # a thread that just ended
             os.sched_setaffinity(int(thread.name), cores)
 
 
-def release_cores(cores: list[int] | tuple[int, ...]) -> None:
+def release_cores(cores: Iterable[int]) -> None:
+    """Free cores that this process has claimed."""
     for core in cores:
         _held.pop(core).close()
 

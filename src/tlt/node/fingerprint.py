@@ -1,17 +1,17 @@
-"""Fingerprints of weights: is what an engine computes with what the learner handed out?
+"""Fingerprints of weights: does an engine compute with the weights that the learner handed out?
 
 A fingerprint is made from a few columns of a tensor. Engines cannot show all of their weights: CPU
 kernels pack matrices and drop the originals. But the product of a matrix and a one-hot vector is
-one of its columns, exactly, in whatever form the matrix is kept and with any kernel, because
-everything else is multiplied by zero. So engines compute the columns with the very code that
-generates samples, and both sides add up the same numbers.
+exactly one of its columns, for every memory layout and every kernel, because all other columns are
+multiplied by zero. So engines compute the columns with the code that generates samples, and both
+sides add up the same numbers.
 
 A fingerprint is two sums over hashes of the values: a plain one, and one weighted by row and
-column. From those of its parts follows that of a matrix which an engine keeps fused, and rows of
-zeros that pad it count nothing. Which columns are taken follows from a seed, another one for every
-version, so that in the long run all of them are.
+column. The fingerprint of a fused matrix follows from the fingerprints of its parts. Rows of zeros
+that pad a matrix add nothing. A seed selects the columns. Every version of the weights has another
+seed, so that in the long run every column is checked.
 
-Shapes: R rows, n columns that are looked at.
+Shapes: R rows, n selected columns.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 
 NUM_COLUMNS = 8
 TINY = 1e-30
-"""Smaller values count as zero: some kernels treat them so."""
+"""Magnitude below which a value counts as zero, because some kernels flush it to zero."""
 _MASK = 2**64 - 1
 _ROW, _COLUMN = 0x9E3779B97F4A7C15, 0x3C6EF372FE94F82B
-"""The weight of a value grows by these from row to row and from column to column."""
+"""Increments of a value's weight from row to row and from column to column."""
 
 
 class Fingerprint(NamedTuple):
@@ -38,17 +38,17 @@ class Fingerprint(NamedTuple):
     num_rows: int
 
     def same(self, other: Fingerprint | None) -> bool:
-        """Whether the values are the same; rows of zeros at the end do not count."""
+        """Return whether the values are the same, apart from rows of zeros at the end."""
         return other is not None and self[:2] == other[:2]
 
 
 def columns(seed: int, width: int) -> list[int]:
-    """Return the columns that are looked at of a matrix of this width."""
+    """Return the columns that a seed selects from a matrix of this width."""
     return sorted(random.Random(f"{seed}/{width}").sample(range(width), min(NUM_COLUMNS, width)))
 
 
 def fingerprint(tensor: torch.Tensor, seed: int, dtype: torch.dtype | None = None) -> Fingerprint:
-    """Return the fingerprint of a tensor whose values are all at hand, as it is in this dtype."""
+    """Return the fingerprint of a tensor, converted to `dtype` if one is given."""
     if tensor.dim() == 2:
         tensor = tensor[:, columns(seed, tensor.shape[1])]
     if dtype is not None and tensor.is_floating_point():
@@ -57,11 +57,11 @@ def fingerprint(tensor: torch.Tensor, seed: int, dtype: torch.dtype | None = Non
 
 
 def of_columns(values_Rn: torch.Tensor) -> Fingerprint:
-    """Return the fingerprint of a tensor, given the columns that are looked at."""
+    """Return the fingerprint of a tensor, given its selected columns."""
     hash_Rn = _hashes(values_Rn)
     row_R = torch.arange(len(hash_Rn), device=hash_Rn.device)
     column_n = torch.arange(hash_Rn.shape[1], device=hash_Rn.device)
-    # Products of integers wrap around, which is what a sum modulo 2^64 wants.
+    # Integer products wrap around, as a sum modulo 2^64 requires.
     weight_Rn = row_R[:, None] * _signed(_ROW) + column_n * _signed(_COLUMN) + 1
     return Fingerprint(
         int(hash_Rn.sum()) & _MASK, int((hash_Rn * weight_Rn).sum()) & _MASK, len(hash_Rn)
@@ -69,7 +69,7 @@ def of_columns(values_Rn: torch.Tensor) -> Fingerprint:
 
 
 def fused(parts: Sequence[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of tensors that are kept as one, their rows one after another."""
+    """Return the fingerprint of tensors that are concatenated by rows."""
     plain = weighted = offset = 0
     for part in parts:
         plain += part.plain
@@ -81,12 +81,12 @@ def fused(parts: Sequence[Fingerprint]) -> Fingerprint:
 def fingerprints(
     tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, seed: int
 ) -> dict[str, Fingerprint]:
-    """Return the fingerprints of named tensors as they are in this dtype."""
+    """Return the fingerprints of named tensors, converted to `dtype`."""
     return {name: fingerprint(tensor, seed, dtype) for name, tensor in tensors}
 
 
 def _hashes(values: torch.Tensor) -> torch.Tensor:
-    """One integer for every value; 0 for zero."""
+    """Return one integer for every value; 0 for zero."""
     if not values.is_floating_point():
         bits = values.long()
     elif values.element_size() == 1:
@@ -101,5 +101,5 @@ def _hashes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int) -> int:
-    """Return the signed number with the same 64 bits, which is what torch takes."""
+    """Return the signed number with the same 64 bits, because torch takes no unsigned one."""
     return number - 2**64 if number >= 2**63 else number

@@ -1,11 +1,11 @@
-"""Weights in shared memory: how a trainer hands them to the engines of its node.
+"""Weights in shared memory, through which a trainer hands them to the engines of its node.
 
-The trainer writes one file under `/dev/shm` per version: a JSON header with the name, dtype,
-shape and offset of each tensor, then the raw bytes. Every engine worker of the node maps it and
-loads from there, so one copy serves them all; `manifest()` names the file, and that is all that
-travels through Ray. The writer unlinks it when the engines are done; a mapping that is still
-open keeps its pages until it closes. The header also holds the fingerprint of each tensor, taken
-before it was written (`fingerprint`), by which an engine shows that it computes with just these.
+The trainer writes one file under `/dev/shm` per version: a JSON header with the name, dtype, shape
+and offset of each tensor, then the raw bytes. Every engine worker of the node maps the file and
+loads from it, so one copy serves all workers. Only the file's name, the `manifest()`, travels
+through Ray. The writer unlinks the file when the engines are done; an open mapping keeps its pages
+until it closes. The header also holds the fingerprint of each tensor from before it was written
+(`fingerprint`). By these fingerprints an engine proves that it computes with these weights.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class SharedWeights:
         header = json.dumps({"seed": seed, "tensors": entries}).encode()
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
         self.path = _new_path()
-        self.num_bytes = start + offset
+        num_bytes = start + offset
         with os.fdopen(
             os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb+"
         ) as file:
             # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
-            os.posix_fallocate(file.fileno(), 0, max(self.num_bytes, 1))
+            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             file.flush()
-            with mmap.mmap(file.fileno(), self.num_bytes) as mapping:
+            with mmap.mmap(file.fileno(), num_bytes) as mapping:
                 view = torch.frombuffer(mapping, dtype=torch.uint8)
                 for entry, array in zip(entries, arrays, strict=True):
                     if array.numel():
@@ -74,18 +74,18 @@ class SharedWeights:
 
     @classmethod
     def adopt(cls, path: str) -> SharedWeights:
-        """Weights that another process of this node wrote; from here on ours to remove."""
+        """Take over a file that another process of this node wrote, and its removal."""
         adopted = cls.__new__(cls)
-        # Under this process's name: the writer may end long before the weights are done with.
+        # Named after this process: the writer may end long before the weights are no longer needed.
         adopted.path = Path(path).rename(_new_path())
-        adopted.num_bytes = adopted.path.stat().st_size
         return adopted
 
     def manifest(self) -> dict[str, Any]:
-        """What an engine needs to load these weights."""
+        """Return what an engine needs to load these weights."""
         return {"path": str(self.path)}
 
     def close(self) -> None:
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> SharedWeights:
@@ -100,7 +100,7 @@ def _new_path() -> Path:
 
 
 def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a shared-memory file, mapped and not copied.
+    """Yield the name and tensor of all weights in a shared-memory file.
 
     The tensors are views of the mapping: loaders must copy out of them.
     """
@@ -119,7 +119,7 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, Fingerprint]]]:
-    """Return the seed, and dtype and fingerprint of every tensor of a shared-memory file."""
+    """Return the seed of a shared-memory file, and the dtype and fingerprint of its tensors."""
     _, header, _ = _open(path)
     entries = header["tensors"]
     found = {e["name"]: (e["dtype"], Fingerprint(*e["fingerprint"])) for e in entries}
@@ -127,7 +127,7 @@ def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, Fingerprint]
 
 
 def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
-    """Map a file: its pages, its header, and where the tensors start."""
+    """Map a file; return its pages, its header, and the offset of the first tensor."""
     with Path(path).open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if mapping[: len(_MAGIC)] != _MAGIC:
@@ -139,7 +139,7 @@ def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
 
 
 def remove_abandoned() -> int:
-    """Remove what processes that no longer exist have left in memory; how many files."""
+    """Remove the files of processes that no longer exist; return the number of files."""
     count = 0
     for path in SHARED_DIR.glob(f"{PREFIX}*"):
         pid = path.name.removeprefix(PREFIX).split("-")[0]
@@ -155,8 +155,8 @@ def remove_abandoned() -> int:
 def check_weights(path: str, folder: Path, whole: bool) -> None:
     """Refuse weights whose names or shapes are not those of the model in `folder`.
 
-    `whole`: all of them must be there. vLLM would leave what is missing of a fused matrix as it
-    finds it in memory.
+    With `whole`, refuse an incomplete set too: vLLM would leave the missing part of a fused matrix
+    uninitialized.
     """
     expected: dict[str, list[int]] = {}
     for file in folder.glob("*.safetensors"):
@@ -166,7 +166,7 @@ def check_weights(path: str, folder: Path, whole: bool) -> None:
     given = set()
     for name, tensor in read_weights(path):
         given.add(name)
-        # A tied head may come along though its folder does not hold it.
+        # A tied head may be among the weights although the folder does not hold it.
         if expected and name not in expected and name != "lm_head.weight":
             raise ValueError(f"weights hold {name!r}, which the model in {folder} does not have")
         if name in expected and list(tensor.shape) != expected[name]:

@@ -1,6 +1,6 @@
-"""Generates samples: a pool of stock vLLM engines with lossless, switchable speculation.
+"""Rollouts: a pool of stock vLLM engines with lossless, switchable speculation.
 
-`dispatch` decides who generates what (pure), `pool` runs it on Ray, `engine` is one vLLM engine
-and its loop, `actor` puts that in a Ray process, `weights` carries weights into it, `guard`
-refuses what would be lossy, and `vllm/` holds the plug-in.
+`dispatch` decides which engine generates what (pure), and `pool` carries that out. `engine` is one
+vLLM engine: `loop` steps it without vLLM, and `vllm/core` is vLLM's half. `actor` puts an engine
+in a Ray process, `guard` refuses lossy settings, and `vllm/` holds the plug-in.
 """

@@ -13,8 +13,9 @@ import ray
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone
-from tlt.rollout.engine import PROCESS_ENVIRONMENT, RolloutEngine
+from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.pool import Spawner
+from tlt.rollout.vllm.core import PROCESS_ENVIRONMENT
 
 if TYPE_CHECKING:
     import torch
@@ -22,30 +23,32 @@ if TYPE_CHECKING:
     from tlt.node.fingerprint import Fingerprint
 
     Shipped = tuple[list[tuple[str, torch.Tensor]], tuple[int, dict[str, tuple[str, Fingerprint]]]]
-    """Tensors, and the seed and fingerprints that they had before their journey."""
+    """Named tensors, and their seed and fingerprints on the sending node."""
 
 POLL_S = 2.0
-"""How often an engine with nothing to deliver shows that it is alive."""
+"""Seconds after which an engine with nothing to deliver shows that it is alive."""
 
 
 class EngineActor:
-    """Runs in the engine's process; methods run in threads of the actor."""
+    """An engine in its process. Ray runs these methods in threads of the actor."""
 
     def __init__(self, config: EngineConfig, name: str) -> None:
         self._engine = RolloutEngine(config, name)
 
     def start(self) -> dict[str, Any]:
+        """Start the engine, and return its report with its process id and node."""
         from tlt.node.weights import remove_abandoned
 
-        remove_abandoned()  # of an engine that died while loading, on this node
+        remove_abandoned()  # an engine of this node may have died while it loaded weights
         report = self._engine.start()
         return report | {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine."""
         return getattr(self._engine, method)(*args)
 
     def call_with_weights(self, method: str, shipped: Shipped, version: int) -> Any:
-        """A weight update whose tensors came through Ray's object store, from another node."""
+        """Load weights that came from another node, through Ray's object store."""
         from tlt.node.weights import SharedWeights, read_fingerprints
 
         tensors, (seed, fingerprints) = shipped
@@ -55,22 +58,23 @@ class EngineActor:
             return self.call(method, weights.manifest(), version)
 
     def take_finished(self) -> list[Sample]:
+        """Return finished samples; an empty list after `POLL_S` without one."""
         return self._engine.take_finished(POLL_S)
 
 
 _shipped: dict[str, Any] = {}
-"""The last weights that were put into the object store, by the path of their file."""
+"""The latest weights in the object store, by the path of their file."""
 _shipping = threading.Lock()
-"""All engines ask at once, each in a thread; one of them reads and puts, the others wait."""
+"""Held by the one thread that puts weights into the object store; those of others wait."""
 
 
 def ship(path: str) -> Any:
-    """Weights for engines on other nodes: put into the object store once, fetched once a node."""
+    """Return a reference to weights in the object store, which every other node fetches once."""
     from tlt.node.weights import read_fingerprints, read_weights
 
     with _shipping:
         if path not in _shipped:
-            if len(_shipped) > 1:  # the latest policy and the latest drafter
+            if len(_shipped) > 1:  # keep two: the latest policy and the latest drafter
                 _shipped.pop(next(iter(_shipped)))
             tensors = [(name, tensor.clone()) for name, tensor in read_weights(path)]
             _shipped[path] = ray.put((tensors, read_fingerprints(path)))
@@ -86,6 +90,8 @@ class RayEngine:
         environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
         if config.num_gpus == 0:
             environment["OMP_NUM_THREADS"] = str(config.num_cores)
+        self.is_remote = False
+        """Whether the engine is on another node than this process; known once it has started."""
         self._actor = (
             ray.remote(EngineActor)
             .options(
@@ -102,7 +108,7 @@ class RayEngine:
     async def start(self) -> dict[str, Any]:
         report: dict[str, Any] = await self._await(self._actor.start.remote())
         self.pid = report["pid"]
-        self._remote = report["node"] != ray.get_runtime_context().get_node_id()
+        self.is_remote = report["node"] != ray.get_runtime_context().get_node_id()
         return report
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -115,7 +121,7 @@ class RayEngine:
         return await self._await(self._actor.take_finished.remote())
 
     async def call(self, method: str, *args: Any) -> Any:
-        if method in ("update_policy", "update_drafter") and self._remote:
+        if method in ("update_policy", "update_drafter") and self.is_remote:
             manifest, version = args
             tensors = await asyncio.to_thread(ship, manifest["path"])
             return await self._await(self._actor.call_with_weights.remote(method, tensors, version))
@@ -145,9 +151,9 @@ class RayEngine:
 def ray_spawner(
     config: EngineConfig, place: Callable[[str], Mapping[str, Any]] = lambda name: {}
 ) -> Spawner:
-    """Engines of this kind, each a Ray actor. Bad settings raise here, before any engine starts.
+    """Return a spawner of engines, each a Ray actor. Refuse bad settings before any engine starts.
 
-    `place` says where an engine of this name goes, as options of its actor.
+    `place` returns the options that put the actor of the engine of this name in its place.
     """
     from tlt.rollout.vllm.args import engine_args
 

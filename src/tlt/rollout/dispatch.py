@@ -1,12 +1,12 @@
-"""Who generates what: the pool's decisions, without engines, clocks or I/O.
+"""The pool's decisions about which engine generates what, without engines, clocks or I/O.
 
-Requests wait in one queue. An engine holds at most its slots (what it runs at once) plus a few
-prefetched ones (which hide the way to the engine), and the least loaded engine gets the next
-request. When the queue is empty, requests that wait behind a loaded engine's slots are recalled
-for an engine with a free slot. Work per event is O(log engines).
+Requests wait in one queue, and the least loaded engine gets the next request. An engine holds at
+most as many requests as it has slots, which it runs at once, plus a few prefetched ones, which hide
+the latency of a submission. When the queue is empty, the dispatcher recalls requests that wait
+behind a loaded engine's slots for an engine with a free slot. Work per event is O(log engines).
 
-Every sample has one owner at a time; only its owner can finish it. A lost engine's samples go
-back to the front of the queue. So each submitted sample is delivered exactly once.
+Every sample has one owner at a time, and only its owner can finish it. A lost engine's samples go
+back to the front of the queue. So the pool delivers each submitted sample exactly once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Ask the engine to give these back if they have not started; answer with `recalled`."""
+    """Ask the engine for requests that have not started; answer with `Dispatcher.recalled`."""
 
     engine: str
     sample_ids: tuple[str, ...]
@@ -45,7 +45,7 @@ class _Engine:
     work_tokens: int = 0
     recalling: bool = False
     stamp: int = 0
-    """Grows with every change; older entries in the heaps are stale."""
+    """Number of changes of this engine; heap entries with another number are stale."""
 
     @property
     def waiting(self) -> int:
@@ -54,7 +54,7 @@ class _Engine:
 
 
 class Dispatcher:
-    """Feed it events, then carry out `actions()`."""
+    """Turns events into actions: report each event, then carry out all `actions()`."""
 
     def __init__(self, prefetch: int, max_attempts: int = 5) -> None:
         self._prefetch = prefetch
@@ -72,6 +72,7 @@ class Dispatcher:
     # --- events -------------------------------------------------------------------------------
 
     def submit(self, requests: Iterable[SampleRequest]) -> None:
+        """Queue requests."""
         for request in requests:
             if request.sample_id in self._attempts:
                 raise ValueError(f"sample {request.sample_id!r} is already being generated")
@@ -79,12 +80,13 @@ class Dispatcher:
             self._queue.append(request)
 
     def engine_ready(self, name: str, slots: int) -> None:
+        """Add an engine that runs `slots` requests at once."""
         assert name not in self._engines, f"engine {name} is already here"
         self._engines[name] = _Engine(name, slots)
         self._changed(self._engines[name])
 
     def engine_lost(self, name: str) -> list[str]:
-        """Requeue everything the engine had; the ids of these samples."""
+        """Remove an engine, requeue all of its samples, and return their ids."""
         engine = self._engines.pop(name, None)
         if engine is None:
             return []
@@ -93,7 +95,7 @@ class Dispatcher:
         return list(engine.outstanding)
 
     def finished(self, name: str, sample_ids: Iterable[str]) -> list[str]:
-        """The ids that end here and now; unknown and repeated ones are dropped."""
+        """Note finished samples; return their ids without unknown and repeated ones."""
         engine = self._engines.get(name)
         if engine is None:
             return []
@@ -108,7 +110,7 @@ class Dispatcher:
         return ended
 
     def failed(self, name: str, sample_ids: Iterable[str]) -> list[str]:
-        """Requeue samples that the engine broke off; the ids of these samples."""
+        """Requeue samples that the engine broke off, and return their ids."""
         engine = self._engines.get(name)
         if engine is None:
             return []
@@ -121,22 +123,22 @@ class Dispatcher:
         return again
 
     def recalled(self, name: str, sample_ids: Sequence[str]) -> None:
-        """The engine gave these back."""
+        """Requeue samples that the engine gave back after a recall."""
         engine = self._engines.get(name)
         if engine is None:
-            return  # lost in between: its samples are queued again already
+            return  # lost meanwhile: its samples are already back in the queue
         engine.recalling = False
         for sample_id in reversed(sample_ids):
             if self._owner.get(sample_id) == name:
                 request = self._release(engine, sample_id)
-                self._attempts[sample_id] -= 1  # it never started
+                self._attempts[sample_id] -= 1  # the sample never started
                 self._queue.appendleft(request)
         self._changed(engine)
 
     # --- decisions ----------------------------------------------------------------------------
 
     def actions(self) -> list[Assign | Recall]:
-        """What to do now. Call after every event and carry it all out."""
+        """Return what to do now. Call it after every event, and carry out every action."""
         assigned: dict[str, list[SampleRequest]] = {}
         while self._queue:
             engine = self._pop(self._with_free_slot) or self._pop(self._with_room)
@@ -153,7 +155,7 @@ class Dispatcher:
         return actions
 
     def _recalls(self) -> list[Recall]:
-        """Move waiting requests towards free slots, as many as fit."""
+        """Recall as many waiting requests as other engines have free slots."""
         recalls = []
         idle_engines = []
         wanted = 0
@@ -167,7 +169,7 @@ class Dispatcher:
                 wanted = idle.slots - len(idle.outstanding)
             count = min(wanted, loaded.waiting)
             wanted -= count
-            # The last ones given are the last in the engine's queue.
+            # The requests given last are at the end of the engine's queue.
             ids = tuple(itertools.islice(reversed(loaded.outstanding), count))
             loaded.recalling = True
             self._changed(loaded)
@@ -180,14 +182,16 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        """Requests that no engine has."""
+        """Requests that no engine holds."""
         return len(self._queue)
 
     @property
     def num_unfinished(self) -> int:
+        """Requests that are queued or held by an engine."""
         return len(self._attempts)
 
     def outstanding(self, name: str) -> int:
+        """Return the number of requests that an engine holds."""
         return len(self._engines[name].outstanding)
 
     # --- bookkeeping --------------------------------------------------------------------------
@@ -216,7 +220,7 @@ class Dispatcher:
         self._queue.appendleft(request)
 
     def _changed(self, engine: _Engine) -> None:
-        """Enter the engine anew wherever it now belongs."""
+        """Push a new entry for the engine onto every heap it now belongs to."""
         engine.stamp += 1
         held = len(engine.outstanding)
         entry = (engine.work_tokens, next(self._count), engine.stamp, engine.name)
@@ -228,7 +232,7 @@ class Dispatcher:
             heapq.heappush(self._with_waiting, (-engine.waiting, *entry[1:]))
 
     def _pop(self, heap: list[tuple[int, int, int, str]]) -> _Engine | None:
-        """The engine on top, dropping stale entries. The caller changes it and so re-enters it."""
+        """Pop the first engine, and drop stale entries. The caller must call `_changed` for it."""
         while heap:
             _, _, stamp, name = heapq.heappop(heap)
             engine = self._engines.get(name)

@@ -1,8 +1,8 @@
-"""Refuses, before any engine starts, what would make sampling lossy or what speculation lacks.
+"""Checks that refuse lossy and unsupported settings before any engine starts.
 
-Pure checks over plain settings. The rule is an allow-list: what is not known to keep the
-distribution of samples is refused, with the reason and what to write instead. With speculation
-off (no drafter, no n-gram arm) everything vLLM supports is fine.
+The checks are pure functions of plain settings. The rule is an allow-list: a setting that is not
+known to keep the distribution of samples is refused, with the reason and a value that works. With
+speculation off (no drafter, no n-gram arm), every setting of vLLM is allowed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPECULATIVE_KEYS = frozenset(
         "moe_backend",
     }
 )
-"""Keys of `speculative_config` that leave the distribution of samples alone."""
+"""Keys of `speculative_config` that keep the distribution of samples."""
 
 OWNED_ENGINE_ARGS = {
     "scheduler_cls": "TLT's scheduler chooses the drafts of each step",
@@ -59,7 +59,7 @@ _SAMPLING_REASONS = {
 
 
 def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
-    """Refuse an engine whose settings would be lossy, unsupported, or contradict each other."""
+    """Refuse settings of an engine that are lossy, unsupported or contradictory."""
     drafters = {arm.drafter for arm in arms}
     if "eagle3" in drafters and config.drafter is None:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _check_speculative_config(speculative: Mapping[str, Any]) -> None:
 
 
 def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
-    """Refuse sampling settings that speculation would not honour."""
+    """Refuse wrong sampling settings, and those that speculation would not honour."""
     if sampling.max_tokens < 1:
         raise ConfigError(f"sampling.max_tokens = {sampling.max_tokens}; at least 1")
     if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
@@ -149,7 +149,7 @@ def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
 
 
 def check_length(request: SampleRequest, max_model_len: int, max_draft_tokens: int) -> None:
-    """Leave head-room for drafts.
+    """Refuse a request that leaves no room for drafts below the length limit.
 
     One request near the limit would turn the drafter off for the whole batch, and leave holes in
     the drafter's KV cache.
@@ -165,7 +165,7 @@ def check_length(request: SampleRequest, max_model_len: int, max_draft_tokens: i
 
 
 def speculates(config: EngineConfig, arms: Collection[Arm]) -> bool:
-    """Whether this engine can ever draft."""
+    """Return whether this engine can ever draft."""
     return (
         config.drafter is not None
         or "speculative_config" in config.engine_args

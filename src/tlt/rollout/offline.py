@@ -1,7 +1,7 @@
-"""Generate a batch without Ray: engines in child processes, for scripts and tests.
+"""Batches of samples without Ray, from engines in child processes, for scripts and tests.
 
-vLLM wants a process of its own (it binds threads, patches torch, and does not start twice in one
-process), so each engine gets a fresh one.
+Each engine gets a fresh process: vLLM binds threads, patches torch, and does not start twice in one
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tlt.rollout.engine import RolloutEngine
 def generate(
     config: EngineConfig, requests: Sequence[SampleRequest], num_engines: int = 1
 ) -> list[Sample]:
-    """All samples, in the order of the requests."""
+    """Return one sample per request, in the order of the requests."""
     context = multiprocessing.get_context("spawn")
     shares = [requests[index::num_engines] for index in range(num_engines)]
     with ProcessPoolExecutor(num_engines, mp_context=context) as executor:
@@ -31,7 +31,7 @@ def generate(
 def generate_here(
     config: EngineConfig, requests: Sequence[SampleRequest]
 ) -> tuple[list[Sample], EngineStats, dict[str, Any]]:
-    """Start an engine in this process, generate, stop it: samples, counters, start-up report."""
+    """Generate in this process; return samples, the engine's counters and its start-up report."""
     engine = RolloutEngine(config)
     report = engine.start()
     try:

@@ -1,7 +1,8 @@
-"""The pool: keeps engines alive and samples flowing. asyncio only; Ray stays in `actor`.
+"""The pool keeps engines alive and samples flowing. It is pure asyncio; Ray stays in `actor`.
 
-One task per engine starts it, brings it to the current weights, and carries samples out as they
-end; when the engine is lost, the same task starts its successor. Decisions are the dispatcher's.
+One task per place starts an engine, loads the current weights into it, and delivers its samples as
+they end. When the engine is lost, the same task starts its successor. The dispatcher decides which
+engine generates what.
 
     async with RolloutPool(config, ray_spawner(engine_config)) as pool:
         async for sample in pool.generate(requests):
@@ -36,41 +37,41 @@ if TYPE_CHECKING:
     from tlt.node.weights import SharedWeights
 
     NewWeights = SharedWeights | Iterable[tuple[str, torch.Tensor]]
-    """Already in this node's shared memory, and then the pool's to remove; or still to go there."""
+    """Named tensors, or a file in this node's shared memory, which the pool then removes."""
 
 logger = logging.getLogger(__name__)
 
 
 class EngineHandle(Protocol):
-    """An engine somewhere else. Any exception from it means that it is lost."""
+    """An engine in another process. An exception from `take_finished` means that it is lost."""
 
     async def start(self) -> dict[str, Any]: ...
     async def submit(self, requests: Sequence[SampleRequest]) -> None: ...
     async def withdraw(self, sample_ids: Sequence[str]) -> list[str]: ...
     async def take_finished(self) -> list[Sample]:
-        """Samples as they end; an empty list now and then shows that the engine is alive."""
+        """Return finished samples; an empty list shows that the engine is alive."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Any other method of `RolloutEngine`."""
+        """Call any other method of `RolloutEngine`."""
         ...
 
     async def stop(self, graceful: bool) -> None: ...
 
 
 class LoadListener(Protocol):
-    """Somebody who uses the devices of engines that have nothing to do."""
+    """A user of the devices of idle engines."""
 
     def ready(self, engine: str, report: Mapping[str, Any]) -> None:
-        """An engine has started, and says this of itself."""
+        """Hear that an engine has started, with its report."""
         ...
 
     def idle(self, engine: str) -> None:
-        """It has nothing to generate, while others still have."""
+        """Hear that an engine has nothing to generate while others still do."""
         ...
 
     async def needed(self, engine: str) -> None:
-        """It gets work again as soon as this returns."""
+        """Free the engine's device; the pool sends work to the engine after this returns."""
         ...
 
 
@@ -95,12 +96,12 @@ class RolloutPool:
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
         self._absent: dict[str, list[Span]] = {}
-        """When places in the pool were without an engine since the spans were last taken."""
+        """Times without an engine since the last `take_spans`, by place."""
         self.num_restarts = 0
         self.num_tainted = 0
-        """Engines that were replaced because they may not have held the learner's policy."""
+        """Engines that the pool replaced because they may not have held the learner's policy."""
         self.num_broken = 0
-        """Samples that ended by abort or error and were generated again."""
+        """Samples that ended by abort or error, and that the pool generated again."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -112,11 +113,11 @@ class RolloutPool:
         await self.shutdown()
 
     def listen(self, listener: LoadListener) -> None:
-        """Tell somebody which engines have nothing to do. Before the pool starts."""
+        """Tell this listener which engines are idle. Call it before the pool starts."""
         self._listener = listener
 
     async def start(self) -> None:
-        """Start all engines; returns when every one of them is ready, or raises."""
+        """Start all engines, and return when every one of them is ready."""
         self._servers = [asyncio.create_task(self._serve(place)) for place in self.places]
         try:
             await self.wait_ready(self._config.num_engines)
@@ -126,7 +127,7 @@ class RolloutPool:
         self._started = True
 
     async def wait_ready(self, num_engines: int) -> None:
-        """Wait until so many engines are in the pool."""
+        """Wait until `num_engines` engines are ready."""
         async with self._membership:
             await self._membership.wait_for(
                 lambda: self._failure or len(self._handles) >= num_engines
@@ -135,7 +136,7 @@ class RolloutPool:
             raise self._failure
 
     async def shutdown(self) -> None:
-        """Stop all engines; samples under way are dropped."""
+        """Stop all engines, and drop unfinished samples."""
         for task in [*self._servers, *self._sends]:
             task.cancel()
         await asyncio.gather(*self._servers, *self._sends, return_exceptions=True)
@@ -148,7 +149,7 @@ class RolloutPool:
     # --- samples ------------------------------------------------------------------------------
 
     async def generate(self, requests: Iterable[SampleRequest]) -> AsyncIterator[Sample]:
-        """Generate all requests; samples come as they end, each exactly once."""
+        """Generate all requests, and yield each sample exactly once, as it ends."""
         batch = list(requests)
         inbox: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         self._raise_if_failed()
@@ -166,7 +167,7 @@ class RolloutPool:
     # --- engines ------------------------------------------------------------------------------
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine at once. One that dies meanwhile has nothing to say."""
+        """Call a method of all engines at once; return the answers of those that did not die."""
         calls = [handle.call(method, *args) for handle in self._handles.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
@@ -175,12 +176,12 @@ class RolloutPool:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def call_engine(self, engine: str, method: str) -> None:
-        """Call a method of one engine, if it is there."""
+        """Call a method of one engine, if it is in the pool."""
         if (handle := self._handles.get(engine)) is not None:
             await self._call_or_stop(handle, method)
 
     async def _call_or_stop(self, handle: EngineHandle, method: str, *args: Any) -> None:
-        """Call a method of one engine; an engine that fails in it is replaced."""
+        """Call a method of one engine, and replace the engine if the call fails."""
         try:
             await handle.call(method, *args)
         except EngineGone:
@@ -190,20 +191,21 @@ class RolloutPool:
             await handle.stop(graceful=False)
 
     async def stats(self) -> list[EngineStats]:
+        """Return the counters of all engines."""
         return await self.call_all("stats")
 
     @property
     def places(self) -> list[str]:
-        """Of engines, which their successors take over."""
+        """Names of the places in the pool. The successor of a lost engine takes its place."""
         return [f"engine-{index}" for index in range(self._config.num_engines)]
 
     def loads(self) -> dict[str, int | None]:
-        """Samples that every place has to generate; None while it is without an engine."""
+        """Return the unfinished samples of every place; None for a place without an engine."""
         there = {place_of(name): self._dispatcher.outstanding(name) for name in self._handles}
         return {place: there.get(place) for place in self.places}
 
     async def take_spans(self, max_spans: int) -> dict[str, list[Span]]:
-        """What every place did since the last call. What a lost engine did is lost with it."""
+        """Return the spans of every place since the last call, without those of lost engines."""
         handles = dict(self._handles)
         calls = [handle.call("take_spans", max_spans) for handle in handles.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -220,17 +222,11 @@ class RolloutPool:
         return spans
 
     async def set_strategy(self, spec: dict[str, Any]) -> None:
+        """Choose arms by another strategy in all engines."""
         await self.call_all("set_strategy", spec)
 
-    async def pause(self) -> None:
-        """Let every engine finish its step and hold."""
-        await self.call_all("pause")
-
-    async def resume(self) -> None:
-        await self.call_all("resume")
-
     async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
-        """New policy weights for all engines, also for those that start later; seconds each."""
+        """Load policy weights into all engines, later ones included; return the seconds of each."""
         if self._dispatcher.num_unfinished:
             raise EngineError(
                 f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
@@ -241,14 +237,14 @@ class RolloutPool:
     async def update_drafter(
         self, weights: NewWeights, version: int, skip: Collection[str] = ()
     ) -> list[float]:
-        """New drafter weights for all engines, at any time; seconds each.
+        """Load drafter weights into all engines, at any time; return the seconds of each.
 
-        Those that are skipped, because they sleep, get them by `refresh_drafter`.
+        Sleeping engines are skipped, and get the weights by `refresh_drafter`.
         """
         return await self._update("update_drafter", weights, version, skip)
 
     async def refresh_drafter(self, engine: str) -> None:
-        """The current drafter for an engine that was skipped."""
+        """Load the current drafter weights into an engine that `update_drafter` skipped."""
         current, handle = self._weights.get("update_drafter"), self._handles.get(engine)
         if current is not None and handle is not None:
             await self._call_or_stop(handle, "update_drafter", current[0].manifest(), current[1])
@@ -262,7 +258,7 @@ class RolloutPool:
         weights = (
             new if isinstance(new, SharedWeights) else await asyncio.to_thread(SharedWeights, new)
         )
-        # From here on a starting engine loads these; the running ones follow.
+        # From here on a starting engine loads these weights; the running engines follow.
         self._weights[method] = (weights, version)
         try:
             seconds = await self._load(method, weights.manifest(), version, skip)
@@ -279,17 +275,17 @@ class RolloutPool:
     async def _load(
         self, method: str, manifest: dict[str, Any], version: int, skip: Collection[str]
     ) -> list[float]:
-        """Weights into all engines. One that fails where others succeed is replaced."""
+        """Load weights into all engines. Replace an engine that fails where others succeed."""
         handles = {name: h for name, h in self._handles.items() if name not in skip}
         calls = [handle.call(method, manifest, version) for handle in handles.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]
-        # Engines that end by themselves are replaced: nothing is said against the weights.
+        # An engine that ends by itself is replaced; that is no evidence against the weights.
         refused = [a for a in errors if not isinstance(a, EngineGone | EngineTainted)]
         tainted = [a for a in errors if isinstance(a, EngineTainted)]
         self.num_tainted += len(tainted)
         if method == "update_drafter" and tainted and len(tainted) == len(answers):
-            raise tainted[0]  # of a drafter: the run goes on with the one before
+            raise tainted[0]  # the run goes on with the previous drafter
         if refused and len(errors) == len(answers):
             raise refused[0]  # the weights are wrong, not the engines
         for (name, handle), answer in zip(handles.items(), answers, strict=True):
@@ -301,7 +297,7 @@ class RolloutPool:
     # --- one engine's life --------------------------------------------------------------------
 
     async def _serve(self, slot: str) -> None:
-        """Keep one place in the pool filled."""
+        """Keep an engine in one place of the pool."""
         for incarnation in range(self._config.max_restarts + 1):
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
             handle = self._spawn(name)
@@ -315,7 +311,7 @@ class RolloutPool:
                 self._handles.pop(name, None)
                 await self._lost(name, handle, error)
                 if not self._started:
-                    await self._fail(error)  # what does not start once will not start again
+                    await self._fail(error)  # an engine that fails to start once will fail again
                     return
         await self._give_up(slot)
 
@@ -340,7 +336,7 @@ class RolloutPool:
                 await self._deliver(name, samples)
 
     async def _bring_up_to_date(self, handle: EngineHandle) -> None:
-        """Load the current weights, also those that come while it loads."""
+        """Load the current weights into a new engine, and newer ones that arrive meanwhile."""
         loaded: dict[str, tuple[SharedWeights, int]] = {}
         while True:
             newer = [(m, w) for m, w in self._weights.items() if loaded.get(m) is not w]
@@ -351,7 +347,7 @@ class RolloutPool:
                     await handle.call(method, current[0].manifest(), current[1])
                 except EngineError:
                     if self._weights.get(method) is current:
-                        raise  # not just replaced and removed meanwhile
+                        raise  # newer weights have not replaced these meanwhile
                 loaded[method] = current
 
     async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
@@ -375,7 +371,7 @@ class RolloutPool:
         self.num_restarts += 1
         self._pump()
         if self._listener is not None:
-            self._spawn_send(self._listener.needed(name))  # its successor takes the place
+            self._spawn_send(self._listener.needed(name))  # for its successor
         try:
             await handle.stop(graceful=False)
         except Exception:
@@ -387,7 +383,7 @@ class RolloutPool:
             await self._fail(EngineError("every engine was lost for good; see the log for why"))
 
     async def _fail(self, error: Exception) -> None:
-        """Nothing more will come: tell everybody who waits."""
+        """Hand the error to everybody who waits for samples or engines."""
         self._failure = error
         for inbox in set(self._waiting.values()):
             inbox.put_nowait(error)
@@ -402,7 +398,7 @@ class RolloutPool:
     # --- carrying out decisions ---------------------------------------------------------------
 
     async def _deliver(self, name: str, samples: Sequence[Sample]) -> None:
-        """Hand out whole samples; those that ended otherwise start again."""
+        """Deliver whole samples, and requeue those that the engine broke off."""
         broken = [s.sample_id for s in samples if s.finish_reason not in WHOLE]
         try:
             self.num_broken += len(self._dispatcher.failed(name, broken))
@@ -427,7 +423,7 @@ class RolloutPool:
         for action in self._dispatcher.actions():
             handle = self._handles.get(action.engine)
             if handle is None:
-                continue  # just lost: its server takes the samples back
+                continue  # just lost: its task requeues the samples
             if isinstance(action, Assign):
                 self._spawn_send(self._send(action.engine, handle, action.requests))
             else:
@@ -451,7 +447,7 @@ class RolloutPool:
                 await self._fail(error)  # no engine would take it
         except Exception as error:
             logger.debug("%s did not take %d requests: %r", name, len(requests), error)
-            # Its server notices the loss and requeues them.
+            # The engine's task notices the loss and requeues the samples.
 
     async def _recall(self, name: str, handle: EngineHandle, sample_ids: Sequence[str]) -> None:
         try:
@@ -464,5 +460,5 @@ class RolloutPool:
 
 
 def place_of(engine: str) -> str:
-    """The place of an engine, which its successors take over."""
+    """Return the place of an engine. The successor of a lost engine takes its place."""
     return engine.split(".")[0]

@@ -1,7 +1,10 @@
+"""Cores are claimed by one process at a time, and freed when it ends."""
+
 import multiprocessing
 import os
 import signal
 import uuid
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -9,7 +12,7 @@ from tlt.errors import EngineError
 from tlt.node.cores import claim_cores, release_cores
 
 
-def _hold(group: str, pipe) -> None:  # type: ignore[no-untyped-def]
+def _hold(group: str, pipe: Connection) -> None:
     pipe.send(claim_cores(len(os.sched_getaffinity(0)), group))
     signal.pause()
 

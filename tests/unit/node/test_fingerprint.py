@@ -1,4 +1,4 @@
-"""Fingerprints tell any change of weights, and nothing else."""
+"""Fingerprints show every change of weights, and nothing else."""
 
 from pathlib import Path
 
@@ -14,14 +14,16 @@ from tlt.node.weights import SharedWeights, check_weights, read_fingerprints
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def matrix(rows: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float32):  # type: ignore[no-untyped-def]
+def matrix(
+    rows: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=generator).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_with_one_hot_vectors_shows_the_columns(dtype: torch.dtype) -> None:
-    """What an engine computes and what the learner reads come to the same number."""
+    """The engine's products and the learner's tensors have the same fingerprint."""
     weight = matrix(96, 64, dtype=dtype)
     chosen = columns(3, 64)
     probe = torch.zeros(len(chosen), 64, dtype=dtype)

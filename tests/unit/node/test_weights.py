@@ -1,3 +1,7 @@
+"""Weights in shared memory: what is written is what is read."""
+
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -30,7 +34,7 @@ def test_a_mapping_outlives_its_file() -> None:
     assert loaded.sum() == 1000
 
 
-def test_garbage_is_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_garbage_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"0" * 100)
     with pytest.raises(ValueError, match="holds no weights"):

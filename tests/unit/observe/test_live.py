@@ -62,12 +62,12 @@ def live(tmp_path: Path, run: FakeRun, forecast: FakeForecast) -> Live:
 
 
 def states(live: Live) -> dict[str, str]:
-    return {name: of["state"] for name, of in asyncio.run(live.now())["workers"].items()}
+    return {name: of["state"] for name, of in live.now()["workers"].items()}
 
 
 def test_the_state_of_a_worker_follows_from_what_the_run_is_doing(live: Live, run: FakeRun) -> None:
     run.running["engine-0"] = 0
-    assert asyncio.run(live.now())["what"] == "starting"
+    assert live.now()["what"] == "starting"
     assert states(live) == {"engine-0": "waiting", "engine-1": "waiting", "engine-2": "lost"}
     run.running["engine-0"] = 3
     live.doing(Activity.GENERATING, 0, 8, "eval-0")
@@ -86,7 +86,7 @@ def test_what_is_shown_and_written(tmp_path: Path, run: FakeRun, forecast: FakeF
     live = Live(tmp_path / "live.json", 9, run, run, forecast, lambda *s: shown.append(s))
     live.doing(Activity.GENERATING, 2, 8, 3)
     live.record = {"step": 2, "reward/mean": 0.5}
-    now = asyncio.run(live.now())
+    now = live.now()
     assert {*now} == KEYS
     assert (now["what"], now["done"], now["total"]) == ("step 3: generating", 2, 8)
     assert (now["num_steps"], now["remaining_s"]) == (9, 7.0)
@@ -101,17 +101,17 @@ def test_what_is_shown_and_written(tmp_path: Path, run: FakeRun, forecast: FakeF
 
 
 def test_only_a_rollout_has_a_forecast(live: Live, forecast: FakeForecast) -> None:
-    assert asyncio.run(live.now())["remaining_s"] is None
+    assert live.now()["remaining_s"] is None
     for done in range(3):
         live.doing(Activity.GENERATING, done, 2, 1)
     assert forecast.told == ["ended", "started 2", "finished", "finished"]
     forecast.seconds = float("inf")
-    assert asyncio.run(live.now())["remaining_s"] is None
+    assert live.now()["remaining_s"] is None
     live.doing(Activity.UPDATING, 0, 1, 1)
     live.doing(Activity.UPDATING, 1, 1, 1)
     assert forecast.told[4:] == ["ended"]
     forecast.seconds = 7.0
-    assert asyncio.run(live.now())["remaining_s"] is None
+    assert live.now()["remaining_s"] is None
     live.doing(Activity.GENERATING, 0, 5, 2)
     assert forecast.told[5:] == ["ended", "started 5"]
 

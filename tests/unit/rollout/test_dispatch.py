@@ -1,7 +1,9 @@
-"""The dispatcher against a model of engines that it cannot see into."""
+"""The dispatcher with fake engines, which it cannot look into."""
 
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -120,7 +122,7 @@ def test_a_lost_engine_gives_everything_back_once() -> None:
     assert dispatcher.finished("a", ["0"]) == ["0"]
     assert sorted(dispatcher.engine_lost("a")) == ["1", "2", "3", "4", "5"]
     assert dispatcher.engine_lost("a") == []
-    assert dispatcher.finished("a", ["1"]) == []  # a late message from the dead
+    assert dispatcher.finished("a", ["1"]) == []  # a late message of the lost engine
     dispatcher.engine_ready("b", 8)
     (assign,) = dispatcher.actions()
     assert isinstance(assign, Assign)
@@ -186,20 +188,18 @@ def test_ten_thousand_samples_over_64_engines() -> None:
     batch = [request(i, min(400, int(rng.lognormvariate(3, 1)) + 1)) for i in range(10_000)]
     spent = 0.0
 
-    def timed(function, *args):  # type: ignore[no-untyped-def]
-        nonlocal spent
-        started = time.perf_counter()
-        result = function(*args)
-        spent += time.perf_counter() - started
-        return result
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal spent
+            started = time.perf_counter()
+            result = function(*args)
+            spent += time.perf_counter() - started
+            return result
+
+        return call
 
     for name in ("submit", "actions", "finished", "recalled"):
-        original = getattr(world.dispatcher, name)
-        setattr(
-            world.dispatcher,
-            name,
-            lambda *args, original=original: timed(original, *args),
-        )
+        setattr(world.dispatcher, name, timed(getattr(world.dispatcher, name)))
     world.dispatcher.submit(batch)
     world.settle()
     while world.dispatcher.num_unfinished:

@@ -1,36 +1,256 @@
-"""The engine's own rules, without vLLM."""
+"""The engine's loop over a fake core, and the engine's own rules, without vLLM."""
 
-import time
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import pytest
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import SampleRequest, SamplingSpec
-from tlt.errors import EngineError
-from tlt.rollout.engine import RolloutEngine, stream_seed
+from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, EngineError, EngineTainted
+from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.loop import EngineLoop, Finished
+from tlt.rollout.vllm.core import stream_seed
+
+LIMIT_S = 20.0
+MANY = 10_000
+T = TypeVar("T")
 
 
-def engine() -> RolloutEngine:
-    return RolloutEngine(EngineConfig(model="m", stall_timeout_s=5.0))
+def request(sample_id: str, max_tokens: int = 1) -> SampleRequest:
+    return SampleRequest(sample_id, (1,), SamplingSpec(max_tokens=max_tokens), f"group-{sample_id}")
+
+
+class FakeCore:
+    """Generates one token per request and engine step, once the test permits the step."""
+
+    def __init__(self, slots: int = 2) -> None:
+        self.slots = slots
+        self.left: dict[str, int] = {}
+        self.admitted: list[str] = []
+        self.reason: FinishReason = "length"
+        self.error: Exception | None = None
+        self.start_error: Exception | None = None
+        self.num_steps = 0
+        self.stopped = threading.Event()
+        self.in_step = threading.Event()
+        self.may_step = threading.Semaphore(0)
+
+    def start(self) -> dict[str, Any]:
+        if self.start_error:
+            raise self.start_error
+        return {"slots": self.slots}
+
+    def admit(self, request: SampleRequest) -> None:
+        self.admitted.append(request.sample_id)
+        self.left[request.sample_id] = request.sampling.max_tokens
+
+    def step(self) -> list[Finished]:
+        self.in_step.set()
+        assert self.may_step.acquire(timeout=LIMIT_S)
+        self.in_step.clear()
+        if self.error:
+            raise self.error
+        self.num_steps += 1
+        self.left = {sample_id: left - 1 for sample_id, left in self.left.items()}
+        ended = [sample_id for sample_id, left in self.left.items() if left == 0]
+        for sample_id in ended:
+            del self.left[sample_id]
+        return [Finished(sample_id, (7,), (-0.5,), self.reason, 0.0) for sample_id in ended]
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def wait_in_step(self) -> None:
+        assert self.in_step.wait(LIMIT_S)
+
+
+@contextmanager
+def running(core: FakeCore, clock: Callable[[], float] = lambda: 0.0) -> Iterator[EngineLoop]:
+    loop = EngineLoop("engine-0", core, stall_timeout_s=5.0, clock=clock)
+    assert loop.start()["slots"] == core.slots
+    yield loop
+    core.may_step.release(MANY)
+    loop.shutdown()
+
+
+def collect(loop: EngineLoop, count: int) -> list[Sample]:
+    samples: list[Sample] = []
+    while len(samples) < count:
+        taken = loop.take_finished(LIMIT_S)
+        assert taken, "no sample ended"
+        samples += taken
+    return samples
+
+
+def call_while_stepping(core: FakeCore, function: Callable[[], T]) -> T:
+    """Call from another thread, and let engine steps go by until the call returns."""
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(function)
+        while not future.done():
+            core.may_step.release()
+            wait([future], timeout=0.01)
+        return future.result()
+
+
+def test_every_request_ends_as_one_sample() -> None:
+    core = FakeCore(slots=2)
+    core.may_step.release(100)
+    with running(core) as loop:
+        loop.submit([request(str(index), max_tokens=1 + index % 3) for index in range(9)])
+        samples = collect(loop, 9)
+        assert sorted(s.sample_id for s in samples) == [str(index) for index in range(9)]
+        assert core.admitted == [str(index) for index in range(9)], "first come, first served"
+        assert {s.engine for s in samples} == {"engine-0"}
+        assert {(s.token_ids, s.logprobs, s.finish_reason) for s in samples} == {
+            ((7,), (-0.5,), "length")
+        }
+        assert loop.num_running == loop.num_queued == 0
+        assert loop.take_finished(timeout_s=0) == []
+
+
+def test_samples_that_end_by_an_error_are_delivered_as_such() -> None:
+    core = FakeCore()
+    core.reason = "error"
+    core.may_step.release(100)
+    with running(core) as loop:
+        loop.submit([request("a")])
+        assert [s.finish_reason for s in collect(loop, 1)] == ["error"]
+
+
+def test_only_queued_requests_can_be_withdrawn() -> None:
+    core = FakeCore(slots=2)
+    with running(core) as loop:
+        loop.submit([request(name) for name in "abcd"])
+        core.wait_in_step()
+        assert (loop.num_running, loop.num_queued) == (2, 2)
+        assert loop.withdraw(["a", "c", "x"]) == ["c"]
+        assert loop.withdraw(["c"]) == []
+        core.may_step.release(100)
+        assert sorted(s.sample_id for s in collect(loop, 3)) == ["a", "b", "d"]
+        assert "c" not in core.admitted
+
+
+def test_commands_run_between_steps_and_their_errors_go_to_the_caller() -> None:
+    core = FakeCore()
+    with running(core) as loop:
+        loop.submit([request("a", max_tokens=MANY)])
+        core.wait_in_step()
+        assert not call_while_stepping(core, lambda: loop.between_steps(core.in_step.is_set))
+        with pytest.raises(ZeroDivisionError):
+            call_while_stepping(core, lambda: loop.between_steps(lambda: 1 / 0))
+        core.may_step.release(MANY)
+        assert len(collect(loop, 1)) == 1, "the loop goes on"
+
+
+def test_no_policy_update_while_samples_are_unfinished() -> None:
+    """A command between rollouts is refused for running and for queued requests."""
+    core = FakeCore(slots=1)
+    with running(core) as loop:
+        loop.submit([request("a", max_tokens=MANY), request("b")])
+        core.wait_in_step()
+
+        def update_policy() -> None:
+            loop.policy_version = 3
+
+        def update() -> None:
+            loop.between_rollouts(update_policy, "two policies in one sample")
+
+        with pytest.raises(EngineError, match="1 samples are running and 1 queued: two policies"):
+            call_while_stepping(core, update)
+        core.may_step.release(2 * MANY)
+        assert {s.policy_version for s in collect(loop, 2)} == {0}
+        update()
+        loop.submit([request("c")])
+        assert [s.policy_version for s in collect(loop, 1)] == [3]
+
+
+def test_a_tainted_engine_takes_not_one_step_more() -> None:
+    """A caller that hears of the fault finds the engine closed already."""
+    core = FakeCore()
+    steps = 0
+
+    def taint() -> None:
+        nonlocal steps
+        steps = core.num_steps
+        raise EngineTainted("not the learner's policy")
+
+    with running(core) as loop:
+
+        def swap() -> None:
+            with pytest.raises(EngineTainted):
+                loop.between_steps(taint)
+            with pytest.raises(EngineError, match="has failed"):
+                loop.submit([request("b")])
+
+        loop.submit([request("a", max_tokens=MANY)])
+        core.wait_in_step()
+        call_while_stepping(core, swap)
+        assert core.stopped.wait(LIMIT_S)
+        with pytest.raises(EngineError, match="not the learner's policy"):
+            loop.take_finished(LIMIT_S)
+        with pytest.raises(EngineError, match="has failed"):
+            loop.between_steps(lambda: None)
+        assert core.num_steps == steps
 
 
 def test_a_hung_step_is_noticed() -> None:
-    hung = engine()
-    request = SampleRequest("a", (1,), SamplingSpec(max_tokens=1))
-    hung._in_flight["a"] = (request, 0.0, 0.0)
-    assert hung.take_finished(timeout_s=0) == []
-    hung._turn_started_s = time.monotonic() - 6.0
-    with pytest.raises(EngineError, match="one step for 6 s"):
-        hung.take_finished(timeout_s=0)
-    hung._paused = True  # a paused engine is not hung
-    assert hung.take_finished(timeout_s=0) == []
+    now_s = 100.0
+    core = FakeCore()
+    with running(core, clock=lambda: now_s) as loop:
+        loop.submit([request("a")])
+        core.wait_in_step()
+        assert loop.take_finished(timeout_s=0) == []
+        now_s += 6.0
+        with pytest.raises(EngineError, match="one step for 6 s"):
+            loop.take_finished(timeout_s=0)
+        core.may_step.release(100)
+        assert len(collect(loop, 1)) == 1
+        now_s += 6.0  # an idle engine is not hung
+        assert loop.take_finished(timeout_s=0) == []
 
 
 def test_a_failed_engine_says_why() -> None:
-    failed = engine()
-    failed._fail(RuntimeError("out of memory"))
-    with pytest.raises(EngineError, match="out of memory"):
-        failed.take_finished(timeout_s=0)
+    core = FakeCore()
+    core.error = RuntimeError("out of memory")
+    core.may_step.release(100)
+    with running(core) as loop:
+        loop.submit([request("a")])
+        with pytest.raises(EngineError, match="out of memory"):
+            loop.take_finished(LIMIT_S)
+        assert core.stopped.wait(LIMIT_S)
+
+
+def test_an_engine_that_cannot_start_says_why() -> None:
+    core = FakeCore()
+    core.start_error = ValueError("no such model")
+    loop = EngineLoop("engine-0", core, stall_timeout_s=5.0)
+    with pytest.raises(ValueError, match="no such model"):
+        loop.start()
+    with pytest.raises(EngineError, match="no such model"):
+        loop.submit([request("a")])
+
+
+def test_a_shut_down_engine_takes_nothing() -> None:
+    core = FakeCore()
+    with running(core) as loop:
+        loop.shutdown()
+        assert core.stopped.is_set()
+        with pytest.raises(EngineError, match="is shut down"):
+            loop.submit([request("a")])
+        with pytest.raises(EngineError, match="is shut down"):
+            loop.take_finished(timeout_s=0)
+
+
+def test_a_strategy_that_the_engine_was_not_started_for_is_refused() -> None:
+    engine = RolloutEngine(EngineConfig(model="m"))
+    with pytest.raises(ConfigError, match=r"set engine\.max_draft_tokens = 4"):
+        engine.set_strategy({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4})
+    with pytest.raises(ConfigError, match=r"without engine\.drafter"):
+        engine.update_drafter({"path": "/nowhere"}, 1)
 
 
 def test_no_two_engines_draw_the_same_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Everything lossy or unsupported is refused before an engine starts, with a way out."""
+"""Lossy and unsupported settings are refused before an engine starts, with a way out."""
 
 from typing import Any
 
@@ -122,7 +122,7 @@ def test_schedulers_follow_the_device() -> None:
     gpu = engine_args(config(num_gpus=2))
     assert gpu["scheduler_cls"].endswith(".AdaptiveAsyncScheduler")
     assert gpu["tensor_parallel_size"] == 2
-    # The n-gram lookup reads tokens on the CPU, so it wants synchronous scheduling.
+    # The n-gram lookup reads tokens on the CPU, so it needs synchronous scheduling.
     ngram = engine_args(config(num_gpus=1, strategy=NGRAM))
     assert ngram["scheduler_cls"].endswith(".AdaptiveScheduler")
     assert ngram["async_scheduling"] is False
@@ -144,7 +144,7 @@ def test_gpu_engines_get_graphs_for_their_arms() -> None:
     assert sizes[-1] == 512
     lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
     assert lengths == [[1, 1, 0], [2, 2, 2], [3, 1_000_000, 6]]
-    # Room for policies that draft more than the first one, at any batch size.
+    # Room for later strategies with longer drafts, at any batch size.
     roomy = config(num_gpus=1, strategy=table, max_draft_tokens=9, engine_args={"max_num_seqs": 64})
     assert engine_args(roomy)["compilation_config"]["cudagraph_capture_sizes"][-1] == 640
     few = {"max_num_seqs": 64, "max_num_batched_tokens": 256}

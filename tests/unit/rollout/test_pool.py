@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import Sample, SampleRequest, SamplingSpec
+from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineTainted
 from tlt.rollout.pool import RolloutPool
 
@@ -30,7 +30,7 @@ class FakeEngine:
         self.refuse: Exception | None = None
         self.refuse_weights: Exception | None = None
         self.break_off: set[str] = set()
-        """Samples that end by an error, once."""
+        """Samples that end once by an error."""
 
     async def start(self) -> dict[str, Any]:
         await asyncio.sleep(self.tick_s)
@@ -58,7 +58,7 @@ class FakeEngine:
             state[1] -= 1
             if state[1] <= 0:
                 del self.running[sample_id]
-                reason = "error" if sample_id in self.break_off else "stop"
+                reason: FinishReason = "error" if sample_id in self.break_off else "stop"
                 self.break_off.discard(sample_id)
                 ended.append(
                     Sample(sample_id, (0,), (), reason, self.name, 0, 0.0, 0.0, time.time())
@@ -130,7 +130,7 @@ def test_samples_that_end_by_an_error_are_generated_again() -> None:
 
 def test_a_sample_that_always_ends_by_an_error_ends_the_rollout() -> None:
     class Broken(set[str]):
-        def discard(self, sample_id: str) -> None:
+        def discard(self, sample_id: object) -> None:
             pass
 
     async def main() -> None:
@@ -146,7 +146,7 @@ def test_a_sample_that_always_ends_by_an_error_ends_the_rollout() -> None:
 
 
 def test_engines_that_end_by_themselves_say_nothing_against_the_weights() -> None:
-    """All of them: the weights stay the current ones, which their successors load."""
+    """The weights stay current even if all engines end; their successors load them."""
     torch = pytest.importorskip("torch")
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_engines_that_end_by_themselves_say_nothing_against_the_weights() -> Non
                 engine.refuse_weights = EngineTainted("not the learner's policy")
             await pool.update_policy([("w", torch.ones(2))], version=1)
             for engine in list(factory.made.values()):
-                engine.dead = True  # as its loop has ended
+                engine.dead = True  # its loop has ended
             ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
             assert len(ids) == 8
             assert factory.made["engine-0.1"].calls[0][1][1] == 1

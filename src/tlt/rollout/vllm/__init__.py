@@ -1,7 +1,9 @@
-"""The plug-in for stock vLLM: the only place that touches vLLM's extension points.
+"""The plug-in for stock vLLM, and the only package that imports vLLM.
 
-`plugin` is what vLLM loads in every engine process; `compat` handles faults of its CPU build;
-`scheduler` chooses a draft length per step; `worker` and `proposer` switch the drafter;
-`history`, `ring` and `lookup` draft from earlier samples; `upkeep` keeps what an idle drafter will
-have to catch up on; `transfer` receives weights through shared memory.
+vLLM loads `plugin` in every engine process. `core` starts and steps an engine; `args` are its
+arguments. `scheduler` chooses the arm of every engine step; `worker` and `proposer` switch the
+drafter. `history`, `history_kernels` and `lookup` draft from earlier samples. `catch_up` keeps the
+inputs that the draft model skipped. `transfer` loads weights, and `watch` compares them. `recorder`
+keeps hidden states. `sampler` is the rejection sampler of CPU engines. `compat` works around faults
+of vLLM, and `selftest` checks sampling.
 """

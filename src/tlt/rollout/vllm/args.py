@@ -1,4 +1,4 @@
-"""From an `EngineConfig` to vLLM's engine arguments. Plain dicts in and out, no vLLM import."""
+"""vLLM's engine arguments for an `EngineConfig`, as plain dicts. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _GRAPH_ARGS = {
 
 
 def drafters(config: EngineConfig) -> list[DrafterName]:
-    """Who a strategy that is given no arms may choose from.
+    """Return the drafters of a strategy whose spec names no arms.
 
-    On GPUs n-grams would cost a trained drafter its asynchronous scheduling; name them in the
-    strategy's arms to have both.
+    On GPUs n-grams would cost a trained drafter its asynchronous scheduling. To have both, name
+    them in the strategy's arms.
     """
     names: list[DrafterName] = ["eagle3"] if config.drafter is not None else []
     if config.ngram is not None and not (names and config.num_gpus):
@@ -34,12 +34,12 @@ def drafters(config: EngineConfig) -> list[DrafterName]:
 
 
 def strategy_spec(config: EngineConfig) -> dict[str, Any]:
-    """The engine's strategy with its arms named."""
+    """Return the engine's strategy with its arms named."""
     return complete_strategy(config.strategy, drafters(config))
 
 
 def max_draft_tokens(config: EngineConfig) -> int:
-    """The longest draft this engine must be able to verify; 0 for an engine that never drafts."""
+    """Return the longest draft that this engine can verify; 0 for an engine that never drafts."""
     arms = build_strategy(strategy_spec(config)).arms()
     if not speculates(config, arms):
         return 0
@@ -49,7 +49,7 @@ def max_draft_tokens(config: EngineConfig) -> int:
 
 
 def engine_args(config: EngineConfig) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `EngineArgs`; raises before anything starts."""
+    """Return the keyword arguments of vLLM's `EngineArgs`, or refuse the settings."""
     strategy = strategy_spec(config)
     arms = build_strategy(strategy).arms()
     check_engine(config, arms)
@@ -75,7 +75,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     if on_gpu:
         args["tensor_parallel_size"] = config.num_gpus
         if config.num_gpus > 1:
-            # In a placement group vLLM would take its Ray executor, which wants one GPU a bundle.
+            # In a placement group vLLM would take its Ray executor, which wants one GPU per bundle.
             args["distributed_executor_backend"] = "mp"
     else:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
@@ -90,10 +90,9 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
 
 
 def graph_plan(config: EngineConfig) -> GraphPlan | None:
-    """CUDA graphs for every arm of a GPU engine.
+    """Return the CUDA graphs for every arm of a GPU engine; None leaves the choice to vLLM.
 
-    None leaves them to vLLM: where `engine_args` says anything about graphs or compilation, or
-    does not say how many requests run at once.
+    vLLM chooses where `engine_args` sets graphs or compilation, or does not set `max_num_seqs`.
     """
     user = config.engine_args
     max_num_seqs = user.get("max_num_seqs")
@@ -103,7 +102,7 @@ def graph_plan(config: EngineConfig) -> GraphPlan | None:
     choices = choices_of(strategy, max_num_seqs)
     longest = max_draft_tokens(config)
     if longest > max(arm.num_draft_tokens for arm in strategy.arms()):
-        # Other policies may follow with drafts of up to this length.
+        # A later strategy may use drafts of up to this length.
         choices = [(limit, arms | {Arm("eagle3", longest)}) for limit, arms in choices]
     return GraphPlan.for_arms(
         choices, max_num_seqs, max_num_batched_tokens=user.get("max_num_batched_tokens")
@@ -118,7 +117,7 @@ def _speculative_config(
         return None
     speculative: dict[str, Any] = {
         "num_speculative_tokens": longest,
-        # Tells vLLM that the draft length changes at run time; our scheduler sets its value.
+        # This key tells vLLM that the draft length changes at run time; our scheduler sets it.
         "num_speculative_tokens_per_batch_size": (
             plan.draft_schedule() if plan else [[1, 1_000_000, longest]]
         ),

@@ -1,15 +1,16 @@
-"""What the draft model has not seen yet: inputs of tokens decoded while it was left out.
+"""Catch-up: inputs that the draft model skipped, kept until it fills its KV cache from them.
 
-While another arm decodes, the draft model need not run. Its keys and values of position t depend
-only on the inputs at t (it has one layer): the target's states at t and the token after t. So it
-is enough to keep those inputs and to write the missing keys and values, in any order, before the
+While another arm decodes, the draft model need not run. It has one layer, so its keys and values of
+position t depend only on the inputs at t: the policy's hidden states at t and the token after t. It
+is enough to keep these inputs, and to write the missing keys and values, in any order, before the
 draft model drafts again.
 
-The states are kept as the target made them, not as the draft model fuses them: no work in a step
-that does not draft, and a drafter that is replaced meanwhile reads them with its own weights.
+The store keeps the hidden states of the policy, not the fused ones of the draft model. So an engine
+step that does not draft costs no extra work, and a new drafter reads the states with its own
+weights.
 
-Everything stays on the device, and nothing here waits for it: how many rows a step adds is known
-without looking at them. Shapes: T rows, A the width of the target's states.
+Everything stays on the device, and nothing here waits for the device: the number of rows of an
+engine step is known without reading them. Shapes: T rows, A the width of the policy's states.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Inputs of some rows, as the draft model takes them."""
+    """Inputs of the draft model that it skipped, one row per token."""
 
     owner_T: Any
-    """Whose row it is, a numpy array: inside the store an id, taken out a row of the batch."""
+    """Owner of each row, a numpy array: an id inside the store, a row of the batch once taken."""
     position_T: torch.Tensor
     token_T: torch.Tensor
-    """The token after each position."""
+    """Token after each position."""
     state_TA: torch.Tensor
 
     def __len__(self) -> int:
@@ -41,6 +42,7 @@ class Missed:
         return sum(t.nbytes for t in (self.position_T, self.token_T, self.state_TA))
 
     def select(self, rows: Any) -> Missed:
+        """Return these rows."""
         if len(rows) == len(self) and bool((rows == np.arange(len(self))).all()):
             return self
         index_T = torch.from_numpy(rows).to(self.state_TA.device, non_blocking=True)
@@ -53,13 +55,13 @@ class Missed:
 
 
 class MissedInputs:
-    """The inputs each request has missed, at most `budget_bytes` of them."""
+    """The skipped inputs of all requests, at most `budget_bytes` of them."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self._steps: list[Missed] = []
         self._num_bytes = 0
-        # Ids of our own: a request may come back under the name of one that has ended.
+        # Own ids, because a new request may have the name of one that has ended.
         self._owners: dict[str, int] = {}
         self._num_owners = 0
 
@@ -71,9 +73,9 @@ class MissedInputs:
         token_T: torch.Tensor,
         state_TA: torch.Tensor,
     ) -> bool:
-        """Keep one step's rows, `num_rows` of each request; False if they do not fit.
+        """Keep one engine step's rows, `num_rows` per request; return False if they do not fit.
 
-        The tensors become the store's own: the caller gives copies of what vLLM will reuse.
+        The store keeps the tensors: the caller passes copies of tensors that vLLM will reuse.
         """
         num_bytes = position_T.nbytes + token_T.nbytes + state_TA.nbytes
         if self._num_bytes + num_bytes > self.budget_bytes:
@@ -88,22 +90,23 @@ class MissedInputs:
         return True
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Drop what ended requests have missed; memory is freed by a `take`, or when all ended."""
+        """Drop the rows of ended requests. The next `take` frees their memory, or the last end."""
         for request_id in request_ids:
             self._owners.pop(request_id, None)
         if not self._owners:
             self.clear()
 
     def clear(self) -> None:
+        """Drop all rows."""
         self._owners.clear()
         self._steps.clear()
         self._num_bytes = 0
 
     def take(self, request_ids: Sequence[str], max_rows: int) -> Iterator[Missed]:
-        """Hand out, and drop, what these requests have missed; others keep theirs.
+        """Yield and drop the rows of these requests; keep the rows of others.
 
-        In batches of at most `max_rows` (no step may be larger), each sorted by request, whose
-        places in `request_ids` are the owners.
+        A batch has at most `max_rows` rows, the limit of one engine step. Its rows are sorted by
+        owner, which is the request's place in `request_ids`.
         """
         place = {
             self._owners.pop(request_id): row

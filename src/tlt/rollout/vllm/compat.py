@@ -1,8 +1,8 @@
-"""Faults of vLLM 0.32 that we work around, and every touch of its private parts for that.
+"""Work-arounds for faults of vLLM 0.32, with every touch of its private parts.
 
-`apply()` runs in every engine process, through the plug-in's entry point. Each fix says what
-it needs, why the public way is not enough, and when it can go. `TLT_COMPAT_SKIP=name,name`
-leaves fixes out: the tests use it to show that each one is needed.
+`apply()` runs in every engine process, through the plug-in's entry point. Each fix says what it
+needs, why the public way is not enough, and when it can go. `TLT_COMPAT_SKIP=name,name` leaves
+fixes out; tests use it to show that each one is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-"""First supported version, first version that is not."""
+"""First supported version, and first version after it that is not supported."""
 
 SKIP_VARIABLE = "TLT_COMPAT_SKIP"
 
@@ -24,6 +24,8 @@ _applied: dict[str, bool] = {}
 
 @dataclass(frozen=True, slots=True)
 class Fix:
+    """One work-around, applied once per process."""
+
     name: str
     why: str
     apply: Callable[[], None]
@@ -31,7 +33,7 @@ class Fix:
 
 
 def _fix_expand() -> None:
-    """Sampling settings per draft token are uninitialised memory on CPU.
+    """Expand sampling settings per draft token, which are uninitialized memory on CPU.
 
     The CPU stand-in for the expand kernel converts a float output to int64 and never writes the
     result back, so temperature, top-k and top-p of each draft token are whatever was in memory
@@ -56,22 +58,22 @@ def _fix_expand() -> None:
 
 
 def _fix_amx() -> None:
-    """The CPU attention kernel dies of SIGILL on very short prompts where AMX was never asked for.
+    """Ask the operating system for AMX, or very short prompts end in SIGILL.
 
-    The kernel uses AMX tiles without first asking the operating system for them; torch does so
-    only when it meets a large enough matrix product. Asking early is harmless where there is no
-    AMX. Can go when vLLM asks itself.
+    vLLM's CPU attention kernel uses AMX tiles without first asking the operating system for them.
+    torch asks only when it meets a large enough matrix product. Asking early is harmless on a CPU
+    without AMX. Can go when vLLM asks itself.
     """
     torch.cpu._init_amx()
 
 
 def _fix_sharing() -> None:
-    """A drafter whose head or embedding equals the policy's is given the policy's own module.
+    """Keep the drafter's own head and embedding where vLLM would share the policy's.
 
-    vLLM compares them when it loads the drafter and, to save memory, lets both use one module. New
-    drafter weights are then loaded into the policy. On V1 our proposer takes the drafter's modules
-    back (`proposer`); on V2 the drafter keeps every module that it has. Can go when vLLM loads
-    drafter weights into modules of the drafter only.
+    vLLM compares these modules when it loads the drafter. To save memory, it lets drafter and
+    policy share equal ones. A drafter swap would then write into the policy. On V1 our proposer
+    restores the drafter's modules (`proposer`); on V2 the drafter keeps every module that it has.
+    Can go when vLLM loads drafter weights only into modules of the drafter.
     """
     from vllm.v1.worker.gpu.spec_decode.eagle import utils
 
@@ -109,30 +111,32 @@ def _skipped() -> set[str]:
 
 
 def skips(name: str) -> bool:
-    """Whether a fix or a check is left out, to show that it is needed."""
+    """Return whether a fix or a check is left out, to show that it is needed."""
     return name in _skipped()
 
 
 def applied() -> dict[str, bool]:
-    """Which fixes are active in this process."""
+    """Return which fixes are active in this process."""
     return dict(_applied)
 
 
 # --- loading weights into a running model -------------------------------------------------------
-# `model.load_weights` in place does not work on CPU: linear weights are packed for the kernels and
-# the originals dropped (AttributeError: weight_loader). vLLM's layerwise reload restores the
-# loadable form, takes the weights, and packs again; it has no public name for use outside a
-# weight-transfer engine. Even so a head tied to the embedding keeps its old packed copy, because no
-# weight of its own is ever loaded: it is packed again here. Can go when vLLM does that.
+# `model.load_weights` in place does not work on CPU: vLLM packs linear weights for the kernels and
+# drops the originals (AttributeError: weight_loader). vLLM's layerwise reload restores the loadable
+# form, takes the weights, and packs them again; it has no public name for use outside a
+# weight-transfer engine. A head tied to the embedding would keep its old packed copy, because no
+# weight of its own is ever loaded, so it is packed again here. Can go when vLLM does that.
 
 
 def begin_reload(model: torch.nn.Module) -> None:
+    """Restore the loadable form of a model's weights."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
 
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load weights between `begin_reload` and `end_reload`."""
     from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
     with disable_mtp_completeness_check():
@@ -140,6 +144,7 @@ def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def end_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Pack a model's weights for the kernels again."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     finalize_layerwise_reload(model, model_config)
@@ -147,6 +152,7 @@ def end_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Pack every head again on a CPU engine."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.platforms import current_platform
 
@@ -157,14 +163,14 @@ def repack_tied_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-# --- what a drafter has of its policy -----------------------------------------------------------
-# A drafter whose checkpoint has no embedding (or no head) uses the policy's. vLLM lets it share the
-# policy's module; here it has a copy, renewed after every update of the policy. That costs the
-# memory of one embedding, and nothing that is done to the drafter can reach the policy.
+# --- modules that a drafter takes from its policy -----------------------------------------------
+# A drafter whose checkpoint has no embedding (or no head) uses the policy's. vLLM lets the drafter
+# share the policy's module. Here the drafter has a copy, renewed after every weight sync. The copy
+# costs the memory of one embedding, and no change of the drafter can reach the policy.
 
 
 def copy_policy_into_drafter(policy: torch.nn.Module, drafter: torch.nn.Module) -> None:
-    """Renew what the drafter's own checkpoint does not bring."""
+    """Copy the modules that the drafter's checkpoint lacks from the policy."""
     if skips("sharing"):
         return
     borrowed = _borrowed(policy, drafter)
@@ -175,7 +181,7 @@ def copy_policy_into_drafter(policy: torch.nn.Module, drafter: torch.nn.Module) 
 
 
 def drafter_faults(policy: torch.nn.Module, drafter: torch.nn.Module) -> list[str]:
-    """Say which tensors a drafter shares with the policy, and which of its copies are old."""
+    """Return faults: tensors that the drafter shares with the policy, and outdated copies."""
     theirs = {p.untyped_storage().data_ptr() for p in policy.parameters() if p.numel()}
     faults = [
         f"the drafter's {name} is stored in the policy"
@@ -191,7 +197,7 @@ def drafter_faults(policy: torch.nn.Module, drafter: torch.nn.Module) -> list[st
 
 
 def _borrowed(policy: Any, drafter: Any) -> list[tuple[str, Any, Any]]:
-    """Name, module of the policy and module of the drafter, of what the drafter does not bring."""
+    """Return name, policy's module and drafter's module of what the drafter's checkpoint lacks."""
     language = policy.get_language_model() if hasattr(policy, "get_language_model") else policy
     pairs = [
         ("embed_tokens", "has_own_embed_tokens", language.model, drafter.model),
@@ -201,7 +207,7 @@ def _borrowed(policy: Any, drafter: Any) -> list[tuple[str, Any, Any]]:
     for name, flag, theirs, own in pairs:
         source, target = getattr(theirs, name, None), getattr(own, name, None)
         if source is None and name == "embed_tokens":
-            source = getattr(theirs, "embedding", None)  # as some models call it
+            source = getattr(theirs, "embedding", None)  # the name in some models
         if source is None or target is None or getattr(drafter, flag, True):
             continue
         if source.weight.shape == target.weight.shape:
@@ -213,11 +219,13 @@ def _borrowed(policy: Any, drafter: Any) -> list[tuple[str, Any, Any]]:
 
 
 def vllm_version() -> str:
+    """Return the installed version of vLLM."""
     import vllm
 
     return str(vllm.__version__)
 
 
 def version_supported(version: str) -> bool:
+    """Return whether this version of vLLM is supported."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     return SUPPORTED_VLLM[0] <= numbers < SUPPORTED_VLLM[1]

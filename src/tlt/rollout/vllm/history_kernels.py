@@ -1,11 +1,12 @@
-"""The compiled half of `history`: learning tokens into the ring, and looking them up.
+"""The compiled half of `history`: it writes tokens into the ring buffer and looks them up.
 
-Tokens are numbered in the order in which they are learned, from 1. Token number i sits in the ring
-at place i % capacity as long as it is among the last `capacity`. An entry of a table is a place
-plus 1, where the token sits that followed a run of tokens of one of the `lengths`; runs are hashed
-from their last token backwards, within a prompt (scope 0) or overall (scope 1).
+Tokens are numbered from 1 in the order in which they are learned. The ring is a ring buffer: it
+holds the last `capacity` tokens, token number i at place i % capacity. A table maps a run of tokens
+of one of the `lengths` to the token that followed it; an entry is that token's place plus 1. Runs
+are hashed from their last token backwards, within a prompt (scope 0) or overall (scope 1).
 
-A row of `state` is a request: checksum of its prompt, tokens learned, number of the last of them.
+A row of `state` is a request: checksum of its prompt, number of its learned tokens, number of the
+last learned token.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-# Columns of the ring. Links are distances to the sample's token before and after, 0 for none.
+# Columns of the ring. BACK and NEXT are distances to the neighbouring tokens of the sample, or 0.
 TOKEN, BACK, NEXT, PROMPT = range(4)
 
 
 def _compiled(function: Any) -> Any:
-    """Machine code, kept beside the source for the next engine where that can be written."""
+    """Compile a function, and cache the machine code beside the source if that is writable."""
     try:
         return njit(cache=True)(function)
-    except RuntimeError:  # no place for it
+    except RuntimeError:  # no writable place for the cache
         return njit(function)
 
 
@@ -37,7 +38,7 @@ def learn_rows(
     num_tokens: Any,
     state: Any,
 ) -> int:
-    """Append what each row has more than was learned of it; the number of the newest token."""
+    """Append the new tokens of each row, and return the number of the newest token."""
     capacity = len(ring)
     for row in range(len(state)):
         prompt, last = state[row, 0], state[row, 2]
@@ -62,7 +63,7 @@ def learn_rows(
 def _note(
     tables: Any, lengths: Any, token_ids: Any, row: int, end: int, prompt: int, place: int
 ) -> None:
-    """The tokens before `end` were followed by the one at `place` of the ring."""
+    """Note that the token at `place` of the ring followed the tokens before `end`."""
     mixed = np.uint64(0)
     start = end
     for level in range(len(lengths)):
@@ -87,9 +88,9 @@ def draft_rows(
     drafts: Any,
     num_drafted: Any,
 ) -> None:
-    """Copy what followed; where that text ends too soon, look its end up in turn.
+    """Copy the tokens that followed each text; where they end too soon, look up their end in turn.
 
-    `num_drafted` says how many tokens are wanted, and then how many there are.
+    `num_drafted` holds the number of wanted tokens, and afterwards the number of drafted ones.
     """
     capacity = len(ring)
     longest = lengths[-1]
@@ -119,7 +120,7 @@ def draft_rows(
 def _find(
     ring: Any, tables: Any, lengths: Any, newest: int, text: Any, size: int, prompt: int
 ) -> int:
-    """The number of the token that followed the end of `text`; 0 if it is nowhere."""
+    """Return the number of the token that followed the end of `text`; 0 if it is not found."""
     capacity = len(ring)
     hashes: Any = np.zeros(len(lengths), dtype=np.uint64)
     mixed = np.uint64(0)
@@ -144,7 +145,7 @@ def _find(
 
 @_compiled
 def _follows(ring: Any, newest: int, number: int, text: Any, size: int, length: int) -> bool:
-    """Whether the last `length` tokens of `text` stand before the token of this number."""
+    """Return whether the last `length` tokens of `text` precede the token of this number."""
     capacity = len(ring)
     for index in range(size - 1, size - 1 - length, -1):
         distance = ring[number % capacity, BACK]

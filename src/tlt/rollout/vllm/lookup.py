@@ -1,6 +1,7 @@
-"""vLLM's n-gram drafter, looking in the `History` of all samples instead of one request's text.
+"""vLLM's n-gram drafter with a lookup in the `History` of all samples.
 
-Import it late: vLLM's start-up on CPU walks all loaded modules and trips over those of numba.
+Import this module late: vLLM's start-up on CPU walks all loaded modules, and fails on those of
+numba.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from tlt.rollout.vllm.history import History
 
 
 class HistoryProposer(NgramProposer):
-    """Drafts what followed in other samples too. A subclass only because vLLM asks for one.
+    """Drafts from all recent samples. It is a subclass only because vLLM checks the type.
 
-    It learns when it is asked to draft, everything since it was asked last; and from requests that
-    end, so that those which ran while another arm drafted are known as well. A new policy changes
-    nothing: what the one before it said is still the best guess.
+    Every call to draft first learns all tokens since the previous call. Ending requests are learned
+    too, so that the history also holds requests that ran while another arm drafted. A new policy
+    does not clear the history: the samples of the previous policy are still the best guess.
     """
 
     def __init__(self, vllm_config: Any, runner: Any, ngram: dict[str, int]) -> None:
-        # Not vLLM's own __init__: it prepares, and compiles, the lookup that this replaces.
+        # Without vLLM's own __init__, which would prepare and compile the lookup that we replace.
         self.k: int = vllm_config.speculative_config.num_speculative_tokens
         self.max_model_len: int = vllm_config.model_config.max_model_len
         self.history = History(ngram["history_tokens"], ngram["min_match"], ngram["max_match"])
-        # The runner, not its input batch: that is made anew when the KV cache is set up.
+        # The runner, not its input batch: vLLM replaces the batch when it sets up the KV cache.
         self._runner = runner
-        self.history.draft([], [], [], np.zeros((1, 1), dtype=np.int32), [])  # compiles it
+        self.history.draft([], [], [], np.zeros((1, 1), dtype=np.int32), [])  # compiles the kernels
 
     def propose(
         self,
@@ -39,10 +40,10 @@ class HistoryProposer(NgramProposer):
         token_ids_cpu: Any,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """As vLLM calls it: nothing is drafted for rows in which nothing was sampled."""
+        """Draft for the rows in which a token was sampled. vLLM calls this."""
         assert num_speculative_tokens <= self.k
         if num_speculative_tokens == 0:
-            return [[] for _ in sampled_token_ids]  # learned later, when somebody needs it
+            return [[] for _ in sampled_token_ids]  # the next call that drafts learns the tokens
         num_wanted = [
             max(0, min(num_speculative_tokens, self.max_model_len - num_tokens)) if sampled else 0
             for sampled, num_tokens in zip(
@@ -59,9 +60,9 @@ class HistoryProposer(NgramProposer):
         )
 
     def forget(self) -> None:
-        """Draft as if no sample had been seen yet."""
+        """Forget all samples."""
         batch = self._runner.input_batch
-        # Learned now, what the batch still holds of ended requests is not new in the next step.
+        # Learn the batch first: otherwise the next step would learn its ended requests.
         self.history.draft(
             batch.req_ids,
             batch.num_prompt_tokens,
@@ -72,12 +73,12 @@ class HistoryProposer(NgramProposer):
         self.history.clear()
 
     def requests_ended(self, request_ids: Iterable[str]) -> None:
-        """Learn what the batch still holds of these requests; call it before it forgets them."""
+        """Learn the rest of these requests. Call it before vLLM drops them from the batch."""
         batch = self._runner.input_batch
-        for request_id in sorted(request_ids):  # the order of a set differs from rank to rank
+        for request_id in sorted(request_ids):  # the order of a set differs between ranks
             row = batch.req_id_to_index.get(request_id)
             if row is None:
-                self.history.forget(request_id)  # ended while it was preempted
+                self.history.forget(request_id)  # the request ended while it was preempted
                 continue
             text = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
             self.history.end(request_id, batch.num_prompt_tokens[row], text)

@@ -1,7 +1,7 @@
-"""What vLLM loads in every process that runs an engine (`vllm.general_plugins`).
+"""The entry point that vLLM loads in every engine process (`vllm.general_plugins`).
 
-vLLM logs and skips a plug-in that fails to load, so an engine asks every worker afterwards
-whether it is really active (`worker.tlt_report`).
+vLLM logs and skips a plug-in that fails to load. So an engine asks every worker afterwards whether
+the plug-in is active (`worker.tlt_report`).
 """
 
 from __future__ import annotations

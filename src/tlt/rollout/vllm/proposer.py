@@ -1,15 +1,15 @@
 """A proposer that drafts with EAGLE-3 or with n-grams, switchable from step to step.
 
-vLLM builds one proposer per engine. This one is its EAGLE proposer; when the step's arm is n-gram,
-the drafts come from a lookup of the last tokens (`lookup`).
+vLLM builds one proposer per engine. This one is its EAGLE proposer. When the arm of an engine step
+is n-gram, the drafts come from a lookup of the last tokens (`lookup`).
 
-EAGLE-3 can take over at any step without a re-prefill, because its KV cache lacks nothing by then.
-Stock vLLM sees to that by a pass of the draft model in every step, even if it drafts nothing. Here
-steps that only decode skip that pass: what it would have read is kept (`upkeep`), and written into
-the KV cache when EAGLE-3 comes on. Steps with prompt tokens always run it, since requests share the
-blocks of their prompts through the prefix cache. The blocks of a response are shared only with a
-later prompt that repeats it: what was skipped is then missing for that prompt's drafts, which may
-cost acceptance and nothing else.
+EAGLE-3 can take over at any engine step without a new prefill, because its KV cache is complete by
+then. Stock vLLM runs the draft model in every engine step for that, even if it drafts nothing. Here
+engine steps that only decode skip the draft model. The proposer keeps the skipped inputs, and fills
+the KV cache from them when EAGLE-3 drafts again (`catch_up`). Engine steps with prompt tokens
+always run the draft model, because requests share the blocks of prompts through the prefix cache.
+The blocks of a response are shared only with a later prompt that repeats it. For such a prompt the
+skipped entries are missing, which may cost acceptance and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tlt.rollout.vllm.catch_up import Missed, MissedInputs
 
 
 class SwitchingProposer(EagleProposer):
-    """EAGLE-3 and n-grams in one engine. `drafter` names who drafts in the current step."""
+    """EAGLE-3 and n-grams in one engine. `drafter` drafts in the current engine step."""
 
     def __init__(
         self,
@@ -44,10 +44,11 @@ class SwitchingProposer(EagleProposer):
         super().__init__(vllm_config, device, runner)
         self.drafter: DrafterName = "eagle3"
         self.missed = MissedInputs(state_budget_bytes)
-        self._ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
-        self._sampled_token_ids: torch.Tensor | None = None
-        self._discarded: torch.Tensor | None = None
-        self._input_batch: Any = None
+        self.ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
+        # Inputs of the current engine step.
+        self.sampled_token_ids: torch.Tensor | None = None
+        self.discarded: torch.Tensor | None = None
+        self.input_batch: Any = None
 
     # --- loading --------------------------------------------------------------------------------
 
@@ -61,13 +62,13 @@ class SwitchingProposer(EagleProposer):
 
     @contextmanager
     def _keeping(self, owner: torch.nn.Module, name: str) -> Iterator[None]:
-        """Leave the drafter its own module, whatever vLLM decides meanwhile (`compat`)."""
+        """Keep the drafter's own module, whatever vLLM decides meanwhile (`compat`)."""
         own = getattr(owner, name)
         yield
         if not compat.skips("sharing"):
             setattr(owner, name, own)
 
-    # --- what the runner calls in every step ----------------------------------------------------
+    # --- calls of the runner in every engine step -----------------------------------------------
 
     def prepare_next_token_ids_padded(
         self,
@@ -76,10 +77,10 @@ class SwitchingProposer(EagleProposer):
         gpu_input_batch: Any,
         discard_request_mask: torch.Tensor,
     ) -> Any:
-        # vLLM calls this right before `propose`; the n-gram lookup needs what it is given.
-        self._sampled_token_ids = sampled_token_ids
-        self._input_batch = gpu_input_batch
-        self._discarded = discard_request_mask
+        # vLLM calls this right before `propose`; the n-gram lookup needs these inputs.
+        self.sampled_token_ids = sampled_token_ids
+        self.input_batch = gpu_input_batch
+        self.discarded = discard_request_mask
         return super().prepare_next_token_ids_padded(
             sampled_token_ids, requests, gpu_input_batch, discard_request_mask
         )
@@ -92,13 +93,13 @@ class SwitchingProposer(EagleProposer):
             super().propose(0, **inputs)
         if num_speculative_tokens > 0:
             return self._propose_ngrams(num_speculative_tokens)
-        return torch.empty(self._input_batch.num_reqs, 0, dtype=torch.int64, device=self.device)
+        return torch.empty(self.input_batch.num_reqs, 0, dtype=torch.int64, device=self.device)
 
-    # --- leaving the draft model out, and catching up ------------------------------------------
+    # --- skipping the draft model, and catch-up -------------------------------------------------
 
     @property
     def _can_skip(self) -> bool:
-        """Whether the keys and values of a position depend on the inputs there, and on no more."""
+        """Whether the keys and values of a position depend only on the inputs at that position."""
         return (
             self.missed.budget_bytes > 0
             and len(self._draft_attn_layer_names) == 1
@@ -107,13 +108,13 @@ class SwitchingProposer(EagleProposer):
         )
 
     def _skip(self, inputs: dict[str, Any]) -> bool:
-        """Keep what the draft model would read in this step; False if it has to run."""
-        batch = self._input_batch
+        """Keep the draft model's inputs of this engine step; return False if the model must run."""
+        batch = self.input_batch
         if not self._can_skip or not _only_decodes(batch):
             return False
         num_rejected = inputs["num_rejected_tokens_gpu"]
         if num_rejected is not None and self.vllm_config.scheduler_config.async_scheduling:
-            return False  # how many, only the device knows yet; to wait for it costs more
+            return False  # only the device knows the number yet, and waiting for it costs more
         metadata = inputs["common_attn_metadata"]
         starts = metadata.query_start_loc_cpu.numpy()
         num_rows = np.diff(starts)
@@ -126,7 +127,7 @@ class SwitchingProposer(EagleProposer):
         token_T[last_B] = inputs["next_token_ids"]
         rows = [np.arange(s, s + n) for s, n in zip(starts[:-1], num_rows, strict=True)]
         row_T = torch.from_numpy(np.concatenate(rows)).to(self.device, non_blocking=True)
-        # Indexing copies, and it must: vLLM reuses these tensors in the next step.
+        # Indexing copies, as it must: vLLM reuses these tensors in the next engine step.
         kept = (
             inputs["target_positions"][row_T],
             token_T[row_T],
@@ -138,21 +139,21 @@ class SwitchingProposer(EagleProposer):
         return self.missed.add(batch.req_ids, num_rows, *kept)
 
     def _catch_up(self, inputs: dict[str, Any]) -> None:
-        """Write the keys and values that the requests of this step have missed."""
+        """Write the missing keys and values of the requests of this engine step."""
         metadata = inputs["common_attn_metadata"]
         first_B = inputs["target_positions"][metadata.query_start_loc[:-1]]
-        for missed in self.missed.take(self._input_batch.req_ids, self.max_num_tokens):
-            self._write(missed, first_B, inputs)
+        for missed in self.missed.take(self.input_batch.req_ids, self.max_num_tokens):
+            self.write_missed(missed, first_B, inputs)
 
-    def _write(self, missed: Missed, first_B: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """One pass of the draft model for its keys and values alone.
+    def write_missed(self, missed: Missed, first_B: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Run the draft model once, only for its keys and values.
 
-        Where they go depends on each row's position; what its attention reads does not matter. So
-        every request poses as a sequence of just its missed rows, which fits into its row of the
-        block table: no position is missed twice.
+        Each row's position decides where they go; the result of the attention does not matter. So
+        every request poses as a sequence of only its missed rows. The sequence fits into the
+        request's row of the block table, because no position is missed twice.
 
-        A request that was preempted computes its last positions once more, from `first_B` on: they
-        are this step's business or a later one's, and may not even have a block yet.
+        A preempted request computes its last positions again, from `first_B` on. This engine step
+        or a later one writes those; they may not even have a block yet.
         """
         block_table = inputs["common_attn_metadata"].block_table_tensor
         request_T = torch.from_numpy(missed.owner_T).to(self.device, non_blocking=True)
@@ -166,7 +167,7 @@ class SwitchingProposer(EagleProposer):
         longest = int(num_rows.max())
         super().propose(
             num_speculative_tokens=0,
-            # vLLM moves the tokens by one, and puts the next ones where it is told.
+            # vLLM shifts the tokens by one, and puts the next tokens at `token_indices_to_sample`.
             target_token_ids=missed.token_T.roll(1),
             next_token_ids=missed.token_T[-1:],
             token_indices_to_sample=starts[-1:].to(self.device, non_blocking=True) - 1,
@@ -190,36 +191,36 @@ class SwitchingProposer(EagleProposer):
     # --- drafting -------------------------------------------------------------------------------
 
     def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """vLLM spreads the draft logits over the whole vocabulary first; the winner is the same."""
+        """Choose within the draft vocabulary, without vLLM's scatter to the whole one."""
         model = self.model
         best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
         offsets = model.draft_id_to_target_id
         return best if offsets is None else best + offsets[best]
 
     def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:
-        assert self._ngram is not None, "the strategy drafts n-grams the engine was not set up for"
-        assert self._sampled_token_ids is not None
-        assert self._discarded is not None
-        batch = self._input_batch
+        assert self.ngram is not None, "the strategy drafts n-grams the engine was not set up for"
+        assert self.sampled_token_ids is not None
+        assert self.discarded is not None
+        batch = self.input_batch
         num_requests = batch.num_reqs
-        discarded = self._discarded[:num_requests].tolist()
+        discarded = self.discarded[:num_requests].tolist()
         sampled = [
             [] if discard else [token for token in row if 0 <= token < batch.vocab_size]
-            for row, discard in zip(self._sampled_token_ids.tolist(), discarded, strict=False)
+            for row, discard in zip(self.sampled_token_ids.tolist(), discarded, strict=False)
         ]
-        # The runner appends this step's tokens only after drafting. Writing them now, to the very
-        # places where it will write them, gives the lookup the whole text without a copy.
+        # The runner appends the tokens of this engine step only after drafting. Writing them now,
+        # to the same places, gives the lookup the whole text without a copy.
         num_tokens = batch.num_tokens_no_spec[:num_requests].copy()
         for row, tokens in enumerate(sampled):
             start = num_tokens[row]
             end = min(start + len(tokens), batch.token_ids_cpu.shape[1])
             batch.token_ids_cpu[row, start:end] = tokens[: end - start]
             num_tokens[row] = end
-        return self._ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
+        return self.ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
 
 
 def _only_decodes(batch: Any) -> bool:
-    """Whether no request reads its prompt or, after a preemption, its own response again."""
+    """Return whether no request reads its prompt or, after a preemption, its response."""
     num_computed = batch.num_computed_tokens_cpu[: batch.num_reqs]
     reads_prompt = num_computed < batch.num_prompt_tokens[: batch.num_reqs]
     reads_again = num_computed + 1 < batch.num_tokens_no_spec[: batch.num_reqs]
@@ -227,12 +228,12 @@ def _only_decodes(batch: Any) -> bool:
 
 
 def ngram_lookup(vllm_config: Any, ngram: dict[str, int], runner: Any) -> Any:
-    """An n-gram proposer inside an engine whose configured method is another one.
+    """Return an n-gram proposer for an engine whose configured method is another one.
 
-    vLLM's own is used where there is no history to look into. It reads its match lengths from the
-    speculative config, where they are only kept for the method "ngram"; hence this view with just
-    the fields it reads. Imported late: vLLM's start-up on CPU walks all loaded modules and trips
-    over those of numba, which both bring.
+    Without a history, this is vLLM's own proposer. vLLM's proposer reads its match lengths from the
+    speculative config, which holds them only for the method "ngram". So it gets a view with just
+    the fields that it reads. The imports are late because vLLM's start-up on CPU walks all loaded
+    modules, and fails on those of numba, which both proposers import.
     """
     if ngram["history_tokens"]:
         from tlt.rollout.vllm.lookup import HistoryProposer

@@ -1,14 +1,14 @@
-"""Keeps the hidden states of the engine's own passes, for the drafter to learn from.
+"""Hidden states of the engine's own steps, kept for the drafter's training.
 
-Every engine step computes, for the tokens it reads, the three states that an EAGLE-3 drafter is fed
-and the last one, which the logits come from. They are copied out step by step, and when a sample
-has ended they make up a `Captured`. So all samples are learned from, also those of groups without
-a signal, and already while the rest of their rollout goes on.
+For each token that it reads, an engine step computes the three hidden states that feed an EAGLE-3
+drafter, and the final one, from which the logits follow. The recorder copies them after every
+engine step. When a sample ends, they form a `Captured`. So the drafter learns from all samples,
+even those of groups without a signal, while the rest of the rollout still goes on.
 
-A position that is read again (a rejected draft, a preemption) overwrites what was kept of it, so
-nothing here needs to know what was accepted. What a request does not read, because the prefix cache
-has it, was read by the request that put it there: of those, the states of the prompt are kept until
-the policy changes. The last token of a sample is never read; no draft is learned from it.
+Recomputed positions (after a rejected draft or a preemption) overwrite their stored states, so the
+recorder need not know which tokens were accepted. A request that hits the prefix cache reuses the
+states of the request that filled it; the recorder keeps the states of prompts until the policy
+changes. No engine step reads the last token of a sample, and no draft is learned from it.
 
 Shapes: T positions, S the width of all states (4H).
 """
@@ -27,24 +27,24 @@ from tlt.states.captured import Captured
 
 @dataclass(slots=True)
 class Reading:
-    """What one request has read so far."""
+    """The hidden states of one request so far."""
 
     prompt: Any
-    """Its tokens, a numpy array."""
+    """Tokens of the prompt, a numpy array."""
     first: int
-    """Where it began: what comes before was in the prefix cache."""
+    """First position that the request read; earlier ones were in the prefix cache."""
     parts: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    """Positions and states, in the order in which they were read."""
+    """First position and states of each engine step, in order."""
 
 
 class StateRecorder:
-    """The states of the requests that an engine runs."""
+    """The hidden states of all running requests of an engine."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._running: dict[str, Reading] = {}
         self._readers: dict[bytes, Reading] = {}
-        """Who has read the last block of a prefix of whole blocks."""
+        """The first request that read the last block of each prefix of whole blocks."""
 
     def record(
         self,
@@ -53,7 +53,7 @@ class StateRecorder:
         aux: Sequence[torch.Tensor],
         final_TH: torch.Tensor,
     ) -> None:
-        """Copy the states of one step, whose rows are those of the requests in vLLM's batch."""
+        """Copy the states of one engine step, whose rows follow the requests of vLLM's batch."""
         begin = 0
         for row, request_id in enumerate(batch.req_ids):
             end = begin + num_read[request_id]
@@ -69,14 +69,14 @@ class StateRecorder:
             begin = end
 
     def take(self, request_id: str, token_ids: Sequence[int]) -> Captured | None:
-        """All states of a sample that has ended; None where some are missing."""
+        """Return and drop the states of an ended sample; return None if some are missing."""
         reading = self._running.pop(request_id, None)
         if reading is None:
             return None
         num_prompt = len(reading.prompt)
         wanted = len(token_ids) - 1
         first, state_TS = self._states(reading, wanted)
-        # Others may have read the prompt after it; of the response nothing is needed any more.
+        # Later requests may need the states of the prompt; nobody needs those of the response.
         reading.parts = [part for part in reading.parts if part[0] < num_prompt]
         if state_TS is None:
             return None
@@ -92,12 +92,12 @@ class StateRecorder:
         )
 
     def clear(self) -> None:
-        """Nothing of another policy may be mixed in."""
+        """Drop all states, because the policy changes."""
         self._running.clear()
         self._readers.clear()
 
     def _states(self, reading: Reading, end: int) -> tuple[int, torch.Tensor | None]:
-        """From where on everything is known, and the states from there to `end`."""
+        """Return the first known position, and all states from there to `end`, or None."""
         first, before = reading.first, None
         if first:
             earlier = self._readers.get(reading.prompt[:first].tobytes())

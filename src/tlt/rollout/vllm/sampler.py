@@ -1,16 +1,15 @@
-"""Rejection sampling at the cost of what it needs, for CPU engines.
+"""Fast rejection sampling for CPU engines.
 
-vLLM's sampler is written for kernels that read the logits many times for free. On a core each
-pass over [rows, vocabulary] costs milliseconds, and it makes about ten: copies of the logits,
-probabilities of every row, exponential noise for every request twice, recovered tokens for every
-draft, log-probabilities of every row. Of these one pass is needed (the normaliser of each row) plus
-one row per request to sample from. The rule is vLLM's own, for drafts without probabilities:
+vLLM's sampler is written for GPUs, which read the logits many times at little cost. On a CPU core
+each pass over [rows, vocabulary] takes milliseconds, and vLLM makes about ten: copies of the
+logits, probabilities of every row, exponential noise for every request twice, recovered tokens for
+every draft, log-probabilities of every row. Only one pass is needed (the normalizer of each row),
+plus one row per request to sample from. The rule is vLLM's own, for drafts without probabilities:
 
     accept draft d with probability p(d); at the first rejection sample from p without d;
     after the last acceptance sample from p
 
-Whatever is not that plain case (top-k, top-p, penalties, seeds, draft probabilities, ...) goes to
-vLLM's sampler.
+vLLM's sampler handles all other cases (top-k, top-p, penalties, seeds, draft probabilities, ...).
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 
 
 class LeanRejectionSampler(RejectionSampler):
-    """Shapes: R rows of logits (each request's drafts and one more), N drafts, B requests."""
+    """vLLM's rejection sampler with a fast path.
+
+    Shapes: R rows of logits (each request's drafts and one more), N drafts, B requests.
+    """
 
     def forward(
         self, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling: Any
@@ -76,7 +78,7 @@ class LeanRejectionSampler(RejectionSampler):
         if norm_R is None:
             return scaled_RV[rows_N].argmax(-1) == drafts_N
         chance_N = (scaled_RV[rows_N, drafts_N] - norm_R[rows_N]).double().exp()
-        # float64: a float32 uniform is exactly 0 too often.
+        # In float64, because a float32 uniform is exactly 0 too often.
         uniform_N = torch.rand(len(rows_N), dtype=torch.float64, device=rows_N.device)
         return (uniform_N < chance_N) & (drafts_N >= 0)  # vLLM marks "no draft" by -1
 
@@ -88,7 +90,7 @@ class LeanRejectionSampler(RejectionSampler):
         accepted_N: torch.Tensor,
         num_rows_B: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of each request, and the row each came from [B, K+1]."""
+        """Return the tokens of each request, and the row of each token [B, K+1]."""
         device = scaled_RV.device
         batch = len(num_rows_B)
         first_B = num_rows_B.cumsum(0) - num_rows_B
@@ -120,9 +122,9 @@ class LeanRejectionSampler(RejectionSampler):
 
 
 def _sample(logits_BV: torch.Tensor) -> torch.Tensor:
-    """One token per row, by where a uniform number falls in the cumulated probabilities.
+    """Sample one token per row, by inverting the cumulative distribution.
 
-    Cumulated in float64: rounding must not show in any distribution.
+    The sums are in float64, so that rounding does not change the distribution.
     """
     cumulated_BV = logits_BV.softmax(-1).cumsum(-1, dtype=torch.float64)
     total_B = cumulated_BV[:, -1:]
@@ -133,7 +135,7 @@ def _sample(logits_BV: torch.Tensor) -> torch.Tensor:
 def _logprobs(
     raw_RV: torch.Tensor, norm_R: torch.Tensor, output_BK: torch.Tensor, row_BK: torch.Tensor
 ) -> LogprobsTensors:
-    """Log-probability and rank of each emitted token, laid out as vLLM's own sampler does."""
+    """Return log-probability and rank of each emitted token, in the layout of vLLM's sampler."""
     rows = row_BK.flatten()
     tokens = output_BK.flatten().long().clamp(min=0)
     chosen = raw_RV[rows, tokens]

@@ -1,12 +1,12 @@
-"""Schedulers that choose the draft length and the drafter of every step.
+"""Schedulers that let a strategy choose the arm of every engine step.
 
-vLLM drafts one number of tokens per step, `SchedulerOutput.num_spec_tokens_to_schedule`, and
-already lets it change from step to step. Both schedulers here set it, just before vLLM's own
-bookkeeping reads it, to what the strategy decided, and put the drafter's name beside it; the
-scheduler output travels to every worker, so all tensor-parallel ranks agree.
+vLLM drafts one number of tokens per engine step, `SchedulerOutput.num_spec_tokens_to_schedule`,
+which may change from step to step. Both schedulers here set it to the strategy's choice just before
+vLLM's own bookkeeping reads it, and put the drafter's name beside it. The scheduler output travels
+to every worker, so all tensor-parallel ranks agree.
 
-`scheduler_cls` is not a public interface of vLLM: the supported range is pinned, and
-`active_controller` fails loudly if vLLM did not take ours.
+`scheduler_cls` is not a public interface of vLLM: the supported versions are pinned, and
+`active_controller` fails if vLLM did not take our scheduler.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
 
 CONFIG_KEY = "tlt"
-"""Where our settings sit in vLLM's `additional_config`."""
+"""Key of our settings in vLLM's `additional_config`."""
 
 
 class _Adaptive:
-    """What both schedulers share; mixed in before vLLM's class."""
+    """The part that both schedulers share, mixed in before vLLM's class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
         self.controller = DraftController(build_strategy(settings["strategy"]), time.perf_counter)
-        # Steps end in the order in which they were scheduled.
+        # Engine steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,15 +79,15 @@ class _Adaptive:
 
 
 class AdaptiveScheduler(_Adaptive, Scheduler):
-    """For synchronous scheduling."""
+    """The scheduler for synchronous scheduling."""
 
 
 class AdaptiveAsyncScheduler(_Adaptive, AsyncScheduler):
-    """For asynchronous scheduling, vLLM's default on GPUs."""
+    """The scheduler for asynchronous scheduling, vLLM's default on GPUs."""
 
 
 def active_controller(scheduler: object) -> DraftController:
-    """The controller of an engine's scheduler; fails if the engine does not use ours."""
+    """Return the controller of an engine's scheduler; fail if the scheduler is not ours."""
     if not isinstance(scheduler, _Adaptive):
         raise EngineError(
             f"vLLM runs {type(scheduler).__name__} instead of TLT's scheduler; "

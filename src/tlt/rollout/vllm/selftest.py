@@ -1,9 +1,9 @@
-"""Does this process sample from the right distribution under speculation?
+"""Self-test: does this process sample from the right distribution under speculation?
 
-Runs vLLM's own rejection sampler, as installed and patched here, and the lean one of CPU engines
-on a small known distribution, and compares frequencies. It takes tens of milliseconds and runs in
-every worker before the first request: an engine that fails it may decode greedily but never sample
-with drafts.
+The test runs vLLM's own rejection sampler, as installed and patched here, and the lean one of CPU
+engines on a small known distribution, and compares frequencies. It takes tens of milliseconds, and
+runs in every worker before the first request. An engine that fails it may decode greedily, but
+never sample with drafts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 NUM_ROWS = 4096
 VOCAB_SIZE = 6
 TEMPERATURE = 0.7
-# Under the null the worst of the cells stays below 5 standard errors all but once in 10^5 runs;
-# the fault of the CPU build lies beyond 50.
+# A correct sampler exceeds 5 standard errors in any cell once in 10^5 runs; the fault of the CPU
+# build exceeds 50.
 MAX_SIGMA = 5.0
 
 
 def sampling_faults(device: torch.device) -> list[str]:
-    """What is wrong with sampling under speculation in this process; empty when nothing is."""
+    """Return the faults of sampling under speculation in this process."""
     faults = []
     expanded = _expand_floats(device)
     if expanded is not None:
@@ -51,7 +51,7 @@ def _expand_floats(device: torch.device) -> str | None:
 
 
 def _worst_deviation(device: torch.device, top_p: float, lean: bool) -> float:
-    """Largest deviation of the sampled first token from its probability, in standard errors."""
+    """Return the largest deviation of a token's frequency, in standard errors."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 

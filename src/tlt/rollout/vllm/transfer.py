@@ -1,7 +1,7 @@
 """vLLM's weight-transfer API over shared memory: backend `tlt_shm`.
 
-Carries policy and drafter weights to all workers of a node, through the host's memory also on GPUs.
-vLLM's own `ipc` and `nccl` backends would go through the same three calls.
+The backend loads policy and drafter weights into all workers of a node, on GPUs too through the
+host's memory. vLLM's own `ipc` and `nccl` backends would use the same three calls.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     update_info_cls = SharedMemoryUpdate
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
-        """Nothing to meet: each update names its file."""
+        """Do nothing: each update names its file."""
 
     def start_weight_update(self) -> None:
         compat.begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class then synchronises an accelerator, which a CPU engine does not have;
-        # reading from host memory is synchronous anyway.
+        # The base class would also synchronize an accelerator, which a CPU engine does not have.
+        # Reading from host memory is synchronous anyway.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:

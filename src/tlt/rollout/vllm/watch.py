@@ -1,12 +1,13 @@
-"""Watches that an engine's policy is the one that it was given, and nothing else.
+"""The check that an engine's policy is exactly the learner's.
 
-A drafter swap, a failed load or a fault of vLLM could leave other weights in the policy than the
+A drafter swap, a failed load or a fault of vLLM could leave weights in the policy that are not the
 learner's. After every weight sync and every drafter swap the worker compares fingerprints
-(`tlt.node.fingerprint`) before the next engine step. It takes as long as a few engine steps.
+(`tlt.node.fingerprint`) before the next engine step. The comparison takes as long as a few engine
+steps.
 
-Tensors that vLLM keeps under another name than the checkpoint are compared with what they were when
-the policy was last loaded. So are all tensors of quantized policies, and under tensor parallelism,
-where a rank holds a part.
+A tensor that vLLM keeps under another name than the checkpoint is compared with its own state after
+the last load. The same holds for all tensors of quantized policies, and under tensor parallelism,
+where a rank holds only a part.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ INDEX = "model.safetensors.index.json"
 
 
 class PolicyWatch:
-    """Knows where an engine's policy was loaded from, and the fingerprint that it must have."""
+    """The source of an engine's policy, and the fingerprint that the policy must have."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, whole: bool) -> None:
         self._model = model
         self._dtype = dtype
         self._whole = whole
-        """Whether this worker holds all of the policy, as the checkpoint has it."""
+        """Whether this worker holds the whole policy in the checkpoint's form."""
         self._source = Path()
         self._seed = 0
         self._expected: dict[str, Fingerprint] = {}
@@ -50,14 +51,14 @@ class PolicyWatch:
 
     @property
     def num_compared(self) -> int:
-        """Tensors that are compared with those the learner handed out."""
+        """Number of tensors that are compared with the learner's."""
         return len(self._compared)
 
     def expect(self, source: Path) -> list[str]:
-        """Expect the policy of a model's folder or of a file in shared memory, just loaded.
+        """Expect the policy that was just loaded from a folder or a file in shared memory.
 
-        Returns the names of tensors that are not what they must be. What was compared with the
-        learner's before must be again.
+        Return the names of tensors that differ from the source. A tensor that was compared with the
+        learner's before counts as differing if that is no longer possible.
         """
         self._source = source
         self._seed, given = self._given() if self._whole else (0, {})
@@ -72,14 +73,14 @@ class PolicyWatch:
         return sorted({*self._compare(now), *(before - self._compared)})
 
     def differing(self) -> list[str]:
-        """Return the names of tensors that are not what they must be."""
+        """Return the names of tensors that differ from the expected policy."""
         return self._compare(policy_fingerprint(self._model, self._dtype, self._seed))
 
     def _compare(self, now: Mapping[str, Fingerprint]) -> list[str]:
         return sorted(n for n, print_ in self._expected.items() if not print_.same(now.get(n)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read the policy again from where it came."""
+        """Yield the tensors of the policy's source."""
         if not self._source.is_dir():
             yield from read_weights(str(self._source))
             return
@@ -89,10 +90,10 @@ class PolicyWatch:
                     yield name, opened.get_tensor(name)
 
     def _given(self) -> tuple[int, dict[str, Fingerprint]]:
-        """The seed, and the fingerprints of the source in the engine's dtype."""
+        """Return the seed, and the fingerprints of the source in the engine's dtype."""
         if self._source.is_dir():
             return 0, fingerprints(self.tensors(), self._dtype, 0)
-        if not self._source.exists():  # a model by its name in a hub
+        if not self._source.exists():  # the name of a model on a hub
             return 0, {}
         seed, found = read_fingerprints(str(self._source))
         own = str(self._dtype).removeprefix("torch.")
@@ -105,7 +106,7 @@ class PolicyWatch:
 def policy_fingerprint(
     model: torch.nn.Module, dtype: torch.dtype, seed: int
 ) -> dict[str, Fingerprint]:
-    """Return the fingerprint of every tensor of a model, as vLLM names them."""
+    """Return the fingerprint of every tensor of a model, by vLLM's names."""
     found = {}
     for prefix, module in model.named_modules():
         multiplies = isinstance(module, LinearBase | ParallelLMHead)
@@ -114,13 +115,13 @@ def policy_fingerprint(
             if multiplies and name == "weight":
                 found[full] = of_columns(_columns_of(module, parameter.device, dtype, seed))
             elif parameter.numel():
-                # vLLM keeps some in a wider dtype than the policy's.
+                # vLLM keeps some tensors in a wider dtype than the policy's.
                 found[full] = fingerprint(parameter.data, seed, dtype)
     return found
 
 
 def _columns_of(module: Any, device: torch.device, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Some columns of a matrix, computed as in every engine step."""
+    """Compute the selected columns of a matrix, with the code of every engine step."""
     if isinstance(module, ParallelLMHead):
         width = module.embedding_dim
     else:
@@ -133,7 +134,7 @@ def _columns_of(module: Any, device: torch.device, dtype: torch.dtype, seed: int
 
 
 def _checkpoint_names(model: Any, name: str, given: Mapping[str, Fingerprint]) -> list[str]:
-    """Return the checkpoint's names for a tensor of the engine's; none where they are not known."""
+    """Return the checkpoint's names for an engine's tensor; an empty list if there are none."""
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     if name == HEAD and EMBEDDING in given and (tied or HEAD not in given):
         return [EMBEDDING]
@@ -146,7 +147,7 @@ def _checkpoint_names(model: Any, name: str, given: Mapping[str, Fingerprint]) -
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that a checkpoint consists of: those that its index names, where it has one."""
+    """Return the files of a checkpoint: those that its index names, if it has an index."""
     if (folder / INDEX).exists():
         shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
         return sorted({folder / shard for shard in shards})

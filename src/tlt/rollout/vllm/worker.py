@@ -1,4 +1,4 @@
-"""Workers that switch the drafter per step and answer for themselves at start-up."""
+"""Workers that switch the drafter per engine step, and report on themselves at start-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Adaptive:
-    """What the workers of every device share; mixed in before vLLM's class."""
+    """The part that the workers of every device share, mixed in before vLLM's class."""
 
     def init_device(self) -> None:
         super().init_device()  # type: ignore[misc]
@@ -36,7 +36,7 @@ class _Adaptive:
             return
         runner = self.model_runner  # type: ignore[attr-defined]
         if not hasattr(runner, "drafter"):
-            return  # not the last pipeline stage, or vLLM's V2 runner: draft lengths switch only
+            return  # not the last pipeline stage, or vLLM's V2 runner: only draft lengths switch
         settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
         # The runner has built vLLM's EAGLE proposer but loaded nothing into it yet.
         runner.drafter = SwitchingProposer(
@@ -46,6 +46,9 @@ class _Adaptive:
             settings.get("ngram"),
             settings.get("drafter_state_bytes", 0),
         )
+
+    _faults_at_load: list[str] | None = None
+    """Faults of the policy at its load, for the first report; None once they may be outdated."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -59,23 +62,23 @@ class _Adaptive:
             and model_config.quantization is None
             and self.vllm_config.load_config.load_format != "dummy",  # type: ignore[attr-defined]
         )
-        self._watch.expect(Path(model_config.model))
+        self._faults_at_load = self._watch.expect(Path(model_config.model))
 
     @property
     def _draft_model(self) -> Any:
-        """The draft model, on either of vLLM's model runners; None without one."""
+        """The draft model of either of vLLM's model runners; None without one."""
         runner = self.model_runner  # type: ignore[attr-defined]
         drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
         model = getattr(drafter, "model", None)
         return model if isinstance(model, torch.nn.Module) else None
 
     def _renew_drafter(self) -> None:
-        """Give the drafter what it has of the policy."""
+        """Copy the modules that the drafter's checkpoint lacks from the policy."""
         if (drafter := self._draft_model) is not None:
             compat.copy_policy_into_drafter(self.get_model(), drafter)  # type: ignore[attr-defined]
 
     def _look_into_history(self) -> None:
-        """In an engine without a draft model, replace vLLM's n-gram proposer."""
+        """Replace vLLM's n-gram proposer in an engine without a draft model."""
         speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         runner = self.model_runner  # type: ignore[attr-defined]
         ngram = self.vllm_config.additional_config[CONFIG_KEY].get("ngram")  # type: ignore[attr-defined]
@@ -95,13 +98,13 @@ class _Adaptive:
             )
 
     def _history_lookup(self) -> Any:
-        """Whoever looks n-grams up in a history of samples; None where nobody does."""
+        """Return the proposer that looks n-grams up in a history of samples; None without one."""
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        lookup = getattr(drafter, "_ngram", drafter)
+        lookup = getattr(drafter, "ngram", drafter)
         return lookup if hasattr(lookup, "history") else None
 
     def tlt_forget_history(self) -> None:
-        """Draft as if no sample had been seen yet."""
+        """Forget the history of samples."""
         if (lookup := self._history_lookup()) is not None:
             lookup.forget()
 
@@ -123,13 +126,13 @@ class _Adaptive:
     _writer: StateWriter | None = None
 
     def tlt_capture(self, settings: dict[str, Any]) -> None:
-        """Keep the states of all samples from now on, in the buffer of this node."""
+        """Store the hidden states of all later samples in the buffer of this node."""
         block_size = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
         self._recorder = StateRecorder(block_size)
         self._writer = StateWriter(SampleBuffer(BufferSettings(**settings)))
 
     def _record(self, scheduler_output: Any) -> None:
-        """Between the pass and the sampling, vLLM's runner holds the states."""
+        """Record the states that vLLM's runner holds between forward pass and sampling."""
         runner = self.model_runner  # type: ignore[attr-defined]
         state = runner.execute_model_state
         if state is None or state.aux_hidden_states is None:
@@ -146,14 +149,14 @@ class _Adaptive:
             self._give_recording_up()
 
     def _give_recording_up(self) -> None:
-        """Whatever went wrong, samples are not to suffer from it."""
-        logger.exception("states of the engine's passes are not kept any more")
+        """Stop recording after a fault, so that samples do not suffer from it."""
+        logger.exception("the engine no longer records hidden states")
         self._recorder = None
 
     def tlt_keep_states(
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
     ) -> int:
-        """Store the states of a request that has ended, or drop them; samples stored so far."""
+        """Store or drop the states of an ended request; return the number of stored samples."""
         assert self._writer is not None
         try:
             captured = self._recorder.take(request_id, token_ids) if self._recorder else None
@@ -164,7 +167,9 @@ class _Adaptive:
         return self._writer.num_written
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
-        """What this process runs: asked of every worker before the first request."""
+        """Return what this process runs; the engine asks every worker before the first request."""
+        faults, self._faults_at_load = self._faults_at_load, None
+        policy_faults = self._watch.differing() if faults is None else faults
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
         return {
             "plugin": plugin.active,
@@ -174,7 +179,7 @@ class _Adaptive:
             "sampler": type(getattr(self.model_runner, "rejection_sampler", None)).__name__,  # type: ignore[attr-defined]
             "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
             "drafter_faults": self._drafter_faults(),
-            "policy_faults": self._watch.differing(),
+            "policy_faults": policy_faults,
             "compared_tensors": self._watch.num_compared,
         }
 
@@ -184,20 +189,20 @@ class _Adaptive:
         return [] if drafter is None else compat.drafter_faults(policy, drafter)
 
     def tlt_check_weights(self, update_info: dict[str, Any], draft: bool) -> None:
-        """Refuse weights that are not those of the model's folder.
+        """Refuse weights that do not fit the model's folder.
 
-        Before an update: vLLM cannot go back once it has started, and weights that do not fit must
-        change nothing.
+        This happens before an update: vLLM cannot undo an update that it has started, and weights
+        that do not fit must change nothing.
         """
         config = self.vllm_config  # type: ignore[attr-defined]
         model = config.speculative_config.model if draft else config.model_config.model
         check_weights(update_info["path"], Path(model), whole=not draft)
 
     def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> dict[str, Any]:
-        """One whole weight update, so that no step can run between its start and its end.
+        """Load new weights in one call, so that no engine step runs before they are complete.
 
-        Afterwards the policy is compared with the learner's; one that differs is loaded again.
-        Returns the tensors that differed, those that still do, and the seconds that this took.
+        Afterwards compare the policy with the learner's, and load a policy that differs again.
+        Return the tensors that differed, those that still do, and the seconds of the comparison.
         """
         self._load(update_info, draft)
         started_s = time.monotonic()
@@ -209,7 +214,7 @@ class _Adaptive:
         return {"differed": differed, "still": still, "seconds": time.monotonic() - started_s}
 
     def _mend_policy(self, differed: list[str]) -> list[str]:
-        """Load the policy again from where it came; what still differs."""
+        """Load the policy again from its source, and return the tensors that still differ."""
         model = self.get_model()  # type: ignore[attr-defined]
         try:
             with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
@@ -227,18 +232,22 @@ class _Adaptive:
             self.start_draft_weight_update()  # type: ignore[attr-defined]
         else:
             self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(update_info)  # type: ignore[attr-defined]
+        self.update_weights(update_info)
         self.finish_weight_update()  # type: ignore[attr-defined]
         if not draft:
             self._renew_drafter()
             self._drop_states()
+
+    def update_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._faults_at_load = None
+        super().update_weights(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self._drop_states()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
 
     def _drop_states(self) -> None:
-        """Between rollouts: no step has told the proposer yet that the last requests have ended."""
+        """Drop kept inputs and states. Between rollouts, the last requests are still known here."""
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
         if isinstance(drafter, SwitchingProposer):
             drafter.missed.clear()

@@ -1,4 +1,4 @@
-"""What the draft model has missed: kept per request, within a budget, handed out once."""
+"""Skipped inputs are kept per request, within a budget, and handed out once."""
 
 import random
 
@@ -13,7 +13,7 @@ ROW_BYTES = 8 + 4 + WIDTH * 4
 
 
 def add(missed: MissedInputs, rows: dict[str, list[int]]) -> bool:
-    """One step: the positions of each request. A row's content says whose it is, and where."""
+    """Add one engine step, given each request's positions. A row encodes owner and position."""
     positions = torch.tensor([p for row in rows.values() for p in row])
     names = torch.tensor([ord(name) for name, row in rows.items() for _ in row])
     states = (names * 1000 + positions).float()[:, None].repeat(1, WIDTH)

@@ -1,7 +1,8 @@
-"""The history of samples: what is found in it, in which order, and what is dropped."""
+"""The history of samples: which tokens a lookup finds, in which order, and which it drops."""
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -17,9 +18,10 @@ WIDTH = 64
 def draft(
     history: History, requests: dict[str, tuple[list[int], list[int]]], num_wanted: int = 4
 ) -> dict[str, list[int]]:
-    """One step: (prompt, response) of each request, in the order of the batch's rows."""
-    rows = np.full((len(requests) + 1, WIDTH), 999, dtype=np.int32)  # vLLM's arrays are larger
-    num_tokens = np.zeros(len(rows), dtype=np.int32)
+    """Run one engine step, given (prompt, response) of each request in the order of the rows."""
+    # vLLM's arrays have more rows than requests.
+    rows: Any = np.full((len(requests) + 1, WIDTH), 999, dtype=np.int32)
+    num_tokens: Any = np.zeros(len(rows), dtype=np.int32)
     for row, (prompt, response) in enumerate(requests.values()):
         num_tokens[row] = len(prompt) + len(response)
         rows[row, : num_tokens[row]] = prompt + response
@@ -39,7 +41,7 @@ def test_own_text_is_found() -> None:
 
 
 def test_a_loop_goes_on() -> None:
-    """Its last occurrence has just one token behind it; looked up again, there is more."""
+    """The last occurrence is followed by one token only; its own lookup finds more."""
     history = History(100, 2, 4)
     assert draft(history, {"a": (PROMPT, [5, 5, 5])}) == {"a": [5, 5, 5, 5]}
     assert draft(history, {"b": (OTHER, [1, 2, 1, 2, 1])}) == {"b": [2, 1, 2, 1]}
@@ -75,7 +77,7 @@ def test_the_same_prompt_comes_before_other_prompts_and_longer_matches_before_la
 def test_tokens_sampled_while_nobody_asked_are_caught_up_on() -> None:
     history = History(100, 2, 4)
     draft(history, {"a": (PROMPT, [1]), "b": (OTHER, [2])})
-    # Other arms drafted meanwhile; the rows have changed places, and one request is new.
+    # Other arms drafted meanwhile. The rows have changed places, and one request is new.
     assert draft(
         history,
         {"b": (OTHER, [2, 3, 4, 5]), "c": (OTHER, [2, 3]), "a": (PROMPT, [1, 2, 6, 2, 3])},
@@ -132,12 +134,14 @@ def test_cleared() -> None:
 
 
 class Reference:
-    """The same rules over plain lists: every occurrence is compared."""
+    """The rules of `History` over plain lists, with a comparison of every occurrence."""
 
     def __init__(self, capacity: int, lengths: Sequence[int]) -> None:
         self.capacity, self.lengths = capacity, lengths
         self.texts: list[list[int]] = []
-        self.numbers: list[list[int]] = []  # of each text's tokens, in the order of learning
+        self.numbers: list[
+            list[int]
+        ] = []  # numbers of each text's tokens, in the order of learning
         self.prompts: list[tuple[int, ...]] = []
         self.running: dict[str, int] = {}
         self.newest = 0
@@ -166,7 +170,7 @@ class Reference:
                         continue
                     for index in range(length, len(other)):
                         numbers = self.numbers[sample]
-                        # A token is tied to the one before it only if that is still kept by then.
+                        # A token links to the previous one only if the ring buffer still holds it.
                         tied = numbers[index] - numbers[index - 1] < self.capacity
                         if tied and other[index - length : index] == text[-length:]:
                             last = max(last or (0, 0, 0), (numbers[index], sample, index))

@@ -1,4 +1,4 @@
-"""States of engine steps, put together to samples."""
+"""The recorder puts the hidden states of engine steps together to samples."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +15,19 @@ BLOCK = 4
 
 
 def state(tokens: list[int], position: int) -> float:
-    """A state that depends on all tokens up to its position, as a model's does."""
+    """Return a state that depends on all tokens up to its position, like a model's."""
     return float(sum((place + 1) * token for place, token in enumerate(tokens[: position + 1])))
 
 
 class Engine:
-    """Requests as vLLM's batch shows them, and what a pass over them would compute."""
+    """A fake engine: vLLM's batch, and the states that a forward pass would compute."""
 
     def __init__(self) -> None:
         self.recorder = StateRecorder(BLOCK)
         self.prompts: dict[str, list[int]] = {}
 
     def step(self, reads: dict[str, tuple[int, list[int]]]) -> None:
-        """Every request reads up to the end of these tokens, from a position on."""
+        """Run one step; each request reads its tokens from a position to the end."""
         batch: Any = SimpleNamespace(
             req_ids=list(reads),
             num_computed_tokens_cpu=np.array([first for first, _ in reads.values()]),

@@ -1,0 +1,264 @@
+"""The thread that steps one engine, without vLLM.
+
+One thread, the loop, makes every call to the engine's core. Other threads reach the loop in two
+ways: the queue of requests, under a lock, and commands, which the loop runs between two engine
+steps.
+
+Invariants: a request is either queued here (and can be withdrawn), in flight in the core, or
+finished. Each submitted request ends as exactly one `Sample`, unless it is withdrawn. The policy
+changes only while nothing is in flight, so that every sample comes from one policy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from tlt.contracts import WHOLE, FinishReason, Sample, SampleRequest
+from tlt.errors import EngineError, EngineTainted
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one request, as the core reports it."""
+
+    sample_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    finished_at_s: float
+    """Wall-clock time of the end, seconds since the epoch."""
+
+
+class EngineCore(Protocol):
+    """The part of an engine that generates. Only the loop's thread calls it."""
+
+    def start(self) -> dict[str, Any]:
+        """Start, and return a report; its `slots` is the number of requests that run at once."""
+        ...
+
+    def admit(self, request: SampleRequest) -> None:
+        """Take a request in for the next engine step."""
+        ...
+
+    def step(self) -> Iterable[Finished]:
+        """Run one engine step, and return the requests that it finished."""
+        ...
+
+    def stop(self) -> None:
+        """Release what the core holds, after the last engine step."""
+        ...
+
+
+class EngineLoop:
+    """Queue, commands and finished samples of one engine. Construct it, then `start` it."""
+
+    def __init__(
+        self,
+        name: str,
+        core: EngineCore,
+        stall_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.policy_version = 0
+        """Version of the policy that generates; every sample carries it."""
+        self._core = core
+        self._stall_timeout_s = stall_timeout_s
+        self._clock = clock
+        self._lock = threading.Condition()
+        self._queue: deque[tuple[SampleRequest, float]] = deque()
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._finished: list[Sample] = []
+        self._in_flight: dict[str, tuple[SampleRequest, float, float]] = {}
+        """Each request in flight, when it arrived, and when it left the queue."""
+        self._slots = 0
+        self._stopping = False
+        self._turn_started_s = clock()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"tlt-{name}", daemon=True)
+        self._ready: Future[dict[str, Any]] = Future()
+
+    # --- for other threads --------------------------------------------------------------------
+
+    def start(self) -> dict[str, Any]:
+        """Start the core, and return its report."""
+        self._thread.start()
+        return self._ready.result()
+
+    def shutdown(self) -> None:
+        """Finish the current engine step and stop. Drop queued and running requests."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queue requests."""
+        now = time.time()
+        with self._lock:
+            self._raise_if_dead()
+            self._queue.extend((request, now) for request in requests)
+            self._lock.notify_all()
+
+    def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        """Take requests out of the queue, and return the ids of those that were still in it."""
+        wanted = set(sample_ids)
+        with self._lock:
+            taken = [r.sample_id for r, _ in self._queue if r.sample_id in wanted]
+            gone = set(taken)
+            self._queue = deque(item for item in self._queue if item[0].sample_id not in gone)
+        return taken
+
+    def take_finished(self, timeout_s: float) -> list[Sample]:
+        """Return the samples that ended since the last call; wait for the first one."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._finished or self._error or self._stopping, timeout_s)
+            if not self._finished:
+                self._raise_if_dead()
+                self._raise_if_stalled()
+            samples, self._finished = self._finished, []
+            return samples
+
+    def between_steps(self, command: Callable[[], T]) -> T:
+        """Run a command in the loop's thread, between two engine steps; return its result."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._raise_if_dead()
+            self._commands.append((command, future))
+            self._lock.notify_all()
+        return future.result()
+
+    def between_rollouts(self, command: Callable[[], T], why: str) -> T:
+        """Run a command as `between_steps` does; refuse it while any request is unfinished."""
+
+        def guarded() -> T:
+            if self._in_flight or self._queue:
+                raise EngineError(
+                    f"{self.num_running} samples are running and {self.num_queued} queued: {why}"
+                )
+            return command()
+
+        return self.between_steps(guarded)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in flight."""
+        return len(self._in_flight)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that have not started."""
+        return len(self._queue)
+
+    def _raise_if_dead(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"{self.name} has failed: {self._error!r}") from self._error
+        if self._stopping:
+            raise EngineError(f"{self.name} is shut down")
+
+    def _raise_if_stalled(self) -> None:
+        stalled_s = self._clock() - self._turn_started_s
+        if self._in_flight and stalled_s > self._stall_timeout_s:
+            raise EngineError(f"{self.name} has been in one step for {stalled_s:.0f} s")
+
+    # --- the loop's thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            report = self._core.start()
+        except BaseException as error:
+            self._fail(error)
+            self._ready.set_exception(error)
+            return
+        self._slots = report["slots"]
+        self._ready.set_result(report)
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.exception("%s: the engine loop ended", self.name)
+            self._fail(error)
+        try:
+            self._core.stop()
+        except Exception:
+            logger.exception("%s did not shut down cleanly", self.name)
+
+    def _turn(self) -> bool:
+        """Run commands, admit requests, run one engine step; return False to stop the loop."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: self._queue or self._in_flight or self._commands or self._stopping
+            )
+            if self._stopping:
+                return False
+            self._turn_started_s = self._clock()
+            commands = list(self._commands)
+            self._commands.clear()
+            free = self._slots - len(self._in_flight)
+            admitted = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
+            # Still under the lock: a withdrawal must never see a request twice or not at all.
+            for request, arrived_s in admitted:
+                self._in_flight[request.sample_id] = (request, arrived_s, time.time())
+        self._run_commands(commands)
+        for request, _ in admitted:
+            self._core.admit(request)
+        if self._in_flight:
+            self._collect(self._core.step())
+        return True
+
+    def _run_commands(self, commands: Sequence[tuple[Callable[[], Any], Future[Any]]]) -> None:
+        for place, (command, future) in enumerate(commands):
+            try:
+                future.set_result(command())
+            except EngineTainted as error:
+                self._fail(error)  # before anybody hears of it and submits more
+                for _, left in commands[place:]:
+                    left.set_exception(error)
+                raise  # not one engine step more
+            except Exception as error:
+                future.set_exception(error)
+
+    def _collect(self, finished: Iterable[Finished]) -> None:
+        samples = []
+        for end in finished:
+            request, arrived_s, started_s = self._in_flight.pop(end.sample_id)
+            if end.finish_reason not in WHOLE:
+                logger.error(
+                    "%s: sample %s ended by %s", self.name, end.sample_id, end.finish_reason
+                )
+            samples.append(
+                Sample(
+                    sample_id=end.sample_id,
+                    token_ids=end.token_ids,
+                    logprobs=end.logprobs,
+                    finish_reason=end.finish_reason,
+                    engine=self.name,
+                    policy_version=self.policy_version,
+                    queued_s=started_s - arrived_s,
+                    running_s=end.finished_at_s - started_s,
+                    finished_at_s=end.finished_at_s,
+                )
+            )
+        if samples:
+            with self._lock:
+                self._finished.extend(samples)
+                self._lock.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+            for _, future in self._commands:
+                future.set_exception(EngineError(f"{self.name} has failed: {error!r}"))
+            self._commands.clear()
+            self._lock.notify_all()

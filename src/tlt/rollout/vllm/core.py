@@ -1,0 +1,267 @@
+"""vLLM's half of an engine: the core that `tlt.rollout.loop` steps.
+
+The core runs inside this process: no hop lies between the strategy of an engine step and vLLM's
+scheduler, and killing the process ends the whole engine. Only one thread touches vLLM and torch;
+that thread alone is bound to the engine's cores. `start` imports vLLM, not this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import zlib
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import WHOLE, SampleRequest, SamplingSpec
+from tlt.errors import EngineError, EngineTainted
+from tlt.hardware import thread_environment
+from tlt.node.cores import claim_cores
+from tlt.rollout.loop import Finished
+from tlt.rollout.vllm.args import engine_args, max_draft_tokens
+from tlt.spans import Span
+
+logger = logging.getLogger(__name__)
+
+PROCESS_ENVIRONMENT = thread_environment() | {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TQDM_DISABLE": "1",
+}
+"""Environment that a process needs before it imports vLLM; the user's values win."""
+
+
+class VllmCore:
+    """A vLLM engine core without a loop. The constructor refuses bad settings."""
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._args = engine_args(config)
+        self._args["seed"] = stream_seed(self._args.get("seed"), name)
+        self.max_draft_tokens = max_draft_tokens(config)
+        """Longest draft that this engine can verify; 0 for an engine that never drafts."""
+        self.has_ngrams = self._args["additional_config"]["tlt"]["ngram"] is not None
+        """Whether this engine can draft n-grams."""
+        self._requests: dict[str, tuple[SampleRequest, str]] = {}
+        """Each request in flight, and vLLM's name for it."""
+        self._cores: tuple[int, ...] = ()
+        self._asleep = False
+        self.captured_samples = 0
+        self.policy_mismatches = 0
+        self.fingerprint_s = 0.0
+
+    # --- start and stop -----------------------------------------------------------------------
+
+    def start(self) -> dict[str, Any]:
+        """Bind this thread to its cores, start vLLM, and return the report of the first worker."""
+        self._prepare_process()
+        import torch
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from tlt.rollout.vllm.scheduler import active_controller
+
+        if self._config.num_gpus == 0:
+            torch.set_num_threads(self._config.num_cores)
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**self._args))
+        self.controller = active_controller(self.llm.engine_core.engine_core.scheduler)
+        if self._config.capture is not None:
+            self.llm.collective_rpc("tlt_capture", args=(self._config.capture,))
+        return self.report()
+
+    def _prepare_process(self) -> None:
+        if self._config.num_gpus == 0:
+            self._cores = cores = claim_cores(self._config.num_cores, self._config.core_group)
+            os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
+            os.environ["OMP_NUM_THREADS"] = str(len(cores))
+        for key, value in PROCESS_ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        if self.has_ngrams:
+            # Our proposer, which looks n-grams up, plugs into this model runner only.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+    def report(self) -> dict[str, Any]:
+        """Ask every worker about itself, and return the report of the first one.
+
+        Refuse an engine whose plug-in is not active. Log one that samples wrongly with drafts.
+        """
+        reports = self.llm.collective_rpc("tlt_report", args=(self.max_draft_tokens > 0,))
+        for report in reports:
+            self._check_worker(report)
+        faults = sorted({fault for report in reports for fault in report["faults"]})
+        if faults:
+            logger.error("%s samples wrongly with drafts: %s", self._name, "; ".join(faults))
+        return reports[0] | {
+            "faults": faults,
+            "slots": int(self.llm.vllm_config.scheduler_config.max_num_seqs),
+            "max_model_len": int(self.llm.model_config.max_model_len),
+            "cores": self._cores,
+        }
+
+    def _check_worker(self, report: dict[str, Any]) -> None:
+        from tlt.rollout.vllm.compat import skips, version_supported
+
+        wrong = [] if skips("sharing") else list(report["drafter_faults"])
+        if not skips("fingerprint"):
+            wrong += [f"{name} is not the policy's" for name in report["policy_faults"]]
+        if wrong:
+            raise EngineTainted(f"{self._name} is not what it should be: {wrong[0]}")
+        if not report["compared_tensors"]:
+            logger.warning(
+                "%s compares its policy only with what it was when it was loaded: its tensors "
+                "are not known by the names of the checkpoint",
+                self._name,
+            )
+        if not report["plugin"]:
+            raise EngineError(
+                "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
+                "reinstall TLT so that its entry point is registered"
+            )
+        if not version_supported(report["vllm"]):
+            raise EngineError(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
+
+    def stop(self) -> None:
+        """Shut vLLM down."""
+        self.llm.engine_core.shutdown()
+
+    # --- samples ------------------------------------------------------------------------------
+
+    def admit(self, request: SampleRequest) -> None:
+        """Hand a request to vLLM."""
+        from vllm.inputs.engine import tokens_input
+
+        vllm_id = self.llm.add_request(
+            request.sample_id,
+            tokens_input(list(request.prompt_token_ids)),
+            sampling_params(request.sampling),
+        )
+        self._requests[request.sample_id] = (request, vllm_id)
+
+    def step(self) -> list[Finished]:
+        """Run one engine step, and return the requests that it finished."""
+        finished = []
+        for output in self.llm.step():
+            if not output.finished or output.request_id not in self._requests:
+                continue
+            request, vllm_id = self._requests.pop(output.request_id)
+            completion = output.outputs[0]
+            logprobs = completion.logprobs.logprobs if request.sampling.logprobs else ()
+            end = Finished(
+                sample_id=request.sample_id,
+                token_ids=tuple(completion.token_ids),
+                logprobs=tuple(logprobs),
+                finish_reason=completion.finish_reason,
+                finished_at_s=time.time(),
+            )
+            if self._config.capture is not None:
+                self._keep_states(vllm_id, request, end)
+            finished.append(end)
+        return finished
+
+    def _keep_states(self, vllm_id: str, request: SampleRequest, end: Finished) -> None:
+        """Store the hidden states of a whole sample for the drafter's training; drop others."""
+        is_wanted = end.finish_reason in WHOLE and request.rl_step is not None
+        sample = request.sample_id if is_wanted else None
+        text = [*request.prompt_token_ids, *end.token_ids]
+        kept = self.llm.collective_rpc(
+            "tlt_keep_states", args=(vllm_id, sample, request.rl_step or 0, text)
+        )
+        self.captured_samples = kept[0]
+
+    # --- weights and memory -------------------------------------------------------------------
+
+    def load_policy(self, manifest: dict[str, Any]) -> float:
+        """Load policy weights, drop all cached prefixes, and return the seconds it took."""
+        started_s = self.controller.now_s()
+        self._load(manifest, draft=False)
+        # Cached prefixes hold keys and values of the old policy.
+        if not self.llm.reset_prefix_cache():
+            raise EngineTainted(
+                f"{self._name} keeps cached prefixes of the last policy: vLLM did not drop them"
+            )
+        return self._loaded(started_s)
+
+    def load_drafter(self, manifest: dict[str, Any], version: int) -> float:
+        """Load drafter weights, and return the seconds it took."""
+        started_s = self.controller.now_s()
+        self._load(manifest, draft=True)
+        self.controller.drafter_version = version
+        return self._loaded(started_s)
+
+    def _load(self, manifest: dict[str, Any], draft: bool) -> None:
+        """Load weights into all workers, which then compare their policy with the learner's."""
+        self.llm.collective_rpc("tlt_check_weights", args=(manifest, draft))
+        try:
+            reports = self.llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
+        except Exception as error:
+            raise EngineTainted(
+                f"{self._name}: new weights were loaded in part: {error!r}"
+            ) from error
+        self.fingerprint_s += max(report["seconds"] for report in reports)
+        differed = sorted({name for report in reports for name in report["differed"]})
+        if not differed:
+            return
+        self.policy_mismatches += 1
+        what = "a drafter swap" if draft else "a policy update"
+        text = f"after {what} its policy was not the learner's in {', '.join(differed[:3])}"
+        if any(report["still"] for report in reports):
+            raise EngineTainted(f"{self._name}: {text}, nor after loading it again")
+        logger.error("%s: %s; loaded again, no sample was affected", self._name, text)
+
+    def _loaded(self, started_s: float) -> float:
+        now_s = self.controller.now_s()
+        self.controller.spans.add(Span("swapping", started_s, now_s))
+        return now_s - started_s
+
+    def forget(self) -> None:
+        """Drop all cached prefixes and the history that n-grams are looked up in."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineError(f"{self._name} did not forget: samples are under way")
+        self.llm.collective_rpc("tlt_forget_history")
+
+    def sleep(self) -> None:
+        """Move all weights to the host, and free the device's memory."""
+        if not self._asleep:
+            self.llm.sleep(level=1)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Take the device's memory back."""
+        if self._asleep:
+            self.llm.wake_up()
+        self._asleep = False
+
+
+def stream_seed(seed: int | None, name: str) -> int:
+    """Return the seed of one engine's random numbers.
+
+    vLLM gives every engine the same seed. Engines that generate samples of the same group would
+    then draw the same responses.
+    """
+    return secrets.randbits(31) if seed is None else (seed ^ zlib.crc32(name.encode())) >> 1
+
+
+def sampling_params(sampling: SamplingSpec) -> Any:
+    """Return vLLM's sampling parameters: token ids in and out, only the finished response."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    arguments: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logprobs": 0 if sampling.logprobs else None,
+        "flat_logprobs": sampling.logprobs,
+        "detokenize": bool(sampling.extra.get("stop")),
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    return SamplingParams(**(arguments | sampling.extra))
