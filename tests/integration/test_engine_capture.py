@@ -26,11 +26,16 @@ def test_states_of_all_samples_are_kept(
     from tlt.states.buffer import BufferSettings, SampleBuffer
     from tlt.states.captured import capture
 
+    settings = {
+        "folder": str(tmp_path / "buffer"),
+        "capacity_bytes": 2**30,
+        "max_sample_tokens": 4096,
+    }
     engine = engines(
         model=str(tiny),
         drafter=str(tiny_drafter),
         strategy={"kind": "random", "arms": SWITCHING_ARMS, "seed": 3},
-        capture={"folder": str(tmp_path / "buffer")},
+        capture=settings,
         kv_cache_gib=0.5 if cache == "roomy" else 0.003,
     )
     # A prefix that all prompts share, and prompts that their groups share.
@@ -51,7 +56,7 @@ def test_states_of_all_samples_are_kept(
         samples |= {sample.sample_id: sample for sample in engine.call("take_finished", 60.0)}
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     layers = load_drafter(tiny_drafter).config.aux_layer_ids
-    buffer = SampleBuffer(BufferSettings(str(tmp_path / "buffer")))
+    buffer = SampleBuffer(BufferSettings(**settings))
     expected = [r for r in requests if r.rl_step is not None]
     deadline_s = time.monotonic() + STORED_S  # states are stored beside the engine's work
     while len(buffer.entries()) < len(expected) and time.monotonic() < deadline_s:
