@@ -48,7 +48,7 @@ def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path:
 
 
 def draft(drafter: Any, policy: Any, tokens: list[int], aux_TA: Any) -> list[int]:
-    """Greedy drafts after `tokens`, whose last one the policy has sampled but not yet seen."""
+    """Return greedy drafts after `tokens`; the policy has sampled, but not read, the last token."""
     import torch
 
     from tlt.drafter.eagle3.model import Chains
@@ -73,10 +73,11 @@ def draft(drafter: Any, policy: Any, tokens: list[int], aux_TA: Any) -> list[int
 
 
 def record(model: str, drafter: str, out: str) -> None:
-    """Generate with vLLM and note every draft: (tokens known at the time, the drafts)."""
+    """Generate with vLLM and record every draft as (number of known tokens, drafted tokens)."""
     import os
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    import torch
     from vllm import LLM, SamplingParams
 
     from tlt.config.rollout import EngineConfig
@@ -84,19 +85,31 @@ def record(model: str, drafter: str, out: str) -> None:
     from tlt.rollout.vllm.proposer import SwitchingProposer
 
     drafts: dict[str, list[tuple[int, list[int]]]] = {}
-    original = SwitchingProposer.propose
+    given: dict[str, Any] = {}
+    original, prepared = SwitchingProposer.propose, SwitchingProposer.prepare_next_token_ids_padded
+
+    def prepare(
+        self: Any,
+        sampled_token_ids: torch.Tensor,
+        requests: Any,
+        gpu_input_batch: Any,
+        discard_request_mask: torch.Tensor,
+    ) -> Any:
+        given.update(sampled=sampled_token_ids, batch=gpu_input_batch)
+        return prepared(self, sampled_token_ids, requests, gpu_input_batch, discard_request_mask)
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
         proposed = original(self, *args, **kwargs)
-        batch = self._input_batch
+        batch = given["batch"]
         for row, request_id in enumerate(batch.req_ids):
-            sampled = [t for t in self._sampled_token_ids[row].tolist() if t >= 0]
+            sampled = [t for t in given["sampled"][row].tolist() if t >= 0]
             known = int(batch.num_tokens_no_spec[row]) + len(sampled)
             key = request_id.split("-")[0]
             drafts.setdefault(key, []).append((known, proposed[row].tolist()))
         return proposed
 
     SwitchingProposer.propose = propose  # type: ignore[method-assign]
+    SwitchingProposer.prepare_next_token_ids_padded = prepare  # type: ignore[method-assign]
     config = EngineConfig(
         model=model,
         drafter=drafter,

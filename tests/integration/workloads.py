@@ -16,7 +16,7 @@ TINY_ARGS = {
 }
 RESTLESS = {
     "kind": "adaptive",
-    "look_every_steps": 2,
+    "retry_interval_steps": 2,
     "dwell_steps": 1,
     "margin": 0.0,
     "probe_share": 1.0,
@@ -24,7 +24,7 @@ RESTLESS = {
     "switches_per_s": 1e9,
     "known_drafts": 10**9,
 }
-"""The adaptive policy without its caution: it looks at every drafter all the time."""
+"""The adaptive strategy without its caution: it tries every drafter all the time."""
 SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1, 2, 4, 8)]
 
 

@@ -205,9 +205,9 @@ def compare(
     gate: float,
     temperatures: Sequence[float] = (),
 ) -> tuple[bool, Acceptance]:
-    """Return whether the drafter accepts longer drafts than `published` at temperature `gate`.
+    """Compare the drafter with `published` by expected acceptance length at temperature `gate`.
 
-    The second value is the drafter's own acceptance, at `temperatures` as well.
+    Return whether the drafter is better, and its own acceptance at `gate` and `temperatures`.
     """
     temperatures = [gate, *temperatures]
     windows = prepare_windows(passes, held_out, temperatures)

@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+import torch
+from drafter_fixtures import CONFIG, captured, drafter
 
-from tlt.drafter import vocabulary  # noqa: E402
-from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter  # noqa: E402
-from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers  # noqa: E402
-from tlt.drafter.eagle3.loss import unrolled_loss  # noqa: E402
-from tlt.drafter.eagle3.model import Chains, Eagle3Drafter  # noqa: E402
-from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, PolicyOutput  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
-from tlt.states.captured import Captured  # noqa: E402
+from tlt.drafter import vocabulary
+from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter
+from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers
+from tlt.drafter.eagle3.loss import unrolled_loss
+from tlt.drafter.eagle3.model import Chains, Eagle3Drafter
+from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, PolicyOutput
+from tlt.drafter.row import Row
+from tlt.states.captured import Captured
 
 
 @pytest.mark.parametrize("num_layers", range(3, 40))

@@ -5,22 +5,24 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+import torch
+from drafter_fixtures import CONFIG, captured, drafter
 
-from tlt.drafter.checkpoint import VersionStore, load_drafter  # noqa: E402
-from tlt.drafter.evaluation import compare, evaluate_samples  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
-from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
-from tlt.errors import ConfigError  # noqa: E402
-from tlt.states.captured import Captured  # noqa: E402
+from tlt.drafter.checkpoint import VersionStore, load_drafter
+from tlt.drafter.evaluation import compare, evaluate_samples
+from tlt.drafter.row import Row
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
+from tlt.errors import ConfigError
+from tlt.states.captured import Captured
 
 SETTINGS = TrainerSettings(
     num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
@@ -63,6 +65,10 @@ def stop_at_poll(number: int) -> Callable[[], bool]:
     return lambda: next(polls) >= number
 
 
+def any_of(conditions: Sequence[Callable[[], bool]]) -> bool:
+    return any(condition() for condition in conditions)
+
+
 def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
     ours, theirs = a.tensors(), b.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
@@ -84,9 +90,8 @@ def test_an_optimizer_step_interrupted_anywhere_leaves_no_trace() -> None:
     while current.step < 4:
         before = current.step
         number = next(polls) % 20 + 2
-        stop = stop_at_poll(number)
-        end = stop_after(current, 1)
-        current.session(source, lambda stop=stop, end=end: end() or stop())
+        ends = (stop_after(current, 1), stop_at_poll(number))
+        current.session(source, partial(any_of, ends))
         interrupted += current.step == before
     assert interrupted > 4
     assert same(straight, current)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from drafter_fixtures import captured  # noqa: E402
+import torch
+from drafter_fixtures import captured
 
-from tlt.errors import ConfigError  # noqa: E402
-from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
-from tlt.states.captured import Captured  # noqa: E402
+from tlt.errors import ConfigError
+from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.captured import Captured
 
 KILLS = 100
 
