@@ -91,8 +91,8 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     from tlt.tasks.gym import problems
 
     folder = f"/dev/shm/tlt-neighbour-{os.getpid()}"
-    trainer = TrainerSettings(num_draft_tokens=4, row_tokens=512, lr=3e-4, temperature=1.0, seed=0)
-    spot = HarvestSettings(DRAFTER, MODEL, fill_buffer(folder), trainer)
+    learning = TrainerSettings(num_draft_tokens=4, row_tokens=512, lr=3e-4, temperature=1.0, seed=0)
+    settings = HarvestSettings(DRAFTER, MODEL, fill_buffer(folder), learning)
     engine = RayEngine(
         EngineConfig(
             model=MODEL,
@@ -105,7 +105,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     report = await engine.start()
     (busy,) = report["cores"]
     free = next(core for core in os.sched_getaffinity(0) if core != busy)
-    trainer = RayTrainer(spot, TrainerPlace((free,), False, {}), "neighbour")
+    trainer = RayTrainer(settings, TrainerPlace((free,), False, {}), "neighbour")
     await trainer.start()
     prompt = Chat(MODEL).prompt(problems("chain_sum", 1, 5, "engine")[0].question)
     stops: list[float] = []

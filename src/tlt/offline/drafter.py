@@ -71,27 +71,17 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
 
     Ray must be running.
     """
-    from transformers import AutoModelForCausalLM
-
     if (plan.out / "versions").exists():
         raise ConfigError(f"{plan.out} already holds a training run; choose another --out")
     started_at = time.monotonic()
-    dtype = getattr(torch, plan.dtype)
-    # States are computed from the engines' rounded weights, in the trainer's dtype.
-    policy = AutoModelForCausalLM.from_pretrained(plan.engine.model, dtype=dtype)
-    if not plan.trainer.bfloat16:
-        policy = policy.float()
-    head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach()
-    drafter = _first_drafter(plan, policy.config, head)
-    initial = save_drafter(drafter, plan.out / "initial", dtype)
-    trainer = DrafterTrainer(drafter, head, embedding, plan.trainer)
-    num_drafts = plan.trainer.num_draft_tokens
+    policy, trainer = _load_policy(plan)
+    drafter = trainer.drafter
+    initial = save_drafter(drafter, plan.out / "initial", getattr(torch, plan.dtype))
     engine = plan.engine.model_copy(
         update={
             "drafter": str(initial),
             "strategy": {"kind": "off"},
-            "max_draft_tokens": num_drafts,
+            "max_draft_tokens": plan.trainer.num_draft_tokens,
         }
     )
     shared = tempfile.mkdtemp(prefix="tlt-buffer-", dir="/dev/shm")
@@ -115,8 +105,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             took("start")
             samples = await _sample(plan, pool, show)
             took("sample")
-            responses = [torch.tensor(s.token_ids) for s in samples.values()]
-            trainer.check_vocabulary(responses)
+            trainer.check_vocabulary([torch.tensor(s.token_ids) for s in samples.values()])
             # Few drafts of an untrained drafter are accepted, and generating with it is slow: a
             # few prompts are enough.
             few = plan.held_out_prompts[:: 1 if plan.init else 4]
@@ -133,21 +122,45 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             took("measure after")
     finally:
         shutil.rmtree(shared, ignore_errors=True)
-    counts = vocabulary.count_tokens(responses, drafter.config.vocab_size)
     return {
-        "data": {
-            "num_prompts": len(plan.prompts),
-            "num_response_tokens": int(counts.sum()),
-            "temperature": plan.temperature,
-            "draft_vocabulary_coverage": vocabulary.coverage(counts, drafter.draft_token_ids()),
-            **length_summary([len(s.token_ids) for s in samples.values()]),
-        },
-        "num_draft_tokens": num_drafts,
+        "data": _describe(plan, drafter, samples),
+        "num_draft_tokens": plan.trainer.num_draft_tokens,
         "num_held_out_prompts": len(plan.held_out_prompts),
         "acceptance": {"before": before, "after": after},
         "training": {"steps": trainer.step, "settings": asdict(plan.trainer), "history": history},
         "seconds": seconds,
         "budget_minutes": plan.budget_s / 60,
+    }
+
+
+def _load_policy(plan: DrafterPlan) -> tuple[Any, DrafterTrainer]:
+    """Load the policy, and make the trainer of its drafter."""
+    from transformers import AutoModelForCausalLM
+
+    # States are computed from the engines' rounded weights, in the trainer's dtype.
+    policy = AutoModelForCausalLM.from_pretrained(
+        plan.engine.model, dtype=getattr(torch, plan.dtype)
+    )
+    if not plan.trainer.bfloat16:
+        policy = policy.float()
+    head = policy.get_output_embeddings().weight.detach()
+    embedding = policy.get_input_embeddings().weight.detach()
+    drafter = _first_drafter(plan, policy.config, head)
+    return policy, DrafterTrainer(drafter, head, embedding, plan.trainer)
+
+
+def _describe(
+    plan: DrafterPlan, drafter: Eagle3Drafter, samples: dict[int, Sample]
+) -> dict[str, Any]:
+    """Return the report's section about the training data."""
+    responses = [torch.tensor(s.token_ids) for s in samples.values()]
+    counts = vocabulary.count_tokens(responses, drafter.config.vocab_size)
+    return {
+        "num_prompts": len(plan.prompts),
+        "num_response_tokens": int(counts.sum()),
+        "temperature": plan.temperature,
+        "draft_vocabulary_coverage": vocabulary.coverage(counts, drafter.draft_token_ids()),
+        **length_summary([len(s.token_ids) for s in samples.values()]),
     }
 
 

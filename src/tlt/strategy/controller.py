@@ -45,6 +45,22 @@ class Totals:
     busy_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
 
+    def add(self, report: StepReport) -> None:
+        """Count a finished engine step."""
+        self.steps += 1
+        self.drafts += report.num_drafts
+        self.draft_tokens += report.num_draft_tokens
+        self.accepted_tokens += report.num_accepted_tokens
+        if report.verified.drafter == "eagle3":
+            self.model_drafts += report.num_drafts
+            self.model_accepted_tokens += report.num_accepted_tokens
+            self.model_first_accepted += report.accepted_at[0] if report.accepted_at else 0
+        self.output_tokens += report.num_output_tokens
+        self.busy_s += report.elapsed_s
+        self.accepted_at.extend([0] * (len(report.accepted_at) - len(self.accepted_at)))
+        for position, count in enumerate(report.accepted_at):
+            self.accepted_at[position] += count
+
 
 class DraftController:
     """Asks the strategy for an arm per step and reports back to it."""
@@ -113,8 +129,7 @@ class DraftController:
         started_s = max(record.started_s, self._last_finished_s)
         elapsed_s = now - started_s
         self._last_finished_s = now
-        depth = max((accepted for _, accepted in drafts), default=0)
-        accepted_at = [0] * depth
+        accepted_at = [0] * max((accepted for _, accepted in drafts), default=0)
         draft_tokens = accepted_tokens = 0
         for drafted, accepted in drafts:
             draft_tokens += drafted
@@ -149,19 +164,6 @@ class DraftController:
                 accepted=accepted_tokens,
             )
         )
-        totals = self.totals
-        totals.steps += 1
-        totals.drafts += len(drafts)
-        totals.draft_tokens += draft_tokens
-        totals.accepted_tokens += accepted_tokens
-        if record.verified.drafter == "eagle3":
-            totals.model_drafts += len(drafts)
-            totals.model_accepted_tokens += accepted_tokens
-            totals.model_first_accepted += accepted_at[0] if accepted_at else 0
-        totals.output_tokens += num_output_tokens
-        totals.busy_s += elapsed_s
-        totals.accepted_at.extend([0] * (depth - len(totals.accepted_at)))
-        for position, count in enumerate(accepted_at):
-            totals.accepted_at[position] += count
+        self.totals.add(report)
         self._strategy.observe(report)
         return report
