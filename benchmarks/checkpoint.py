@@ -44,7 +44,10 @@ def main() -> None:
     embedding = policy.get_input_embeddings().weight.detach()
     hidden = policy.config.hidden_size
     drafter = fresh_drafter(policy.config, head, torch.arange(options.draft_vocab))
-    trainer = DrafterTrainer(drafter, head, embedding, TrainerSettings(lr=1e-5))
+    settings = TrainerSettings(
+        num_draft_tokens=4, row_tokens=2048, lr=1e-5, temperature=1.0, seed=0
+    )
+    trainer = DrafterTrainer(drafter, head, embedding, settings)
     row = Row(
         [
             Captured(

@@ -239,7 +239,14 @@ def _drafter(model: str, dtype: str) -> Callable[[], None]:
     config = AutoConfig.from_pretrained(model)
     head = torch.randn(config.vocab_size, config.hidden_size) * 0.05
     drafter = fresh_drafter(config, head, torch.arange(2048))
-    settings = TrainerSettings(row_tokens=512, lr=1e-5, bfloat16=dtype == "bfloat16")
+    settings = TrainerSettings(
+        num_draft_tokens=4,
+        row_tokens=512,
+        lr=1e-5,
+        temperature=1.0,
+        seed=0,
+        bfloat16=dtype == "bfloat16",
+    )
     trainer = DrafterTrainer(drafter, head, head, settings)
     length = 512
     row = Row(

@@ -52,7 +52,7 @@ GIVEN = {
     "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
     "docs/operations.md": {
         "above 64 MiB": "limit of observe/timeline.py",
-        "Up to 512 MiB": "limit of drafter/keeper.py",
+        "Up to 512 MiB": "limit of states/writer.py",
     },
     "docs/scaling.md": {
         "54 days x 24 hours": "the Llama 3 report",

@@ -99,18 +99,18 @@ def main() -> None:
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     shared = tempfile.mkdtemp(prefix="tlt-bench-", dir="/dev/shm")
-    keeper = StateWriter(SampleBuffer(BufferSettings(folder=shared, capacity_bytes=2**30)))
+    writer = StateWriter(SampleBuffer(BufferSettings(shared, 2**30, max_sample_tokens=4096)))
 
     def keep_states(sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
         captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
-        keeper.write(sample.sample_id, 0, captured)
+        writer.write(sample.sample_id, 0, captured)
 
     def update(rows: list[list[TrainSample]], keep: bool) -> None:
         rank.keep_states = keep_states if keep else None
         rank.accumulate(rows)
         rank.step(denominator, math.inf)
         if keep:
-            keeper.drain()
+            writer.drain()
 
     together = rows_by_rank(samples, options.row_tokens, 1)[0]
     # Prompts told apart by nothing but their samples' order: no two neighbours share.

@@ -64,7 +64,7 @@ def fill_buffer(folder: str) -> Any:
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
-    settings = BufferSettings(folder, held_out_share=0.25)
+    settings = BufferSettings(folder, 2**30, 4096, held_out_share=0.25)
     buffer = SampleBuffer(settings)
     policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
     layers = Eagle3Config.for_target(policy.config).aux_layer_ids
@@ -91,9 +91,8 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     from tlt.tasks.gym import problems
 
     folder = f"/dev/shm/tlt-neighbour-{os.getpid()}"
-    spot = HarvestSettings(
-        DRAFTER, MODEL, fill_buffer(folder), TrainerSettings(row_tokens=512, lr=3e-4), 1024
-    )
+    learning = TrainerSettings(num_draft_tokens=4, row_tokens=512, lr=3e-4, temperature=1.0, seed=0)
+    settings = HarvestSettings(DRAFTER, MODEL, fill_buffer(folder), learning, 1024)
     engine = RayEngine(
         EngineConfig(
             model=MODEL,
@@ -106,7 +105,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     report = await engine.start()
     (busy,) = report["cores"]
     free = next(core for core in os.sched_getaffinity(0) if core != busy)
-    trainer = RayTrainer(spot, TrainerPlace((free,), False, {}), "neighbour")
+    trainer = RayTrainer(settings, TrainerPlace((free,), False, {}), "neighbour")
     await trainer.start()
     prompt = Chat(MODEL).prompt(problems("chain_sum", 1, 5, "engine")[0].question)
     stops: list[float] = []

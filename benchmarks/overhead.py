@@ -106,6 +106,11 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
             "drafter": "eagle3",
             "num_draft_tokens": options.num_draft_tokens,
         }
+    states = {
+        "folder": f"{options.states}/{kind}",
+        "capacity_bytes": 2**30,
+        "max_sample_tokens": 4096,
+    }
     engine = RolloutEngine(
         EngineConfig(
             model=options.model,
@@ -113,7 +118,7 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
             strategy=strategy,
             max_draft_tokens=None if kind == "tlt" else options.num_draft_tokens,
             core_group=f"overhead-{kind}",
-            capture={"folder": f"{options.states}/{kind}"} if kind == "tlt+capture" else None,
+            capture=states if kind == "tlt+capture" else None,
             engine_args=common(options),
         )
     )

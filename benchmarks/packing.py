@@ -63,9 +63,10 @@ def main() -> None:
     drafter = Eagle3Drafter(config)
     drafter.set_draft_vocabulary(torch.arange(config.draft_vocab_size))
     head = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16) * 0.05
-    trainer = DrafterTrainer(
-        drafter, head, head, TrainerSettings(row_tokens=options.row_tokens, lr=1e-5)
+    settings = TrainerSettings(
+        num_draft_tokens=4, row_tokens=options.row_tokens, lr=1e-5, temperature=1.0, seed=0
     )
+    trainer = DrafterTrainer(drafter, head, head, settings)
     tail, rng = HeavyTail(60, 500, 1500), random.Random(0)
     lengths = [max(8, tail.draw(rng)) for _ in range(options.samples)]
 

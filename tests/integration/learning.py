@@ -1,4 +1,4 @@
-"""Samples of the tiny model with its states, and a drafter trained on them, without an engine."""
+"""Samples of the tiny model with its hidden states, and a drafter trained on them, no engine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.states.captured import Captured, capture
 
 PROMPT_TOKENS = 8
+TINY_SETTINGS = TrainerSettings(
+    num_draft_tokens=4, row_tokens=2048, lr=6e-3, temperature=1.0, seed=0, bfloat16=False
+)
 
 
 class InMemory:
-    """A source of samples for a trainer."""
+    """A sample source for a trainer."""
 
     def __init__(self, samples: Sequence[Captured]) -> None:
         self.samples = {str(index): sample for index, sample in enumerate(samples)}
@@ -30,7 +33,7 @@ class InMemory:
 
 
 def tiny_samples(tiny: Path, count: int, seed: int = 0) -> list[Captured]:
-    """Responses of 120 tokens, half at temperature 1, half at 0.7."""
+    """Sample responses of 120 tokens, half at temperature 1, half at 0.7, with their states."""
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     aux_layers = Eagle3Config.for_target(policy.config).aux_layer_ids
     torch.manual_seed(seed)
@@ -53,8 +56,9 @@ def tiny_samples(tiny: Path, count: int, seed: int = 0) -> list[Captured]:
 
 
 def train_tiny(tiny: Path, samples: Sequence[Captured], num_steps: int) -> DrafterTrainer:
+    """Train a drafter of the tiny model."""
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    return train(policy, samples, num_steps, TrainerSettings(lr=6e-3, bfloat16=False))
+    return train(policy, samples, num_steps, TINY_SETTINGS)
 
 
 def train(
@@ -64,7 +68,7 @@ def train(
     settings: TrainerSettings,
     token_ids: torch.Tensor | None = None,
 ) -> DrafterTrainer:
-    """So many micro-steps on these samples, from nothing, with a falling learning rate."""
+    """Train a new drafter for `num_steps` optimizer steps, with a falling learning rate."""
     head = policy.get_output_embeddings().weight.detach()
     embedding = policy.get_input_embeddings().weight.detach()
     drafter = fresh_drafter(policy.config, head, token_ids)

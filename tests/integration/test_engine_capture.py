@@ -1,13 +1,14 @@
-"""States kept by an engine are those that the policy computes over the finished sample."""
+"""Hidden states captured by an engine equal those of the policy over the finished sample."""
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 
 from speed import limit
-from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.contracts import Sample, SampleRequest, SamplingSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -16,7 +17,7 @@ STORED_S = limit(30.0)
 
 
 @pytest.mark.parametrize("cache", ["roomy", "preempting"])
-def test_states_of_all_samples_are_kept(
+def test_states_of_all_samples_are_captured(
     engines: EngineFactory, tiny: Path, tiny_drafter: Path, tmp_path: Path, cache: str
 ) -> None:
     import torch
@@ -26,11 +27,12 @@ def test_states_of_all_samples_are_kept(
     from tlt.states.buffer import BufferSettings, SampleBuffer
     from tlt.states.captured import capture
 
+    settings = BufferSettings(str(tmp_path / "buffer"), 2**30, max_sample_tokens=4096)
     engine = engines(
         model=str(tiny),
         drafter=str(tiny_drafter),
         strategy={"kind": "random", "arms": SWITCHING_ARMS, "seed": 3},
-        capture={"folder": str(tmp_path / "buffer")},
+        capture=asdict(settings),
         kv_cache_gib=0.5 if cache == "roomy" else 0.003,
     )
     # A prefix that all prompts share, and prompts that their groups share.
@@ -46,14 +48,16 @@ def test_states_of_all_samples_are_kept(
         for place in range(GROUP_SIZE)
     ]
     engine.call("submit", requests)
-    samples = {}
+    samples: dict[str, Sample] = {}
     while len(samples) < len(requests):
         samples |= {sample.sample_id: sample for sample in engine.call("take_finished", 60.0)}
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     layers = load_drafter(tiny_drafter).config.aux_layer_ids
-    buffer = SampleBuffer(BufferSettings(str(tmp_path / "buffer")))
+    buffer = SampleBuffer(settings)
     expected = [r for r in requests if r.rl_step is not None]
-    deadline_s = time.monotonic() + STORED_S  # states are stored beside the engine's work
+    deadline_s = (
+        time.monotonic() + STORED_S
+    )  # the writer's thread stores states beside the engine's work
     while len(buffer.entries()) < len(expected) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     kept = {}

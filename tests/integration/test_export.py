@@ -1,4 +1,4 @@
-"""An exported drafter in stock vLLM: nothing of ours but the folder."""
+"""Stock vLLM loads an exported drafter, without any code of ours."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
     prompts = random_prompts(8, seed=3)
     out = tmp_path / "out.json"
     environment = os.environ | {
-        "VLLM_PLUGINS": "",  # not even our entry point
+        "VLLM_PLUGINS": "",  # our entry point is not loaded either
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",

@@ -1,7 +1,7 @@
 """vLLM's own classes capture and choose exactly the CUDA graphs that the plan predicts.
 
-No GPU and no engine: a real `VllmConfig` from our engine arguments, and the real dispatchers of
-both model runners on top of it. The CPU platform stands in for one that has graphs.
+The test needs no GPU and no engine: it builds a real `VllmConfig` from our engine arguments, and
+the real dispatchers of both model runners. The CPU platform stands in for one with graphs.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def arms(*lengths: int) -> dict[str, Any]:
     return {"kind": "random", "arms": [["ngram", k] if k else ["off", 0] for k in lengths]}
 
 
-POLICIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "all": (arms(*range(9)), {"max_num_seqs": 256}),
     "powers of two": (arms(0, 1, 3, 7), {"max_num_seqs": 200}),
     "on and off": (arms(0, 4), {"max_num_seqs": 100}),
@@ -44,18 +44,19 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 @pytest.fixture
 def vllm_config(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes vLLM's config of an engine as on a GPU: graphs allowed, no settings of the CPU."""
+    """Return a function that makes an engine's vLLM config as on a GPU: with graphs."""
     import vllm.config.vllm
     from vllm import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu import cudagraph_utils
 
     platform = type(current_platform)
-    for name, value in {
+    methods: dict[str, Callable[..., Any]] = {
         "support_static_graph_mode": lambda cls: True,
         "check_and_update_config": lambda cls, config: None,
         "get_global_graph_pool": lambda cls: None,
-    }.items():
+    }
+    for name, value in methods.items():
         monkeypatch.setattr(platform, name, classmethod(value))
     monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
     only_stage = SimpleNamespace(is_first_rank=True, is_last_rank=True)
@@ -76,7 +77,7 @@ def engine(model: Path, strategy: dict[str, Any], **args: Any) -> EngineConfig:
 
 
 def manager(config: Any) -> Any:
-    """The V2 runner's graphs of the target, as if captured."""
+    """Return the V2 runner's graphs of the target, as if captured."""
     import torch
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
@@ -93,7 +94,7 @@ def dispatched(graphs: Any, num_decodes: int, query_len: int) -> tuple[str, int]
 
 
 def drafter_loop(config: Any) -> Callable[[int, int], str]:
-    """The kind of graph in which the V2 runner's drafter makes its second to last token."""
+    """Return the kind of graph in which the V2 runner's drafter makes all tokens but the first."""
     import torch
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -110,7 +111,7 @@ def drafter_loop(config: Any) -> Callable[[int, int], str]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaGraphManager, "capture", capture)
-        graphs.capture(*[None] * 6, specialize_spec_tokens=True)  # type: ignore[arg-type]
+        graphs.capture(*[None] * 6, specialize_spec_tokens=True)
 
     def mode(num_decodes: int, num_draft_tokens: int) -> str:
         chosen = graphs.dispatch(num_decodes, num_decodes, 1, 0)
@@ -126,12 +127,12 @@ def predicted(plan: GraphPlan, num_decodes: int, arm: Arm) -> tuple[str, int]:
     return graph.mode, graph.num_tokens
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_v2_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> None:
     from vllm.config import CUDAGraphMode
 
-    policy, args = POLICIES[name]
-    config = engine(tiny, policy, **args)
+    strategy, args = STRATEGIES[name]
+    config = engine(tiny, strategy, **args)
     plan = graph_plan(config)
     assert plan is not None
     made = vllm_config(config, "v2")
@@ -149,11 +150,11 @@ def test_v2_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> No
         assert chosen[0] != "NONE" or name == "budget"
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "off"])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "off"])
 def test_the_drafters_own_loop(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> None:
-    """Its passes after the first, as one graph per draft length where attention allows that."""
-    policy, args = POLICIES[name]
-    config = engine(tiny, policy, **args)
+    """The drafter's later passes run as one graph per draft length, where attention allows it."""
+    strategy, args = STRATEGIES[name]
+    config = engine(tiny, strategy, **args)
     plan = graph_plan(config)
     assert plan is not None
     loop = drafter_loop(vllm_config(config, "v2"))
@@ -163,15 +164,15 @@ def test_the_drafters_own_loop(name: str, tiny: Path, vllm_config: Callable[...,
             assert loop(num_decodes, arm.num_draft_tokens) == "FULL"
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_v1_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> None:
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
-    policy, args = POLICIES[name]
-    config = engine(tiny, policy, **args)
+    strategy, args = STRATEGIES[name]
+    config = engine(tiny, strategy, **args)
     plan = GraphPlan.for_arms(
-        choices_of(build_strategy(policy), args["max_num_seqs"]),
+        choices_of(build_strategy(strategy), args["max_num_seqs"]),
         args["max_num_seqs"],
         max_num_batched_tokens=args.get("max_num_batched_tokens"),
         runner="v1",
@@ -195,7 +196,7 @@ def test_v1_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> No
 
 
 def test_what_vllm_does_without_a_plan(tiny: Path, vllm_config: Callable[..., Any]) -> None:
-    """Steps of more than 512 tokens have no graph; only the longest drafts have full ones."""
+    """Steps of more than 512 tokens have no graph; only the longest drafts have full graphs."""
     config = engine(tiny, arms(0, 3, 7), max_num_seqs=256, compilation_config={})
     assert graph_plan(config) is None
     made = vllm_config(config, "v2")
@@ -208,8 +209,10 @@ def test_what_vllm_does_without_a_plan(tiny: Path, vllm_config: Callable[..., An
     assert loop(64, 3) == "NONE"
 
 
-def test_a_larger_full_graph_is_not_looked_for(tiny: Path, vllm_config: Callable[..., Any]) -> None:
-    """Why sizes are multiples of all query lengths; can go when vLLM takes any graph that fits."""
+def test_vllm_skips_a_larger_full_graph_that_fits(
+    tiny: Path, vllm_config: Callable[..., Any]
+) -> None:
+    """This is why sizes are multiples of all query lengths. Drop it when vLLM takes any graph."""
     config = engine(
         tiny,
         arms(0, 2),

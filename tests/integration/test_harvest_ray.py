@@ -61,7 +61,7 @@ def trainer_settings(
     head = policy.get_output_embeddings().weight.detach()
     folder = tmp_path_factory.mktemp("drafters") / "fresh"
     save_drafter(fresh_drafter(policy.config, head, None), folder, torch.float32)
-    buffer = BufferSettings(f"/dev/shm/tlt-test-{os.getpid()}", held_out_share=0.2)
+    buffer = BufferSettings(f"/dev/shm/tlt-test-{os.getpid()}", 2**30, 4096, held_out_share=0.2)
     store = SampleBuffer(buffer)
     for index, sample in enumerate(tiny_samples(tiny, 64)):
         store.put(str(index), 1, sample)
@@ -69,7 +69,9 @@ def trainer_settings(
         drafter=str(folder),
         policy=str(tiny),
         buffer=buffer,
-        trainer=TrainerSettings(num_draft_tokens=2, row_tokens=256, lr=3e-3, bfloat16=False),
+        trainer=TrainerSettings(
+            num_draft_tokens=2, row_tokens=256, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
+        ),
         held_out_tokens=256,
     )
     shutil.rmtree(buffer.folder)

@@ -197,7 +197,9 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
     from tlt.states.captured import capture
 
     layers = (1, 2, 3)
-    settings = BufferSettings(folder=str(tmp_path / "states"), capacity_bytes=2**26)
+    settings = BufferSettings(
+        str(tmp_path / "states"), capacity_bytes=2**26, max_sample_tokens=4096
+    )
     base = plan(tiny, buffer=settings)
     base = replace(base, rank=replace(base.rank, aux_layer_ids=layers))
     samples = batch(0)

@@ -1,5 +1,6 @@
 """Greedy decoding in fp32 gives the same tokens with every strategy."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,12 @@ def test_smollm2(
     engines: EngineFactory, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     import torch
-    from learning import train
+    from learning import TINY_SETTINGS, train
     from transformers import AutoModelForCausalLM
 
     from tlt.drafter import vocabulary
     from tlt.drafter.checkpoint import save_drafter
     from tlt.drafter.eagle3.config import Eagle3Config
-    from tlt.drafter.trainer import TrainerSettings
     from tlt.states.captured import capture
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
@@ -103,7 +103,7 @@ def test_smollm2(
         for prompt, response in zip(prompts, reference, strict=True)
     ]
     counts = vocabulary.count_tokens(map(torch.tensor, reference), policy.config.vocab_size)
-    settings = TrainerSettings(num_draft_tokens=2, bfloat16=False)
+    settings = replace(TINY_SETTINGS, num_draft_tokens=2, lr=1e-3)
     trainer = train(policy, seen, 40, settings, vocabulary.choose(counts, 1024))
     folder = save_drafter(trainer.drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
 

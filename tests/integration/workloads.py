@@ -18,7 +18,7 @@ TINY_ARGS = {
 }
 RESTLESS = {
     "kind": "adaptive",
-    "look_every_steps": 2,
+    "retry_interval_steps": 2,
     "dwell_steps": 1,
     "margin": 0.0,
     "probe_share": 1.0,

@@ -1,4 +1,4 @@
-"""A drafter small enough to think about, and samples for it."""
+"""A very small drafter, and samples for it."""
 
 import torch
 
@@ -22,6 +22,7 @@ CONFIG = Eagle3Config(
 
 
 def drafter() -> Eagle3Drafter:
+    """Return an untrained drafter, always the same."""
     torch.manual_seed(0)
     model = Eagle3Drafter(CONFIG)
     model.set_draft_vocabulary(torch.arange(0, 40, 2))
@@ -29,7 +30,7 @@ def drafter() -> Eagle3Drafter:
 
 
 def captured(length: int, num_prompt: int, seed: int = 0) -> Captured:
-    """Random states; the drafter cannot learn them, but everything else works."""
+    """Return a sample with random states, which no drafter can predict."""
     generator = torch.Generator().manual_seed(seed)
     return Captured(
         token_ids_T=torch.randint(0, CONFIG.vocab_size, (length,), generator=generator),

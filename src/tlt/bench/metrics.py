@@ -1,4 +1,4 @@
-"""What a finished rollout says about itself: pure functions over samples and counters."""
+"""Metrics of a finished rollout: pure functions over samples and counters."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from tlt.contracts import EngineStats, Sample
 
 @dataclass(frozen=True, slots=True)
 class RolloutMetrics:
+    """Speed, acceptance and idle time of one rollout."""
+
     wall_s: float
     tokens_per_s: float
     acceptance_length: float
     tail_share: float
-    """Share of the wall time with at most 1/8 of the requests still unfinished."""
+    """Share of the wall time during which at most 1/8 of the requests are unfinished."""
     idle_s: dict[str, float]
-    """Per engine, seconds without any running request."""
+    """Seconds without a running request, per engine."""
     curve: list[tuple[float, int]]
-    """(seconds since the start, requests still unfinished), one point per end."""
+    """Points of (seconds since the start, unfinished requests), one for each finished request."""
 
 
 def measure(
@@ -28,6 +30,7 @@ def measure(
     before: Iterable[EngineStats],
     after: Iterable[EngineStats],
 ) -> RolloutMetrics:
+    """Compute the metrics of a rollout from its samples and the engines' counters around it."""
     ends = sorted(sample.finished_at_s - started_at_s for sample in samples)
     wall_s = ends[-1]
     num = len(ends)
@@ -54,7 +57,7 @@ def measure(
 
 
 def _covered_s(samples: Sequence[Sample]) -> float:
-    """Length of the union of the samples' running times."""
+    """Return the length of the union of the samples' running times."""
     covered = 0.0
     last = float("-inf")
     for start, end in sorted((s.finished_at_s - s.running_s, s.finished_at_s) for s in samples):
@@ -65,10 +68,13 @@ def _covered_s(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
+    """Median and range of repeated measurements."""
+
     median: float
     low: float
     high: float
 
 
 def spread(values: Sequence[float]) -> Spread:
+    """Return the median and range of some values."""
     return Spread(statistics.median(values), min(values), max(values))

@@ -7,9 +7,12 @@ from typing import Any
 
 from tlt.contracts import OFF, Arm
 
+LABELS = {"beg_mab": "BEG-MAB"}
+"""Names in pictures, where they differ from those in results."""
+
 
 def plot_running(result: dict[str, Any], out: Path) -> Path:
-    """Requests still unfinished over time, one line per mode: each mode's median run."""
+    """Plot the unfinished requests over time, for the median run of each mode."""
     from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
@@ -19,7 +22,7 @@ def plot_running(result: dict[str, Any], out: Path) -> Path:
             (r for r in result["runs"] if r["mode"] == row["mode"]), key=lambda r: r["wall_s"]
         )
         curve = runs[len(runs) // 2]["curve"]
-        label = f"{row['mode']}  ({row['wall_s']['median']:.0f} s)"
+        label = f"{LABELS.get(row['mode'], row['mode'])}  ({row['wall_s']['median']:.0f} s)"
         axes.step([p[0] for p in curve], [p[1] for p in curve], where="post", label=label)
     axes.axhline(num / 8, color="0.6", linestyle=":", linewidth=1)
     axes.annotate("1/8 of the requests", (0.01, num / 8), xycoords=("axes fraction", "data"),
@@ -38,8 +41,8 @@ def plot_running(result: dict[str, Any], out: Path) -> Path:
     return out
 
 
-def plot_decisions(decisions: list[list[tuple[float, int, str]]], title: str, out: Path) -> Path:
-    """Running decodes of each engine over time, and under them the arm that was used."""
+def plot_decisions(decisions: list[list[tuple[float, int, str]]], mode: str, out: Path) -> Path:
+    """Plot the running decodes of each engine over time, above the arms in use."""
     from tlt.pictures import pyplot
 
     engines = [trace for trace in decisions if trace]
@@ -61,7 +64,7 @@ def plot_decisions(decisions: list[list[tuple[float, int, str]]], title: str, ou
         below.set_ylim(-0.5, len(arms) - 0.5)
         below.grid(axis="y", alpha=0.3)
         below.set_xlabel("seconds")
-    figure.suptitle(title)
+    figure.suptitle(f"decisions of {LABELS.get(mode, mode)}")
     figure.savefig(out, dpi=120)
     pyplot.close(figure)
     return out
@@ -73,7 +76,7 @@ def _arm_order(text: str) -> tuple[bool, str, int]:
 
 
 def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
-    """Throughput of every strategy against the oracle's: a panel per table, bars per scenario."""
+    """Plot the throughput of every strategy relative to the oracle's, a panel per table."""
     from tlt.pictures import pyplot
 
     figure, panels = pyplot.subplots(
@@ -94,9 +97,9 @@ def plot_replay(results: dict[str, list[dict[str, Any]]], out: Path) -> Path:
             ]
             axes.bar(places, middle, 0.9 * width, yerr=[low, high], capsize=2, label=scenario)
         axes.axhline(0.97, color="0.4", linestyle=":", linewidth=1, label="0.97")
-        axes.set_xticks(range(len(strategies)), strategies)
+        axes.set_xticks(range(len(strategies)), [LABELS.get(name, name) for name in strategies])
         axes.set_ylim(0, 1.1)
-        axes.set_ylabel("throughput of the oracle's")
+        axes.set_ylabel("throughput relative to oracle")
         axes.set_title(f"replay (modelled), {table}", loc="left", fontsize=10)
         columns = len(scenarios) + 1
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=columns, frameon=False)

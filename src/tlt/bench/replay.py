@@ -1,9 +1,9 @@
-"""Engines replayed from recorded step times: how close does a strategy come to the best arm?
+"""Replays strategies on recorded step times: how close do they come to the best arm?
 
-A `StepTable` says how long a step of each arm takes at each batch size and how often drafts are
-accepted. `replay` runs a strategy against it, step by step as the engine would: the drafts of one
-step are verified in the next, requests end one by one, step times are noisy. The same workload
-under the `Oracle`, which reads the best arm from the table, is what can be had at most.
+A `StepTable` holds the step time of each arm at each batch size, and the acceptance of each
+drafter. `replay` runs a strategy against the table step by step, as an engine would: each step
+verifies the drafts of the previous one, requests end one by one, and step times are noisy. The
+`Oracle` reads the best arm from the table; its throughput on the same workload is the upper bound.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from tlt.strategy.beg_mab import VERIFIED_TOKENS, BegMab
 from tlt.strategy.spec import Fixed
 
 Scenario = Callable[[float], float]
-"""From the progress of a run, 0 to 1, to the power that acceptance rates are raised to: 1 leaves
-them as recorded, more makes the drafter worse, less makes it better."""
+"""Maps the progress of a run, 0 to 1, to the power to which acceptance rates are raised. Power 1
+leaves the rates as recorded; a larger power makes the drafter worse."""
 
+MIN_STEPS = 15
+"""Engine steps behind each point of a recorded table."""
+NOISE = 0.1
+"""Standard deviation of the logarithm of step times."""
 SCENARIOS: dict[str, Scenario] = {
     "stationary": lambda progress: 1.0,
     "drifting": lambda progress: 3.0 - 2.6 * progress,
@@ -41,39 +45,45 @@ class StepTable:
     """Seconds of a step by arm and batch size, and acceptance by drafter and position."""
 
     seconds: dict[Arm, list[tuple[float, float]]]
-    """Rising (batch size, seconds) of steps that verify and draft by this arm."""
+    """Pairs of (batch size, seconds), rising, of steps that verify and draft with one arm."""
     accepted: dict[str, list[float]]
     """Share of requests whose draft is accepted at least up to each position."""
     drafted_share: dict[str, float]
-    """Draft tokens per token asked for."""
+    """Drafted tokens per requested token."""
     verified_tokens: int = VERIFIED_TOKENS
-    """Tokens a step of this hardware can verify with profit: the published strategy's buckets."""
+    """Tokens that a step of this hardware can verify with profit, for the buckets of BEG-MAB."""
 
     def __post_init__(self) -> None:
-        """A draft that is accepted up to a position is accepted up to those before it, too; rates
-        of different positions come from different steps and may say otherwise."""
+        """Make the rates fall with the position.
+
+        A draft accepted up to a position is accepted up to all earlier ones, but recorded rates of
+        different positions come from different steps and may say otherwise.
+        """
         falling = {drafter: list(accumulate(r, min)) for drafter, r in self.accepted.items()}
         object.__setattr__(self, "accepted", falling)
 
     def step_s(self, batch: int, verified: Arm, proposed: Arm) -> float:
-        """A step between two arms is taken to cost half of each."""
+        """Return the time of a step. A step between two arms costs half of each, by assumption."""
         one = _interpolate(self.seconds[verified], batch)
         return one if verified == proposed else (one + self.step_s(batch, proposed, proposed)) / 2
 
     def rate(self, drafter: str, position: int, power: float) -> float:
+        """Return the share of requests whose draft is accepted up to a position."""
         rates = self.accepted[drafter]
         return float(rates[position] ** power) if position < len(rates) else 0.0
 
     def tokens(self, arm: Arm, power: float) -> float:
-        """Expected tokens of one request and step."""
+        """Return the expected tokens of one request and step."""
         return 1 + sum(self.rate(arm.drafter, i, power) for i in range(arm.num_draft_tokens))
 
     def best(self, batch: int, power: float) -> Arm:
+        """Return the arm with the most tokens per second."""
         return max(
             self.seconds, key=lambda arm: self.tokens(arm, power) / self.step_s(batch, arm, arm)
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the table as plain data."""
         rows = [
             {"drafter": arm.drafter, "num_draft_tokens": arm.num_draft_tokens, "seconds": points}
             for arm, points in self.seconds.items()
@@ -82,6 +92,7 @@ class StepTable:
 
     @classmethod
     def from_dict(cls, table: dict[str, Any]) -> StepTable:
+        """Read a table from plain data."""
         return cls(
             seconds={
                 Arm(row["drafter"], row["num_draft_tokens"]): [(b, s) for b, s in row["seconds"]]
@@ -93,7 +104,7 @@ class StepTable:
 
     @classmethod
     def load(cls, path: Path) -> StepTable:
-        """The table in the result of a `tlt bench rollout`."""
+        """Load the table from the result of a `tlt bench rollout`."""
         try:
             table = cls.from_dict(json.loads(path.read_text())["steps"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -113,8 +124,8 @@ class StepTable:
         return table
 
     @classmethod
-    def from_reports(cls, reports: Iterable[StepReport], min_steps: int = 15) -> StepTable:
-        """What steady steps of real engines took: medians by arm and batch size."""
+    def from_reports(cls, reports: Iterable[StepReport]) -> StepTable:
+        """Build a table from an engine's steady steps: median times by arm and batch size."""
         times: dict[Arm, dict[int, list[float]]] = {}
         seen: dict[str, list[float]] = {}
         accepted: dict[str, list[float]] = {}
@@ -139,7 +150,7 @@ class StepTable:
                 asked[arm.drafter] = asked.get(arm.drafter, 0.0) + full
                 drafted[arm.drafter] = drafted.get(arm.drafter, 0.0) + report.num_draft_tokens
         return cls(
-            seconds={arm: _smooth(by_batch, min_steps) for arm, by_batch in times.items()},
+            seconds={arm: _smooth(by_batch) for arm, by_batch in times.items()},
             accepted={
                 drafter: [a / max(n, 1.0) for a, n in zip(accepted[drafter], counts, strict=True)]
                 for drafter, counts in seen.items()
@@ -148,14 +159,14 @@ class StepTable:
         )
 
 
-def _smooth(by_batch: dict[int, list[float]], min_steps: int) -> list[tuple[float, float]]:
-    """Medians over neighbouring batch sizes, `min_steps` steps each.
+def _smooth(by_batch: dict[int, list[float]]) -> list[tuple[float, float]]:
+    """Return medians over neighbouring batch sizes, with at least `MIN_STEPS` steps each.
 
-    A larger batch never takes less time: points that say so are noise, and pooled.
+    A larger batch never takes less time: points that say so are noise and are pooled.
     """
     groups: list[tuple[list[int], list[float]]] = []
     for batch in sorted(by_batch):
-        if not groups or len(groups[-1][1]) >= min_steps:
+        if not groups or len(groups[-1][1]) >= MIN_STEPS:
             groups.append(([], []))
         groups[-1][0].extend([batch] * len(by_batch[batch]))
         groups[-1][1].extend(by_batch[batch])
@@ -173,14 +184,14 @@ def _interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
     if index == 0 or len(points) == 1:
         return points[0][1]
     if index == len(points):
-        index -= 1  # beyond the last point: go on as between the last two
+        index -= 1  # beyond the last point: extrapolate from the last two
     (x0, y0), (x1, y1) = points[index - 1], points[index]
     return max(y0 + (y1 - y0) * (batch - x0) / (x1 - x0), 0.5 * min(y0, y1))
 
 
 @dataclass(slots=True)
 class Run:
-    """The engine's state that an oracle may look at."""
+    """State of a replayed engine, for the oracle."""
 
     table: StepTable
     scenario: Scenario
@@ -188,7 +199,7 @@ class Run:
 
 
 class Oracle:
-    """Knows the table and the scenario."""
+    """Takes the best arm by the table and the scenario."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -210,6 +221,8 @@ class Oracle:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
+    """Result of a replay."""
+
     tokens_per_s: float
     switches: int
     reports: list[StepReport]
@@ -221,12 +234,11 @@ def replay(
     scenario: Scenario,
     rollouts: Sequence[Sequence[int]],
     seed: int,
-    noise: float = 0.1,
 ) -> Replayed:
-    """Decode rollouts of these response lengths one after another.
+    """Replay rollouts of these response lengths one after another.
 
-    The luck of a draft belongs to the token it starts at: by the same seed, every strategy drafts
-    the same text.
+    The random number that decides a draft's acceptance belongs to the token at its start: by the
+    same seed, every strategy drafts the same text.
     """
     host, text = random.Random(f"{seed}/host"), random.Random(f"{seed}/text")
     run = Run(table, scenario)
@@ -248,7 +260,7 @@ def replay(
             points = [drawn[rest - 1] for drawn, rest in zip(luck, left, strict=True)]
             gains, drafted, accepted_at = _verify(table, verified, points, power)
             seconds = table.step_s(len(left), verified, proposed)
-            seconds *= math.exp(host.gauss(0, noise))
+            seconds *= math.exp(host.gauss(0, NOISE))
             clock_s += seconds
             output = sum(min(gain, rest) for gain, rest in zip(gains, left, strict=True))
             report = StepReport(
@@ -280,7 +292,7 @@ def replay(
 def _verify(
     table: StepTable, arm: Arm, points: Sequence[float], power: float
 ) -> tuple[list[int], int, list[int]]:
-    """Tokens each request gains, drafted tokens, and acceptances by position.
+    """Return the tokens that each request gains, drafted tokens, and acceptances by position.
 
     A draft is accepted up to the first position whose rate is no larger than its point.
     """
@@ -298,13 +310,13 @@ def _verify(
 
 
 def published_h100() -> StepTable:
-    """A table in the shape of the published H100 figures, in units of a plain decode step.
+    """Return a table with the H100 figures of the TLT paper (arXiv 2511.16665).
 
-    Published: the speed-up by batch size at 16 and at 64 verified tokens, and an acceptance length
-    of 4.59 before adaptation. Assumed, because it is not published: that 4.59 is the length at 64
-    tokens and 4.0 that at 16, and that a plain step takes the same time up to batch 32. The time of
-    a step is then its acceptance length over its speed-up. The rates are those of two kinds of
-    text, one of them rare and always accepted, that add up to these two lengths.
+    The paper states the speed-up by batch size at 16 and at 64 verified tokens, and an acceptance
+    length of 4.59 before adaptation. Three assumptions fill the gaps: 4.59 is the length at 64
+    tokens, 4.0 is the length at 16 tokens, and a plain step takes the same time up to batch 32. The
+    time of a step is then its acceptance length over its speed-up. The rates mix two kinds of text,
+    one of them rare and always accepted, so that they add up to these two lengths.
     """
     speedups = {
         16: [(1, 3.22), (2, 3.08), (4, 3.01), (8, 2.73), (16, 2.67), (32, 2.48)],
@@ -325,7 +337,7 @@ def compare(
     rollouts: Sequence[Sequence[int]],
     seeds: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Throughput of every strategy in every scenario against the oracle's, by the same seeds."""
+    """Return the throughput of every strategy in every scenario, relative to the oracle's."""
     rows = []
     for name, scenario in SCENARIOS.items():
         best = [replay(Oracle, table, scenario, rollouts, seed).tokens_per_s for seed in seeds]
@@ -347,7 +359,7 @@ def compare(
 
 
 def contenders(table: StepTable) -> dict[str, Callable[[Run], Strategy]]:
-    """The learning strategies with all of the table's arms, and every arm by itself."""
+    """Return the learning strategies with all arms of the table, and every arm by itself."""
     arms = list(table.seconds)
     strategies: dict[str, Callable[[Run], Strategy]] = {
         "adaptive": lambda run: Adaptive(arms),
@@ -361,5 +373,5 @@ def contenders(table: StepTable) -> dict[str, Callable[[Run], Strategy]]:
 
 
 def largest_batch(table: StepTable) -> int:
-    """Batches beyond what was recorded would be guesses."""
+    """Return the largest recorded batch; times of larger batches would be guesses."""
     return int(table.seconds[OFF][-1][0])

@@ -1,13 +1,14 @@
-"""`tlt bench rollout`: one workload, several ways to decode, interleaved and repeated.
+"""`tlt bench rollout`: one workload in several modes, interleaved and repeated.
 
-Each mode runs on engines set up for just that: `off` has no drafter loaded at all, `ngram:K` looks
-up n-grams, `eagle3:K` and `tail:K@B` load the drafter, and so do `adaptive` and `beg_mab` where
-there is one. All engines stay up, only one mode works at a time, and the modes take turns within
-each repeat, so that a slow minute of the machine hits all of them. A first, short round warms every
-engine up and is not counted; strategies that learn start from nothing in every run.
+A mode is a strategy on engines set up for it. Engines of `off` load no drafter, engines of
+`ngram:K` look n-grams up, and engines of `eagle3:K` and `tail:K@B` load the drafter; so do engines
+of `adaptive` and `beg_mab` if there is a drafter. All engines stay up, and only one mode works at a
+time. The modes take turns within each repeat, so that a slow minute of the machine hits all of
+them. A first, short round warms every engine up and is not counted. Strategies that learn start
+from nothing in every run.
 
-What each step took is kept on the way: a `StepTable` for `tlt bench strategy`, and the decisions of
-the last run of each mode.
+The result includes the time of every engine step, as a `StepTable` for `tlt bench strategy`, and
+the decisions of each mode's last run.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from tlt.strategy.spec import LEARNING, build_strategy, complete_strategy
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to decode, as the user names it: `off`, `ngram:4`, `eagle3:4`, `tail:4@8`, `adaptive`
-    or `beg_mab`."""
+    """A strategy as the user names it: `off`, `ngram:4`, `eagle3:4`, `tail:4@8`, `adaptive` or
+    `beg_mab`."""
 
     name: str
     strategy: dict[str, Any]
     setup: str
-    """Which engines it runs on: `off`, `ngram` or `eagle3`."""
+    """Engines that the mode runs on: `off`, `ngram` or `eagle3`."""
 
     @classmethod
     def parse(cls, text: str, has_drafter: bool) -> Mode:
+        """Parse a mode's name."""
         drafter, _, rest = text.partition(":")
         try:
             if text == "off":
@@ -71,6 +73,8 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """One run of `tlt bench rollout`."""
+
     engine: EngineConfig
     num_engines: int
     modes: tuple[Mode, ...]
@@ -83,7 +87,7 @@ class Plan:
 
 
 def engine_for(plan: Plan, setup: str) -> EngineConfig:
-    """The engines that the modes of one setup share; bad settings raise before anything starts."""
+    """Return the engine that the modes of one setup share; raise an error for bad settings."""
     modes = [mode for mode in plan.modes if mode.setup == setup]
     if setup == "eagle3" and plan.engine.drafter is None:
         raise ConfigError(
@@ -111,12 +115,12 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
 
 
 def setups(plan: Plan) -> list[str]:
-    """The setups that the plan's modes need, in order of first use."""
+    """List the setups that the plan's modes need, in order of first use."""
     return list(dict.fromkeys(mode.setup for mode in plan.modes))
 
 
 async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
-    """Measure all modes; the result as plain data. Ray must be running."""
+    """Measure all modes and return the result as plain data. Ray must be running."""
     from tlt.rollout.actor import ray_spawner
 
     runs: list[dict[str, Any]] = []
@@ -138,7 +142,7 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
             pool = pools[mode.setup]
             await pool.set_strategy(mode.strategy)
             report = partial(on_progress, label)
-            await pool.call_all("reset_prefix_cache")  # and n-grams learned from earlier runs
+            await pool.call_all("reset_prefix_cache")  # clears the n-grams of earlier runs, too
             await pool.call_all("take_trace")
             metrics = await _rollout(plan, pool, lengths, f"{repeat}/{mode.name}", report)
             traces = await pool.call_all("take_trace")
@@ -161,7 +165,7 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
 
 
 def decisions_of(traces: Sequence[Sequence[StepReport]]) -> list[list[tuple[float, int, str]]]:
-    """Per engine: (seconds since the first step, decodes, arm that drafts), in order."""
+    """Return (seconds since the first step, decodes, drafting arm) of every step, by engine."""
     started_s = min((trace[0].ended_s for trace in traces if trace), default=0.0)
     return [
         [(round(s.ended_s - started_s, 3), s.num_decodes, str(s.proposed)) for s in trace]
@@ -191,7 +195,10 @@ async def _rollout(
 
 
 def summarize(modes: Sequence[Mode], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median and range per mode, and the speed against the first mode, paired within repeats."""
+    """Return median and range per mode, and the speed relative to the first mode.
+
+    Speeds are compared within the same repeat.
+    """
     baseline = {r["repeat"]: r for r in runs if r["mode"] == modes[0].name}
     rows = []
     for mode in modes:

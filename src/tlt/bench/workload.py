@@ -1,8 +1,7 @@
-"""What a benchmark generates: prompts, and response lengths fixed in advance.
+"""The work of a benchmark: prompts, and response lengths fixed in advance.
 
-Lengths are fixed so that two ways of decoding do exactly the same work. They come from a file, or
-from a log-normal distribution, whose tail looks like that of reasoning models: most responses are
-short, a few are very long.
+Fixed lengths make all modes do exactly the same work. Lengths come from a file or from a log-normal
+distribution with a tail like that of reasoning models: most responses are short, a few very long.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from tlt.tasks.tail import HeavyTail
 
 @dataclass(frozen=True, slots=True)
 class LengthSpec:
-    """Response lengths: log-normal with this median and 95th percentile, cut off at `longest`."""
+    """Log-normal response lengths with this median and 95th percentile, cut off at `longest`."""
 
-    num_requests: int = 64
-    median: int = 60
-    p95: int = 500
-    longest: int = 1500
-    seed: int = 0
+    num_requests: int
+    median: int
+    p95: int
+    longest: int
+    seed: int
 
     def draw(self) -> list[int]:
+        """Draw the lengths."""
         rng = random.Random(self.seed)
         tail = HeavyTail(self.median, self.p95, self.longest)
         return [tail.draw(rng) for _ in range(self.num_requests)]
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Lengths from a JSON list, or from a text file with one number per line."""
+    """Read lengths from a JSON list, or from a text file with one number per line."""
     text = path.read_text()
     values = json.loads(text) if text.lstrip().startswith("[") else text.split()
     lengths = [int(value) for value in values]
@@ -53,7 +53,7 @@ def requests(
     temperature: float,
     top_p: float = 1.0,
 ) -> list[SampleRequest]:
-    """One request per length; prompts repeat when there are fewer of them."""
+    """Return one request per length. Prompts repeat when there are fewer prompts than lengths."""
     return [
         SampleRequest(
             sample_id=f"{run}/{index}",
@@ -71,6 +71,7 @@ def requests(
 
 
 def describe(spec: LengthSpec | None, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the lengths and their summary, as plain data."""
     ordered = sorted(lengths)
     return {
         "source": asdict(spec) if spec else "file",

@@ -32,7 +32,7 @@ def rollout(
         list[str] | None,
         typer.Option(
             help="off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 only while at most B requests run), "
-            "adaptive, or published. Repeat it; the first is the baseline."
+            "adaptive, or beg_mab. Repeat it; the first is the baseline."
         ),
     ] = None,
     task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
@@ -121,7 +121,7 @@ def rollout(
     (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
     plot_running(result, out / "rollout.png")
     for text in result["decisions"].keys() & LEARNING:
-        plot_decisions(result["decisions"][text], f"decisions of {text}", out / f"{text}.png")
+        plot_decisions(result["decisions"][text], text, out / f"{text}.png")
     console.print(_table(result))
     console.print(f"[green]wrote[/] {out}/rollout.json and {out}/rollout.png")
 
@@ -142,9 +142,9 @@ def strategy(
         "runs/bench-strategy"
     ),
 ) -> None:
-    """Replay policies on recorded step times: how close do they come to the best arm?
+    """Replay strategies on recorded step times: how close do they come to the best arm?
 
-    Beside what you recorded, always a table made from published figures of an H100.
+    A table made from published figures of an H100 is replayed as well.
     """
     import random
 

@@ -1,7 +1,8 @@
 """The drafter: a one-layer EAGLE-3 model in the layout that vLLM loads.
 
-`eagle3/` holds the model, its config and its loss. `capture` is what it learns from, `keeper` takes
-it from whoever computed it, `buffer` holds it in shared memory, `trainer` learns in short sessions,
-`vocabulary` chooses what may be drafted, `checkpoint` keeps versions, `export` writes folders for
-deployment.
+`eagle3/` holds the model, its config and its loss. `row` packs captured samples (`tlt.states`),
+`passes` computes the drafter and the policy's head over a row. On these two build `trainer`, which
+learns in short sessions, and `evaluation`, which measures and compares acceptance lengths.
+`vocabulary` chooses the tokens that may be drafted, `checkpoint` stores versions, and `export`
+writes folders for deployment.
 """

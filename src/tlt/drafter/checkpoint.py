@@ -1,9 +1,9 @@
-"""Drafter folders as vLLM loads them, and the versions a training run keeps of them.
+"""Drafter folders as vLLM loads them, and the versions that a training run stores.
 
-A folder holds `config.json` and `model.safetensors`. A version of a `VersionStore` is such a folder
-plus the trainer's state: only what is trained, never the policy's head and embedding. Saving copies
-the tensors and returns; a thread writes them into a hidden folder and makes it visible by a rename.
-A crash in between leaves the versions before it as they were.
+A folder holds `config.json` and `model.safetensors`. A version in a `VersionStore` is such a folder
+plus the trainer's state, without the policy's head and embedding. Saving copies the tensors and
+returns; a thread writes them into a hidden folder and makes the folder visible by a rename. A crash
+in between leaves the earlier versions unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATE = "state.json"
 
 
 def save_drafter(drafter: Eagle3Drafter, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a drafter folder; a new one is complete when its weights appear."""
+    """Write a drafter folder. A new folder is complete when its weights appear."""
     weights = drafter_weights(drafter.state_dict(), drafter.config, dtype)
     return _write_folder(out, drafter.config, weights, dtype)
 
@@ -41,11 +41,11 @@ def save_drafter(drafter: Eagle3Drafter, out: Path, dtype: torch.dtype = torch.b
 def drafter_weights(
     state: Mapping[str, torch.Tensor], config: Eagle3Config, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """A drafter's tensors under the names that vLLM loads."""
+    """Return a drafter's tensors under the names that vLLM loads."""
     weights = {}
     for name, tensor in state.items():
         if name == "d2t":
-            # vLLM expects the mapping only when the draft vocabulary is a smaller one.
+            # vLLM expects the mapping only for a draft vocabulary smaller than the policy's.
             if config.draft_vocab_size != config.vocab_size:
                 weights[name] = tensor.cpu()
         else:
@@ -54,6 +54,7 @@ def drafter_weights(
 
 
 def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
+    """Load a drafter folder."""
     try:
         config = Eagle3Config.from_hf(json.loads((folder / "config.json").read_text()))
         state = load_file(folder / WEIGHTS)
@@ -84,9 +85,9 @@ def _write_folder(
 
 
 class VersionStore:
-    """Numbered versions of a drafter in training, the last few of them kept.
+    """Numbered versions of a drafter in training, of which the last `keep` stay on disk.
 
-    One process writes a folder; any may read it. Call `clean` before writing where an earlier
+    One process writes a folder; any process may read it. Call `clean` before writing if an earlier
     writer may have died.
     """
 
@@ -100,19 +101,23 @@ class VersionStore:
         folder.mkdir(parents=True, exist_ok=True)
 
     def clean(self) -> None:
-        """Remove what a writer that died has left."""
+        """Remove the leftovers of a writer that died."""
         for leftover in self.folder.glob(".v*"):
             shutil.rmtree(leftover)
 
     def versions(self) -> list[int]:
-        """Complete versions, oldest first."""
+        """List the complete versions, oldest first."""
         return sorted(int(path.name[1:]) for path in self.folder.glob("v*"))
 
     def path(self, version: int) -> Path:
+        """Return the folder of a version."""
         return self.folder / f"v{version:06d}"
 
     def save(self, trainer: DrafterTrainer, notes: dict[str, Any] | None = None) -> int:
-        """Start writing the next version; its number. Waits only for a write still under way."""
+        """Start writing the next version and return its number.
+
+        Wait only for a write that is still under way.
+        """
         self.wait()
         version = (self.versions() or [0])[-1] + 1
         for name, tensor in trainer.tensors().items():
@@ -130,7 +135,7 @@ class VersionStore:
         return version
 
     def wait(self) -> None:
-        """Until what was started is on disk; raises what went wrong there."""
+        """Wait until the version being written is on disk; raise the error of a failed write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -139,7 +144,7 @@ class VersionStore:
             raise error
 
     def restore(self, trainer: DrafterTrainer, version: int | None = None) -> dict[str, Any]:
-        """Put `trainer` where it was at a version, the last one by default; that one's notes."""
+        """Restore the trainer from a version, by default the last one, and return its notes."""
         versions = self.versions()
         if not versions:
             raise ConfigError(f"{self.folder} holds no drafter version to go on from")
@@ -169,14 +174,14 @@ class VersionStore:
 
 
 def _remove(version: Path) -> None:
-    """Out of sight at once, so that a crash leaves no half-removed version."""
+    """Remove a version. It is hidden first, so that a crash leaves no half-removed version."""
     hidden = version.with_name(f".{version.name}")
     version.rename(hidden)
     shutil.rmtree(hidden)
 
 
 def _sync(path: Path) -> None:
-    """A rename must not reach the disk before what it makes visible."""
+    """Flush to disk: a rename must not get there before the files that it makes visible."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

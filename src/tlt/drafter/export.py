@@ -1,4 +1,4 @@
-"""A drafter for deployment: a folder that stock vLLM loads, with a record of where it comes from.
+"""Exports a drafter for deployment: a folder that stock vLLM loads, with its provenance.
 
 vllm serve TARGET --speculative-config '{"method": "eagle3", "model": FOLDER,
                                          "num_speculative_tokens": 4}'
@@ -19,10 +19,11 @@ PROVENANCE = "provenance.json"
 
 
 def export(source: Path, target: Path, out: Path) -> dict[str, Any]:
-    """Copy a trained drafter to `out`; its provenance.
+    """Copy a trained drafter to `out` and return its provenance.
 
-    `source` is a drafter folder, or a training run's folder, whose best version is taken. Checked
-    against `target`: a drafter of another model would load and only never be right.
+    `source` is a drafter folder, or the folder of a training run, whose best version is exported.
+    The drafter must fit `target`: the drafter of another model would load, but vLLM would accept
+    none of its drafts.
     """
     version = _version_of(source)
     config = load_drafter(version).config

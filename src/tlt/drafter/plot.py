@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plot_training(report: dict[str, Any], out: Path) -> Path:
-    """Acceptance length while training; acceptance by position, before and after."""
+    """Plot the acceptance length during training, and acceptance by position before and after."""
     from tlt.pictures import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
@@ -18,7 +18,7 @@ def plot_training(report: dict[str, Any], out: Path) -> Path:
         left.plot(
             [h["elapsed_s"] / 60 for h in history],
             [h[f"length@{temperature}"] for h in history],
-            linestyle=("-", "--", ":")[index % 3],  # they may lie on top of each other
+            linestyle=("-", "--", ":")[index % 3],  # the curves may coincide
             marker="o",
             markersize=3,
             color=colors[temperature],

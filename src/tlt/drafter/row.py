@@ -1,4 +1,4 @@
-"""Samples packed into one training row, with the draft chains that are to be learned.
+"""Samples packed into one row, with the draft chains to learn or to evaluate.
 
 Shapes: T positions, A fused states (3H), H hidden, C chains.
 """
@@ -32,7 +32,7 @@ class Row:
         self.chains = Chains(learned_T.nonzero()[:, 0], self.lengths)
 
     def learned(self, step: int) -> torch.Tensor:
-        """Chains whose pass `step` predicts a token of the own sample that is learned [C]."""
+        """Return which chains [C] predict, in pass `step`, a learned token of their own sample."""
         place = self.chains.starts + 2 + step
         inside = place < self.chains.ends
         return inside & self.mask_T[place.clamp(max=len(self.mask_T) - 1)]

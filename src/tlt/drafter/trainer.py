@@ -1,20 +1,19 @@
 """Trains the drafter in sessions that may end at any moment.
 
-One micro-step is one packed row and one optimizer update: bounded work, after which the state is
-whole. A session asks before every pass of the drafter, forward and backward, whether to stop; what
-it was doing is then dropped, so that going on later gives the very same weights as never having
-stopped. New weights are published only when they beat the published ones on held-out samples.
+One optimizer step learns one packed row: bounded work, after which the state is whole. A session
+asks before every pass of the drafter, forward and backward, whether to stop. It then discards the
+unfinished optimizer step, so that a session that resumes later reaches the very same weights as
+one that never stopped.
 
 The policy's head and embedding are not trained here; `follow` takes the new ones after every
-policy update.
+policy update. `evaluation` decides whether new weights are better than the published ones.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,65 +21,57 @@ import torch
 
 from tlt.drafter import vocabulary
 from tlt.drafter.eagle3.config import Eagle3Config
-from tlt.drafter.eagle3.loss import Acceptance, AcceptanceMeter, Answers, unrolled_loss
+from tlt.drafter.eagle3.loss import unrolled_loss
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.passes import DraftPasses, Interrupted, ShouldStop, check_stop
 from tlt.drafter.row import Row
 from tlt.hardware import compute_dtype
 from tlt.states.captured import Captured
 
-ShouldStop = Callable[[], bool]
 MISSES_PER_ROW = 8
-"""How many samples may fail to fit before a row counts as full."""
-CHAINS_AT_ONCE = 64
-"""How many distributions over the whole vocabulary are held at a time."""
+"""Samples that may fail to fit before a row counts as full."""
+WARMUP_STEPS = 20
+"""Optimizer steps over which the learning rate rises."""
 
 
-class Interrupted(Exception):
-    """A micro-step or a judgement was broken off; the state is as before it."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    num_draft_tokens: int = 4
+    """How a drafter is trained; `tlt` in the run's config, or options of `tlt drafter train`."""
+
+    num_draft_tokens: int
     """Passes unrolled per chain: the draft length that is trained for."""
-    row_tokens: int = 2048
-    """Tokens of one micro-step; a longer sample's earlier ones, which are only looked at, come on
-    top."""
-    lr: float = 1e-3
-    warmup_steps: int = 20
-    temperature: float = 1.0
-    """The expected acceptance length at this temperature decides what is published."""
+    row_tokens: int
+    """Learned tokens of one optimizer step. The context before a window of a longer sample comes
+    on top."""
+    lr: float
+    """Highest learning rate."""
+    temperature: float
+    """Temperature whose expected acceptance length decides what is published."""
+    seed: int
+    """Seed of the order in which samples are drawn."""
     averaged_steps: int = 1
-    """Over about so many micro-steps the mean of the weights is kept: where little is learned from,
-    it drafts better than the latest weights."""
+    """Optimizer steps over which the weights are averaged; 1 turns averaging off. Where there is
+    little to learn from, the mean drafts better than the latest weights."""
     bfloat16: bool = field(default_factory=lambda: compute_dtype() == "bfloat16")
-    """Compute matrix products in bfloat16, by default where this CPU has instructions for it;
-    weights and optimizer stay in float32."""
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A held-out sample to judge drafters by."""
-
-    row: Row
-    answers: Answers
-    """The policy's, where the chains of the row are verified."""
+    """Compute matrix products in bfloat16, by default where this CPU has instructions for it.
+    Weights and optimizer stay in float32."""
 
 
 class SampleSource(Protocol):
     """Samples to learn from, which may come and go between calls."""
 
     def sizes(self) -> dict[str, int]:
-        """Tokens of every sample to train on that is there now, by name."""
+        """Return the number of tokens of every sample that can be trained on now, by name."""
         ...
 
     def read(self, name: str) -> Captured | None:
-        """A sample, or nothing when it is gone."""
+        """Return a sample, or None when it is gone."""
         ...
 
 
 class DrafterTrainer:
+    """A drafter, its optimizer, and the policy that it follows."""
+
     def __init__(
         self,
         drafter: Eagle3Drafter,
@@ -90,42 +81,58 @@ class DrafterTrainer:
     ) -> None:
         self.drafter = drafter
         self.settings = settings
+        self.passes = DraftPasses(
+            drafter, head_VH, embedding_VH, settings.num_draft_tokens, settings.bfloat16
+        )
         self.step = 0
+        """Optimizer steps, also those of earlier processes."""
         self.tokens_seen = 0
-        """Since this process began."""
+        """Tokens trained on since this process began."""
         self.optimizer = torch.optim.AdamW(
             drafter.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
         self._rng = random.Random(settings.seed)
         self._mean: dict[str, torch.Tensor] | None = None
-        self.follow(head_VH, embedding_VH)
+        self._use_draft_head()
 
     def follow(self, head_VH: torch.Tensor, embedding_VH: torch.Tensor) -> None:
         """Learn from this policy's head and embedding from now on."""
-        # Products with a bfloat16 head would be bfloat16 ones.
-        self._head_VH = head_VH.detach() if self.settings.bfloat16 else head_VH.detach().float()
-        self._embedding_VH = embedding_VH.detach()
+        self.passes.follow(head_VH, embedding_VH)
         self._use_draft_head()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Go on from other weights of this drafter, with the optimizer as it is."""
+        """Continue from other weights of this drafter, with the optimizer as it is."""
         self.drafter.load_state_dict(weights)
         self._mean = None
         self._use_draft_head()
 
     def move(self, device: torch.device) -> None:
-        """Everything to another device."""
-        if self._head_VH.device.type == device.type:
+        """Move weights, optimizer and the policy's head and embedding to another device."""
+        if self.passes.device.type == device.type:
             return
         self.drafter.to(device)
         if self._mean is not None:
             self._mean = {name: tensor.to(device) for name, tensor in self._mean.items()}
         for state in self.optimizer.state.values():
             state.update({k: v.to(device) for k, v in state.items() if k != "step"})
-        self.follow(self._head_VH.to(device), self._embedding_VH.to(device))
+        self.follow(self.passes.head_VH.to(device), self.passes.embedding_VH.to(device))
+
+    def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
+        """Replace the draft vocabulary if these responses have drifted away from it.
+
+        Return whether it was replaced.
+        """
+        better = vocabulary.better_for(self.drafter, responses)
+        if better is None:
+            return False
+        passes = self.passes
+        vocabulary.replace(self.drafter, self.optimizer, passes.head_VH, better.to(passes.device))
+        self._mean = None
+        self._use_draft_head()
+        return True
 
     def _use_draft_head(self) -> None:
-        self._draft_head = self._head_VH[self.drafter.draft_token_ids()]
+        self._draft_head = self.passes.head_VH[self.drafter.draft_token_ids()]
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -137,9 +144,10 @@ class DrafterTrainer:
         lr_scale: Callable[[], float] = lambda: 1.0,
         is_over: ShouldStop = lambda: False,
     ) -> int:
-        """Micro-steps until told to stop or nothing is left to learn from; how many.
+        """Run optimizer steps until told to stop or until there is nothing to learn from.
 
-        `should_stop` breaks a micro-step off, `is_over` lets it finish.
+        `should_stop` interrupts an optimizer step, `is_over` lets it finish. Return the number of
+        finished optimizer steps.
         """
         done = 0
         while not should_stop() and not is_over():
@@ -157,11 +165,11 @@ class DrafterTrainer:
         return done
 
     def draw(self, source: SampleSource) -> Row | None:
-        """A row of samples drawn at random, filled up to the token budget.
+        """Draw samples at random and fill a row up to the token budget.
 
-        Of a longer sample a part is learned, as long as the row and anywhere in its response; what
-        comes before it is only looked at, and costs little. None when there is nothing to learn
-        from.
+        Of a longer sample, the row learns a window of `row_tokens` anywhere in the response; the
+        context before the window is only attended to, which costs little. Return None when there
+        is nothing to learn from.
         """
         sizes = source.sizes()
         names = sorted(sizes)
@@ -182,157 +190,69 @@ class DrafterTrainer:
                     last = len(sample) - budget
                     begin = self._rng.randint(min(sample.first_learned, last), last)
                     sample = sample.focused(begin, begin + budget)
-                chosen.append(sample.to(self._head_VH.device))
+                chosen.append(sample.to(self.passes.device))
                 used += len(sample)
         return Row(chosen) if chosen else None
 
     def micro_step(
         self, row: Row, lr_scale: float = 1.0, should_stop: ShouldStop = lambda: False
     ) -> float:
-        """Learn one row; its loss."""
+        """Learn one row in one optimizer step and return its loss."""
         self.optimizer.zero_grad()
         loss = self.loss(row, should_stop)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
-        warm = min(1.0, (self.step + 1) / self.settings.warmup_steps)
+        warm = min(1.0, (self.step + 1) / WARMUP_STEPS)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.lr * warm * lr_scale
-        # A broken state need not show in the loss to spoil every gradient.
+        # A broken hidden state can spoil every gradient without showing in the loss.
         if math.isfinite(norm):
             if self._mean is None and self.settings.averaged_steps > 1:
                 self._mean = self.weights()
             self.optimizer.step()
-            self._take_into_mean()
+            self._update_mean()
         self.step += 1
         self.tokens_seen += len(row.token_ids_T)
         return loss.item()
 
     @torch.no_grad()
-    def _take_into_mean(self) -> None:
+    def _update_mean(self) -> None:
         if self._mean is not None:
             for name, parameter in self.drafter.named_parameters():
                 self._mean[name].lerp_(parameter, 1 / self.settings.averaged_steps)
 
     def loss(self, row: Row, should_stop: ShouldStop = lambda: False) -> torch.Tensor:
+        """Return the loss of one row."""
         starts = row.chains.starts
-        with self._autocast():
-            outputs = self._unroll(row, should_stop)
+        with self.passes.autocast():
+            outputs = self.passes.unroll(row, should_stop)
             with torch.no_grad():
                 # Pass j of the chain at s has the target of pass 0 of the chain at s+j.
-                probs_CV = self._project(row.final_TH[starts + 1], self._draft_head).softmax(-1)
+                logits_CV = self.passes.project(row.final_TH[starts + 1], self._draft_head)
+                probs_CV = logits_CV.softmax(-1)
             drafted, targets = [], []
             for step, hidden_CH in enumerate(outputs):
                 learned_C = row.learned(step)
                 logits_CV = self.drafter.lm_head(hidden_CH[learned_C])
-                watch(logits_CV, should_stop)
+                check_stop(logits_CV, should_stop)
                 drafted.append(logits_CV)
                 targets.append(probs_CV[torch.searchsorted(starts, starts[learned_C] + step)])
         return unrolled_loss(drafted, targets)
 
-    # --- judging ------------------------------------------------------------------------------
-
-    def questions(
-        self,
-        samples: Sequence[Captured],
-        temperatures: Sequence[float],
-        should_stop: ShouldStop = lambda: False,
-    ) -> list[Question]:
-        """Held-out samples with what the policy says over them. Half the work of judging is here,
-        and is done once for all drafters that are compared."""
-        return [self._question(s, temperatures, should_stop) for s in samples if s.num_chains]
-
-    @torch.no_grad()
-    def _question(
-        self, sample: Captured, temperatures: Sequence[float], should_stop: ShouldStop
-    ) -> Question:
-        row = Row([sample.to(self._head_VH.device)])
-        answers = []
-        for final_nH in row.final_TH[row.chains.starts + 1].split(CHAINS_AT_ONCE):
-            watch(final_nH, should_stop)
-            with self._autocast():
-                logits_nV = self._project(final_nH, self._head_VH)
-            answers.append(Answers.of(logits_nV, temperatures))
-        return Question(row, Answers.joined(answers))
-
-    @torch.no_grad()
-    def examine(
-        self,
-        questions: Sequence[Question],
-        temperatures: Sequence[float],
-        should_stop: ShouldStop = lambda: False,
-    ) -> Acceptance:
-        """How the drafter would do, against the policy's whole vocabulary."""
-        meter = AcceptanceMeter(self.settings.num_draft_tokens, temperatures)
-        vocabulary_V = self.drafter.draft_token_ids()
-        for question in questions:
-            row = question.row
-            starts = row.chains.starts
-            with self._autocast():
-                outputs = self._unroll(row, should_stop)
-                reached_C = torch.ones_like(starts, dtype=torch.bool)
-                for step, hidden_CH in enumerate(outputs):
-                    watch(hidden_CH, should_stop)
-                    learned_C = row.learned(step)
-                    draft_C = vocabulary_V[self.drafter.lm_head(hidden_CH).argmax(-1)]
-                    target = torch.searchsorted(starts, starts[learned_C] + step)
-                    drafted = draft_C[learned_C]
-                    meter.add(
-                        step,
-                        drafted,
-                        self._logits_of(drafted, row.final_TH[starts[target] + 1]),
-                        question.answers.at(target),
-                        reached_C[learned_C],
-                    )
-                    text_C = row.token_ids_T[(starts + 2 + step).clamp(max=row.lengths[0] - 1)]
-                    reached_C = reached_C & (draft_C == text_C)
-        return meter.result()
-
-    def evaluate(self, samples: Sequence[Captured], temperatures: Sequence[float]) -> Acceptance:
-        """How the drafter would do on these samples."""
-        return self.examine(self.questions(samples, temperatures), temperatures)
-
-    def better_than(
-        self,
-        published: dict[str, torch.Tensor],
-        held_out: Sequence[Captured],
-        temperatures: Sequence[float] = (),
-    ) -> tuple[bool, Acceptance]:
-        """Whether the current weights draft longer than `published`; how they are judged.
-
-        Both on the same samples: what is held out changes as the policy moves.
-        """
-        gate = self.settings.temperature
-        temperatures = [gate, *temperatures]
-        questions = self.questions(held_out, temperatures)
-        new = self.examine(questions, temperatures)
-        with self.wearing(published):
-            old = self.examine(questions, [gate])
-        return new.length(gate) > old.length(gate), new
-
-    @contextmanager
-    def wearing(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """The drafter with other weights for a while, to examine them."""
-        own = self.weights()
-        self.drafter.load_state_dict(weights)
-        try:
-            yield
-        finally:
-            self.drafter.load_state_dict(own)
-
     # --- state --------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the drafter's weights."""
+        """Return a copy of the drafter's weights."""
         return {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}
 
     def mean_weights(self) -> dict[str, torch.Tensor]:
-        """A copy of their mean over `averaged_steps`."""
+        """Return a copy of the weights' mean over `averaged_steps`."""
         if self._mean is None:
             return self.weights()
         return {name: tensor.clone() for name, tensor in self._mean.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that changes with training, as flat named tensors, not copied."""
+        """Return all tensors that training changes, by flat names, without copying them."""
         state = {f"drafter.{name}": t for name, t in self.drafter.state_dict().items()}
         for name, parameter in self.drafter.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -340,11 +260,11 @@ class DrafterTrainer:
         return state
 
     def progress(self) -> dict[str, Any]:
-        """The rest of the state, as plain data."""
+        """Return the rest of the state as plain data."""
         return {"step": self.step, "rng": self._rng.getstate()}
 
     def restore(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
-        """Go on from a saved `tensors()` and `progress()`."""
+        """Continue from a saved `tensors()` and `progress()`."""
         self.load(drafter_part(tensors))
         for name, parameter in self.drafter.named_parameters():
             prefix = f"optimizer.{name}."
@@ -358,75 +278,9 @@ class DrafterTrainer:
         version, internal, gauss = progress["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
 
-    @torch.no_grad()
-    def use_vocabulary(self, token_ids: torch.Tensor) -> None:
-        """Draft from other tokens. What was learned of those that stay is kept, moments included;
-        new ones start from the policy's head."""
-        drafter = self.drafter
-        old = drafter.draft_token_ids()
-        place = torch.searchsorted(old, token_ids).clamp(max=len(old) - 1)
-        stays = old[place] == token_ids
-        weight = drafter.lm_head.weight
-        fresh = self._head_VH[token_ids].to(weight.dtype)
-        weight.copy_(torch.where(stays[:, None], weight[place], fresh))
-        for name, moment in self.optimizer.state[weight].items():
-            if name != "step":
-                moment.copy_(torch.where(stays[:, None], moment[place], 0.0))
-        drafter.set_draft_vocabulary(token_ids)
-        self._mean = None
-        self._use_draft_head()
-
-    def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
-        """Change the draft vocabulary if these responses have drifted away from it."""
-        config = self.drafter.config
-        if config.draft_vocab_size == config.vocab_size:
-            return False
-        counts = vocabulary.count_tokens(responses, config.vocab_size)
-        better = vocabulary.drifted(counts, self.drafter.draft_token_ids().cpu())
-        if better is not None:
-            self.use_vocabulary(better.to(self._head_VH.device))
-        return better is not None
-
-    # --- parts --------------------------------------------------------------------------------
-
-    def _unroll(self, row: Row, should_stop: ShouldStop = lambda: False) -> list[torch.Tensor]:
-        embeds_TH = self._embedding_VH[row.token_ids_T.roll(-1)].float()
-        return self.drafter.unroll(
-            row.aux_TA.float(),
-            embeds_TH,
-            row.position_T,
-            row.chains,
-            self.settings.num_draft_tokens,
-            lambda hidden: watch(hidden, should_stop),
-        )
-
-    def _project(self, final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        return (final.to(head.dtype) @ head.T).float()
-
-    def _logits_of(self, token_ids_n: torch.Tensor, final_nH: torch.Tensor) -> torch.Tensor:
-        """The policy's logits of one token each, rounded as those of all tokens are."""
-        head_nH = self._head_VH[token_ids_n]
-        return torch.bmm(final_nH.to(head_nH.dtype)[:, None], head_nH[:, :, None]).flatten().float()
-
-    def _autocast(self) -> torch.autocast:
-        device = self._head_VH.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.settings.bfloat16)
-
-
-def watch(tensor: torch.Tensor, should_stop: ShouldStop) -> None:
-    """Break off here if told to, and when the backward pass comes by."""
-
-    def check(_: object = None) -> None:
-        if should_stop():
-            raise Interrupted
-
-    check()
-    if tensor.requires_grad:
-        tensor.register_hook(check)
-
 
 def drafter_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The drafter's own weights among a trainer's `tensors()`."""
+    """Return the drafter's own weights among a trainer's `tensors()`."""
     return {
         name.removeprefix("drafter."): tensor
         for name, tensor in tensors.items()
@@ -437,7 +291,10 @@ def drafter_part(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def fresh_drafter(
     target_config: Any, head_VH: torch.Tensor, token_ids: torch.Tensor | None, seed: int = 0
 ) -> Eagle3Drafter:
-    """An untrained drafter that starts from the policy: its head, the mean of the fused states."""
+    """Return an untrained drafter whose head is the policy's.
+
+    Its input layer starts as the mean of the fused hidden states.
+    """
     torch.manual_seed(seed)
     config = Eagle3Config.for_target(target_config, None if token_ids is None else len(token_ids))
     drafter = Eagle3Drafter(config)

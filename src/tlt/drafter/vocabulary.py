@@ -1,8 +1,8 @@
 """The draft vocabulary: which of the policy's tokens a drafter may propose.
 
-A small one makes every draft pass cheaper; tokens outside it are never drafted, so it has to cover
-what the policy writes. As the policy moves, what it writes moves too: `drifted` says when another
-choice would cover enough more to be worth the change.
+A small vocabulary makes every draft pass cheaper. Tokens outside it are never drafted, so that it
+has to cover what the policy writes. The policy's text moves as the policy learns: `drifted` finds
+a vocabulary that covers enough more to be worth the change, and `replace` installs it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from collections.abc import Iterable
 
 import torch
 
+from tlt.drafter.eagle3.model import Eagle3Drafter
+
 MIN_GAIN = 0.01
+"""Additional share of the tokens that a new vocabulary must cover."""
 
 
 def count_tokens(responses: Iterable[torch.Tensor], vocab_size: int) -> torch.Tensor:
+    """Count how often each token of the policy's vocabulary occurs."""
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for token_ids in responses:
         counts += torch.bincount(token_ids.cpu(), minlength=vocab_size)
@@ -22,19 +26,51 @@ def count_tokens(responses: Iterable[torch.Tensor], vocab_size: int) -> torch.Te
 
 
 def choose(counts_V: torch.Tensor, size: int) -> torch.Tensor:
-    """The most frequent tokens, sorted by id; filled up with the lowest ids."""
+    """Return the most frequent tokens, sorted by id; the lowest ids fill the rest."""
     vocab_size = len(counts_V)
     ranked = counts_V - torch.arange(vocab_size) / (10.0 * vocab_size)  # ties go to the lower id
     return ranked.topk(size).indices.sort().values
 
 
 def coverage(counts_V: torch.Tensor, token_ids: torch.Tensor) -> float:
-    """Share of the counted tokens that a vocabulary can draft."""
+    """Return the share of the counted tokens that a vocabulary can draft."""
     return (counts_V[token_ids].sum() / counts_V.sum().clamp(min=1)).item()
 
 
 def drifted(counts_V: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor | None:
-    """A vocabulary of the same size that covers at least `MIN_GAIN` more, if there is one."""
+    """Return a vocabulary of the same size that covers `MIN_GAIN` more, if there is one."""
     better = choose(counts_V, len(token_ids))
     gain = coverage(counts_V, better) - coverage(counts_V, token_ids)
     return better if gain >= MIN_GAIN else None
+
+
+def better_for(drafter: Eagle3Drafter, responses: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """Return a vocabulary that suits these responses better than the drafter's, if there is one."""
+    config = drafter.config
+    if config.draft_vocab_size == config.vocab_size:
+        return None
+    return drifted(count_tokens(responses, config.vocab_size), drafter.draft_token_ids().cpu())
+
+
+@torch.no_grad()
+def replace(
+    drafter: Eagle3Drafter,
+    optimizer: torch.optim.Optimizer,
+    head_VH: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    """Make the drafter draft from other tokens.
+
+    Tokens that stay keep their row of the drafter's head and its optimizer moments. New tokens
+    start from the policy's head.
+    """
+    old = drafter.draft_token_ids()
+    place = torch.searchsorted(old, token_ids).clamp(max=len(old) - 1)
+    stays = old[place] == token_ids
+    weight = drafter.lm_head.weight
+    fresh = head_VH[token_ids].to(weight.dtype)
+    weight.copy_(torch.where(stays[:, None], weight[place], fresh))
+    for name, moment in optimizer.state[weight].items():
+        if name != "step":
+            moment.copy_(torch.where(stays[:, None], moment[place], 0.0))
+    drafter.set_draft_vocabulary(token_ids)

@@ -19,7 +19,9 @@ import torch
 from safetensors import safe_open
 
 from tlt.drafter.checkpoint import load_drafter
-from tlt.drafter.trainer import DrafterTrainer, Interrupted, Question, TrainerSettings
+from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows, with_weights
+from tlt.drafter.passes import Interrupted
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.harvest.leases import Holder
 from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
@@ -69,7 +71,7 @@ class HarvestTrainer:
         self._at_start: dict[str, torch.Tensor] | None = None
         """While the trainer trains or evaluates, the weights that it began with."""
         self._untrained = settings.untrained
-        self._held_out: list[Question] | None = None
+        self._held_out: list[HeldOutWindow] | None = None
         self._published_lengths: list[float] | None = None
 
     # --- leases -------------------------------------------------------------------------------
@@ -189,17 +191,17 @@ class HarvestTrainer:
         if self._held_out is None:
             samples = self._buffer.held_out(self._settings.held_out_tokens)
             parts = [part for sample in samples for part in windows(sample, HELD_OUT_WINDOW)]
-            self._held_out = self._trainer.questions(
-                parts, [self._gate], lambda: self._ended(lease)
+            self._held_out = prepare_windows(
+                self._trainer.passes, parts, [self._gate], lambda: self._ended(lease)
             )
         self._at_start = self._trainer.mean_weights()
         try:
-            with self._trainer.wearing(weights):
+            with with_weights(self._trainer.drafter, weights):
                 return [
-                    self._trainer.examine(
-                        [question], [self._gate], lambda: self._ended(lease)
+                    evaluate(
+                        self._trainer.passes, [window], [self._gate], lambda: self._ended(lease)
                     ).length(self._gate)
-                    for question in self._held_out
+                    for window in self._held_out
                 ]
         finally:
             self._at_start = None
@@ -209,7 +211,7 @@ class HarvestTrainer:
         return self._settings.trainer.temperature
 
     def _window_sizes(self) -> list[int]:
-        return [len(question.row.chains.starts) for question in self._held_out or []]
+        return [len(window.row.chains.starts) for window in self._held_out or []]
 
     def _choose_vocabulary(self) -> None:
         """Choose the vocabulary before the first training; later all trainers share it."""

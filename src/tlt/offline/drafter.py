@@ -1,9 +1,9 @@
 """`tlt drafter train`: from a policy alone to a drafter that follows it.
 
 The pool generates from the training prompts, the policy runs over the samples once for its
-states, and the trainer learns from the buffer until the budget is spent. Each new version must
-beat the one before it on held-out samples. What the drafter is worth is then measured where it
-counts: in the same engines, on prompts it never saw, before and after.
+hidden states, and the trainer learns from the buffer until the budget is spent. Each new version
+must beat the previous one on held-out samples. The engines then measure the drafter's acceptance
+on prompts that it never saw, before and after training.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
 from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import VersionStore, drafter_weights, load_drafter, save_drafter
-from tlt.drafter.eagle3.loss import Acceptance
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.evaluation import Acceptance, compare, evaluate_samples
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.errors import ConfigError
 from tlt.rollout.actor import ray_spawner
@@ -37,13 +37,21 @@ from tlt.states.captured import capture
 from tlt.tasks.tail import length_summary
 
 HELD_OUT_TOKENS = 2048
-JUDGE_EVERY_S = 90.0
+"""Tokens that versions are evaluated on."""
+EVALUATE_EVERY_S = 90.0
+"""Longest session between two evaluations."""
+MEASURED_TEMPERATURES = (0.0, 1.0)
+"""Sampling temperatures of the measurements in the engines."""
+BUFFER_BYTES = 4 * 2**30
+MAX_SAMPLE_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlan:
+    """One run of `tlt drafter train`."""
+
     engine: EngineConfig
-    """Without a drafter: it is made here."""
+    """The engine, without a drafter."""
     num_engines: int
     prompts: tuple[tuple[int, ...], ...]
     held_out_prompts: tuple[tuple[int, ...], ...]
@@ -53,43 +61,35 @@ class DrafterPlan:
     budget_s: float
     draft_vocab_size: int | None
     trainer: TrainerSettings
-    dtype: str = "bfloat16"
-    init: Path | None = None
-    """A drafter to go on from, instead of from nothing."""
-    measured_temperatures: tuple[float, ...] = (0.0, 1.0)
-    buffer_bytes: int = 4 * 2**30
+    dtype: str
+    init: Path | None
+    """Drafter to continue from, or None for a new one."""
 
 
 async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]:
-    """Train, measure, keep the versions under `plan.out`; the report. Ray must be running."""
-    from transformers import AutoModelForCausalLM
+    """Train and measure a drafter, store its versions under `plan.out`, and return the report.
 
+    Ray must be running.
+    """
     if (plan.out / "versions").exists():
         raise ConfigError(f"{plan.out} already holds a training run; choose another --out")
     started_at = time.monotonic()
-    dtype = getattr(torch, plan.dtype)
-    # The states are those that the engines' weights give, computed in the trainer's dtype.
-    policy = AutoModelForCausalLM.from_pretrained(plan.engine.model, dtype=dtype)
-    if not plan.trainer.bfloat16:
-        policy = policy.float()
-    head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach()
-    drafter = _first_drafter(plan, policy.config, head)
-    initial = save_drafter(drafter, plan.out / "initial", dtype)
-    trainer = DrafterTrainer(drafter, head, embedding, plan.trainer)
-    num_drafts = plan.trainer.num_draft_tokens
+    policy, trainer = _load_policy(plan)
+    drafter = trainer.drafter
+    initial = save_drafter(drafter, plan.out / "initial", getattr(torch, plan.dtype))
     engine = plan.engine.model_copy(
         update={
             "drafter": str(initial),
             "strategy": {"kind": "off"},
-            "max_draft_tokens": num_drafts,
+            "max_draft_tokens": plan.trainer.num_draft_tokens,
         }
     )
     shared = tempfile.mkdtemp(prefix="tlt-buffer-", dir="/dev/shm")
     buffer = SampleBuffer(
         BufferSettings(
             folder=shared,
-            capacity_bytes=plan.buffer_bytes,
+            capacity_bytes=BUFFER_BYTES,
+            max_sample_tokens=MAX_SAMPLE_TOKENS,
             held_out_share=max(1 / 16, 8 / len(plan.prompts)),
         )
     )
@@ -105,15 +105,15 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             took("start")
             samples = await _sample(plan, pool, show)
             took("sample")
-            responses = [torch.tensor(s.token_ids) for s in samples.values()]
-            trainer.check_vocabulary(responses)
-            # An untrained drafter accepts next to nothing, and that slowly: a few prompts will do.
+            trainer.check_vocabulary([torch.tensor(s.token_ids) for s in samples.values()])
+            # Few drafts of an untrained drafter are accepted, and generating with it is slow: a
+            # few prompts are enough.
             few = plan.held_out_prompts[:: 1 if plan.init else 4]
             before = await _measure(plan, pool, drafter, few, "before", show)
             took("measure before")
             await asyncio.to_thread(_capture, plan, policy, samples, drafter, buffer, show)
             took("capture")
-            # The last measurement takes about as long as the first one would on all prompts.
+            # The last measurement takes about as long as the first would take on all prompts.
             reserved_s = seconds["measure before"] * (1 if plan.init else 2)
             left = plan.budget_s - (time.monotonic() - started_at) - reserved_s
             history = await asyncio.to_thread(_train, plan, trainer, buffer, max(left, 1.0), show)
@@ -122,21 +122,45 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             took("measure after")
     finally:
         shutil.rmtree(shared, ignore_errors=True)
-    counts = vocabulary.count_tokens(responses, drafter.config.vocab_size)
     return {
-        "data": {
-            "num_prompts": len(plan.prompts),
-            "num_response_tokens": int(counts.sum()),
-            "temperature": plan.temperature,
-            "draft_vocabulary_coverage": vocabulary.coverage(counts, drafter.draft_token_ids()),
-            **length_summary([len(s.token_ids) for s in samples.values()]),
-        },
-        "num_draft_tokens": num_drafts,
+        "data": _describe(plan, drafter, samples),
+        "num_draft_tokens": plan.trainer.num_draft_tokens,
         "num_held_out_prompts": len(plan.held_out_prompts),
         "acceptance": {"before": before, "after": after},
         "training": {"steps": trainer.step, "settings": asdict(plan.trainer), "history": history},
         "seconds": seconds,
         "budget_minutes": plan.budget_s / 60,
+    }
+
+
+def _load_policy(plan: DrafterPlan) -> tuple[Any, DrafterTrainer]:
+    """Load the policy, and make the trainer of its drafter."""
+    from transformers import AutoModelForCausalLM
+
+    # States are computed from the engines' rounded weights, in the trainer's dtype.
+    policy = AutoModelForCausalLM.from_pretrained(
+        plan.engine.model, dtype=getattr(torch, plan.dtype)
+    )
+    if not plan.trainer.bfloat16:
+        policy = policy.float()
+    head = policy.get_output_embeddings().weight.detach()
+    embedding = policy.get_input_embeddings().weight.detach()
+    drafter = _first_drafter(plan, policy.config, head)
+    return policy, DrafterTrainer(drafter, head, embedding, plan.trainer)
+
+
+def _describe(
+    plan: DrafterPlan, drafter: Eagle3Drafter, samples: dict[int, Sample]
+) -> dict[str, Any]:
+    """Return the report's section about the training data."""
+    responses = [torch.tensor(s.token_ids) for s in samples.values()]
+    counts = vocabulary.count_tokens(responses, drafter.config.vocab_size)
+    return {
+        "num_prompts": len(plan.prompts),
+        "num_response_tokens": int(counts.sum()),
+        "temperature": plan.temperature,
+        "draft_vocabulary_coverage": vocabulary.coverage(counts, drafter.draft_token_ids()),
+        **length_summary([len(s.token_ids) for s in samples.values()]),
     }
 
 
@@ -190,16 +214,16 @@ def _train(
     budget_s: float,
     show: ShowProgress,
 ) -> list[dict[str, Any]]:
-    """Short sessions; after each, a version is kept if it is better than the last one.
+    """Train in short sessions, and store a version after each session that made it better.
 
-    Ends with the best version in the trainer's drafter; what each session came to.
+    Leave the best version's weights in the trainer's drafter. Return the evaluation after every
+    session.
     """
     store = VersionStore(plan.out / "versions", getattr(torch, plan.dtype))
     held_out = buffer.held_out(HELD_OUT_TOKENS)
-    temperatures = plan.measured_temperatures
     gate = plan.trainer.temperature
-    judged = trainer.evaluate(held_out, [gate, *temperatures])
-    best, history = trainer.weights(), [_judgement(trainer.step, 0.0, None, judged)]
+    acceptance = evaluate_samples(trainer.passes, held_out, [gate, *MEASURED_TEMPERATURES])
+    best, history = trainer.weights(), [_evaluation(trainer.step, 0.0, None, acceptance)]
     store.save(trainer, {"held_out": history[0]})
     started_at = time.monotonic()
 
@@ -207,7 +231,7 @@ def _train(
         return min(1.0, (time.monotonic() - started_at) / budget_s)
 
     while progress() < 1:
-        session_ends = min(1.0, progress() + min(JUDGE_EVERY_S / budget_s, 0.25))
+        session_ends = min(1.0, progress() + min(EVALUATE_EVERY_S / budget_s, 0.25))
         losses: list[float] = []
 
         def note(step: int, loss: float, losses: list[float] = losses) -> None:
@@ -221,10 +245,10 @@ def _train(
             note,
             lambda: 0.05 + 0.475 * (1 + math.cos(math.pi * progress())),
         )
-        better, judged = trainer.better_than(best, held_out, temperatures)
+        better, acceptance = compare(trainer.passes, best, held_out, gate, MEASURED_TEMPERATURES)
         elapsed_s = time.monotonic() - started_at
         loss = sum(losses) / max(len(losses), 1)
-        history.append(_judgement(trainer.step, elapsed_s, loss, judged))
+        history.append(_evaluation(trainer.step, elapsed_s, loss, acceptance))
         if better:
             best = trainer.weights()
             store.save(trainer, {"held_out": history[-1]})
@@ -237,11 +261,11 @@ def _reached(progress: Callable[[], float], end: float) -> bool:
     return progress() >= end
 
 
-def _judgement(
-    step: int, elapsed_s: float, loss: float | None, judged: Acceptance
+def _evaluation(
+    step: int, elapsed_s: float, loss: float | None, acceptance: Acceptance
 ) -> dict[str, Any]:
-    lengths = {f"length@{t:g}": judged.length(t) for t in judged.rates}
-    agreement = {f"agreement@{i}": value for i, value in enumerate(judged.agreement, 1)}
+    lengths = {f"length@{t:g}": acceptance.length(t) for t in acceptance.rates}
+    agreement = {f"agreement@{i}": value for i, value in enumerate(acceptance.agreement, 1)}
     return {"step": step, "elapsed_s": elapsed_s, "loss": loss, **lengths, **agreement}
 
 
@@ -253,13 +277,13 @@ async def _measure(
     label: str,
     show: ShowProgress,
 ) -> dict[str, Any]:
-    """Acceptance in the engines on held-out prompts, by temperature and draft position."""
+    """Measure acceptance in the engines on held-out prompts, by temperature and position."""
     weights = drafter_weights(drafter.state_dict(), drafter.config, getattr(torch, plan.dtype))
     await pool.update_drafter(weights.items(), 1 if label == "before" else 2)
     num_drafts = plan.trainer.num_draft_tokens
     await pool.set_strategy({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": num_drafts})
     result = {}
-    for temperature in plan.measured_temperatures:
+    for temperature in MEASURED_TEMPERATURES:
         text = f"measuring {label} at temperature {temperature:g}"
         run = f"{label}/{temperature:g}"
         requests = _requests(run, prompts, plan.max_tokens, temperature)
@@ -276,7 +300,7 @@ async def _measure(
 def _acceptance(
     before: Sequence[EngineStats], after: Sequence[EngineStats], num_drafts: int
 ) -> dict[str, Any]:
-    """Acceptance length, and the share of drafts accepted at least up to each position."""
+    """Return the acceptance length, and the share of drafts accepted up to each position."""
 
     def total(stats: Sequence[EngineStats], position: int) -> int:
         return sum(s.accepted_at[position] for s in stats if position < len(s.accepted_at))

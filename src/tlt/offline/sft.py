@@ -1,4 +1,4 @@
-"""`tlt sft`: give a policy its supervised start and write it as a model folder."""
+"""`tlt sft`: a policy's supervised start, written as a model folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train_policy(
     settings: SftSettings,
     on_step: Callable[[SftStep], None],
 ) -> dict[str, Any]:
-    """Train `model` on worked solutions and save it; what the data was like."""
+    """Train `model` on worked solutions, save it, and return a summary of the data."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -79,7 +79,7 @@ class EngineLoop:
         self._queue: deque[tuple[SampleRequest, float]] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._finished: list[Sample] = []
-        self._in_flight: dict[str, tuple[SampleRequest, float, float]] = {}
+        self._in_flight: dict[str, tuple[float, float]] = {}
         """Each request in flight, when it arrived, and when it left the queue."""
         self._slots = 0
         self._stopping = False
@@ -209,7 +209,7 @@ class EngineLoop:
             admitted = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
             # Still under the lock: a withdrawal must never see a request twice or not at all.
             for request, arrived_s in admitted:
-                self._in_flight[request.sample_id] = (request, arrived_s, time.time())
+                self._in_flight[request.sample_id] = (arrived_s, time.time())
         self._run_commands(commands)
         for request, _ in admitted:
             self._core.admit(request)
@@ -232,7 +232,7 @@ class EngineLoop:
     def _collect(self, finished: Iterable[Finished]) -> None:
         samples = []
         for end in finished:
-            request, arrived_s, started_s = self._in_flight.pop(end.sample_id)
+            arrived_s, started_s = self._in_flight.pop(end.sample_id)
             if end.finish_reason not in WHOLE:
                 logger.error(
                     "%s: sample %s ended by %s", self.name, end.sample_id, end.finish_reason

@@ -16,7 +16,7 @@ import numpy as np
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.simulate.model import Drafting, EngineModel
-from tlt.strategy.estimates import batch_bucket
+from tlt.strategy.step_time import batch_bucket
 
 STEPS = 32
 """Played at each batch size."""

@@ -1,15 +1,17 @@
-"""A node's store of captured samples, in shared memory, that no crash can corrupt.
+"""A node's buffer of captured samples, in shared memory, that no crash can corrupt.
 
-One file per sample in a folder on a memory file system. A sample is written to a hidden file and
-becomes visible by a rename, so a writer killed half-way leaves nothing but a hidden file, which
-the next writer removes. Readers map the file: no copy, no lock, nothing to clean up when they die;
-a mapping outlives the eviction of its file. The folder's listing is the index: names carry what is
-needed to choose (RL step, learned tokens, held out or not).
+The buffer is a folder on a memory file system, with one file per sample. A writer writes a sample
+to a hidden file and makes it visible by a rename. A writer killed half-way leaves nothing but a
+hidden file, which the next writer removes. Readers map the file: they copy nothing, lock nothing,
+and leave nothing to clean up when they die. A mapping outlives the eviction of its file. The
+folder's listing is the index: file names carry the RL step, the number of learned tokens, and
+whether the sample is held out.
 
-Writers take turns by a lock the kernel drops when they die. The bytes of all files, hidden ones
-included, never exceed the capacity. To make room, the samples with the fewest learned tokens go
-first, where a sample of an earlier RL step counts for less: a session in the middle of a rollout
-finds the long samples of the step before beside the short ones of this step.
+Writers take turns by a lock that the kernel drops when they die. The bytes of all files, hidden
+ones included, never exceed the capacity. To make room, the buffer evicts the samples with the
+fewest learned tokens first, and a sample of an earlier RL step counts for less. A session in the
+middle of a rollout thus finds the long samples of the previous RL step beside the short samples
+of the current one.
 """
 
 from __future__ import annotations
@@ -33,26 +35,30 @@ from tlt.states.captured import Captured
 SUFFIX = ".sample"
 LOCK = ".lock"
 HEADER_BYTES = 4096
-"""Allowance for a file's header when room is made for it."""
+"""Allowance for a file's header when room is made for the file."""
+HALF_LIFE_STEPS = 2.0
+"""RL steps after which a sample counts for half its length when room is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
+    """Where a node's buffer is and what it may hold; `capture` in a run's config."""
+
     folder: str
-    """On a memory file system, such as /dev/shm/tlt."""
-    capacity_bytes: int = 2**30
-    max_sample_tokens: int = 4096
-    """Of longer samples a window of this size is kept, at its true positions."""
-    half_life_steps: float = 2.0
-    """After so many RL steps a sample counts for half its length when room is made."""
+    """Folder on a memory file system, such as /dev/shm/tlt."""
+    capacity_bytes: int
+    """Largest total size of the folder's files."""
+    max_sample_tokens: int
+    """Longest sample stored whole. Of a longer sample the buffer stores a window of this size, at
+    its true positions."""
     held_out_share: float = 1 / 8
-    """Samples set aside, chosen by a hash of their id: without any, no drafter can be judged, and
-    so none published."""
+    """Share of the samples held out for evaluation, chosen by a hash of their id. Without any, no
+    drafter can be evaluated, and so none published."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a file's name says."""
+    """The facts in a file's name."""
 
     name: str
     rl_step: int
@@ -62,17 +68,18 @@ class Entry:
 
     @classmethod
     def parse(cls, name: str) -> Entry:
+        """Read the facts from a file's name."""
         step, learned, tokens, held_out, _ = name.removesuffix(SUFFIX).split("-", 4)
         return cls(name, int(step), int(learned), int(tokens), held_out == "h")
 
 
 def _newest_first(entry: Entry) -> tuple[int, str]:
-    """Within an RL step in the order of the hashes, so that all lengths are there."""
+    """Sort by RL step, then by hash, so that every RL step offers samples of all lengths."""
     return -entry.rl_step, entry.name[-16 - len(SUFFIX) :]
 
 
 class SampleBuffer:
-    """Any process of the node may open the same folder, to write or to read."""
+    """The buffer, as one process sees it. Any process of the node may open it, to read or write."""
 
     def __init__(self, settings: BufferSettings) -> None:
         if settings.capacity_bytes < HEADER_BYTES:
@@ -87,7 +94,11 @@ class SampleBuffer:
     # --- writing ------------------------------------------------------------------------------
 
     def put(self, sample_id: str, rl_step: int, sample: Captured) -> bool:
-        """Store a sample; False when it is too large or worth less than all it would replace."""
+        """Store a sample and return whether it was stored.
+
+        The buffer refuses samples that are too large, that are worth less than the samples they
+        would evict, or that have no learned tokens.
+        """
         digest = hashlib.blake2b(f"{rl_step}/{sample_id}".encode(), digest_size=8).hexdigest()
         sample = self._capped(sample, digest)
         num_learned = int(sample.loss_mask_T.sum())
@@ -116,6 +127,7 @@ class SampleBuffer:
         return True
 
     def clear(self) -> None:
+        """Remove all samples."""
         with self._writing():
             for path in self._folder.glob(f"*{SUFFIX}"):
                 path.unlink(missing_ok=True)
@@ -123,7 +135,7 @@ class SampleBuffer:
     # --- snapshots ----------------------------------------------------------------------------
 
     def copy_to(self, folder: Path, last_step: int, earlier: Path | None = None) -> None:
-        """Copy samples up to an RL step to disk; those that an earlier copy holds are linked."""
+        """Copy the samples up to an RL step to disk; link those that an earlier copy holds."""
         folder.mkdir(parents=True, exist_ok=True)
         for entry in self.entries():
             if entry.rl_step > last_step:
@@ -135,7 +147,7 @@ class SampleBuffer:
                     shutil.copy(self._folder / entry.name, folder / entry.name)
 
     def restore_from(self, folder: Path | None) -> None:
-        """Hold exactly the samples of a copy; none when there is no copy."""
+        """Replace all samples by those of a copy, or by none when there is no copy."""
         self.clear()
         with self._writing():
             for file in folder.glob(f"*{SUFFIX}") if folder else ():
@@ -145,7 +157,7 @@ class SampleBuffer:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One writer at a time; what a dead one left behind is removed first."""
+        """Hold the writers' lock, and remove the leftovers of writers that died."""
         with (self._folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in self._names():
@@ -172,14 +184,14 @@ class SampleBuffer:
 
     def _worth(self, entry: Entry, latest_step: int) -> float:
         age = latest_step - entry.rl_step
-        return float(entry.num_learned * 0.5 ** (age / self.settings.half_life_steps))
+        return float(entry.num_learned * 0.5 ** (age / HALF_LIFE_STEPS))
 
     def _capped(self, sample: Captured, digest: str) -> Captured:
-        """A window somewhere in a long response, so that all depths of it are learned."""
+        """Cut a window from anywhere in a long response, so that all depths are learned."""
         size = self.settings.max_sample_tokens
         if len(sample) <= size:
             return sample
-        # Of the prompt, at most what leaves half of the window to the response.
+        # The prompt may take at most half of the window.
         lowest = min(max(0, sample.first_learned - size // 2), len(sample) - size)
         begin = lowest + int(digest[8:], 16) % (len(sample) - size - lowest + 1)
         return sample.window(begin, begin + size)
@@ -187,14 +199,15 @@ class SampleBuffer:
     # --- reading ------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
+        """List the visible samples."""
         return [Entry.parse(name) for name in self._names() if name[0] != "."]
 
     def sizes(self) -> dict[str, int]:
-        """Samples to train on."""
+        """Return the number of tokens of every sample to train on, by name."""
         return {e.name: e.num_tokens for e in self.entries() if not e.held_out}
 
     def held_out(self, max_tokens: int) -> list[Captured]:
-        """Samples to judge by, the most recent first, with so many tokens of the policy in all."""
+        """Return the newest held-out samples, with at most `max_tokens` learned tokens in all."""
         chosen = []
         for entry in sorted(self.entries(), key=_newest_first):
             sample = self.read(entry.name) if entry.held_out and max_tokens > 0 else None
@@ -205,7 +218,7 @@ class SampleBuffer:
         return chosen
 
     def read(self, name: str) -> Captured | None:
-        """Map a sample; None when it has been evicted meanwhile."""
+        """Map a sample, or return None when it has been evicted meanwhile."""
         try:
             with safe_open(self._folder / name, "pt") as file:
                 return Captured(
@@ -219,7 +232,7 @@ class SampleBuffer:
             return None
 
     def num_bytes(self) -> int:
-        """Of all files, visible or not."""
+        """Return the size of all files, visible or hidden."""
         return sum(self._size(name) for name in self._names())
 
     def _names(self) -> list[str]:

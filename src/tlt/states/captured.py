@@ -1,4 +1,4 @@
-"""What the drafter learns from: a sample with the states that the policy computed over it.
+"""A sample with the hidden states that the policy computed over it: what drafters learn from.
 
 Shapes: T positions, A fused states (3H), H hidden.
 """
@@ -14,16 +14,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Entry t of every tensor belongs to token t: the states are those after reading it."""
+    """One sample. Entry t of every tensor belongs to token t: states are those after reading it."""
 
     token_ids_T: torch.Tensor
     loss_mask_T: torch.Tensor
-    """True for tokens the policy generated: only these are ever drafted."""
+    """True for tokens that the policy generated: engines draft only these."""
     aux_TA: torch.Tensor
+    """The fused hidden states that the drafter reads."""
     final_TH: torch.Tensor
     """The policy's last hidden state, normed: its head times this gives the logits of token t+1."""
     first_position: int = 0
-    """Where the sample starts in the policy's context: above 0 for a window of a long one."""
+    """Position of the first token in the policy's context: above 0 for a window."""
 
     @classmethod
     def of(
@@ -33,7 +34,7 @@ class Captured:
         aux_TA: torch.Tensor,
         final_TH: torch.Tensor,
     ) -> Captured:
-        """A whole sample."""
+        """Combine a whole sample with its hidden states."""
         token_ids = torch.tensor([*prompt_ids, *response_ids])
         mask = torch.arange(len(token_ids)) >= len(prompt_ids)
         return cls(token_ids, mask, aux_TA, final_TH)
@@ -43,15 +44,16 @@ class Captured:
 
     @property
     def num_chains(self) -> int:
-        """Positions where a draft can be learned from: the token after next is learned."""
+        """Number of draft chains: positions whose token after next is learned."""
         return int(self.loss_mask_T[2:].sum())
 
     @property
     def num_bytes(self) -> int:
-        """Of the states."""
+        """Bytes of the hidden states."""
         return self.aux_TA.nbytes + self.final_TH.nbytes
 
     def to(self, device: torch.device) -> Captured:
+        """Return the sample on another device."""
         return Captured(
             self.token_ids_T.to(device),
             self.loss_mask_T.to(device),
@@ -61,7 +63,7 @@ class Captured:
         )
 
     def window(self, begin: int, end: int) -> Captured:
-        """Part of the sample, at its true positions, and nothing of what came before."""
+        """Return part of the sample, at its true positions, without the context before it."""
         return Captured(
             self.token_ids_T[begin:end],
             self.loss_mask_T[begin:end],
@@ -71,14 +73,17 @@ class Captured:
         )
 
     def focused(self, begin: int, end: int) -> Captured:
-        """The sample up to `end`, of which only what comes from `begin` on is learned: drafts there
-        see all that came before, as in an engine."""
+        """Return the sample up to `end`, in which only tokens from `begin` on are learned.
+
+        Drafts in the window see all the context before it, as in an engine.
+        """
         part = self.window(0, end)
         later_T = torch.arange(len(part), device=part.loss_mask_T.device) >= begin
         return replace(part, loss_mask_T=part.loss_mask_T & later_T)
 
     @property
     def first_learned(self) -> int:
+        """Index of the first learned token."""
         return int(self.loss_mask_T.to(torch.uint8).argmax())
 
 
@@ -90,9 +95,9 @@ def capture(
     aux_layer_ids: Sequence[int],
     dtype: torch.dtype = torch.bfloat16,
 ) -> Captured:
-    """Run `policy` (a Hugging Face causal LM) over one sample and keep its states.
+    """Run `policy` (a Hugging Face causal LM) over one sample and keep its hidden states.
 
-    In a training run engines or learner hand over those of their own passes instead.
+    In a training run, engines or learners hand over the states of their own passes instead.
     """
     ids = torch.tensor([list(token_ids)], device=policy.device)
     states = policy.model(ids, output_hidden_states=True, use_cache=False)

@@ -1,4 +1,4 @@
-"""Stores captured states beside the work that made them."""
+"""Stores captured states in the node's buffer, beside the work that computed them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tlt.states.captured import Captured
 logger = logging.getLogger(__name__)
 
 WAITING_BYTES = 512 * 2**20
-"""States waiting to be stored; beyond this they are dropped rather than slowing the work."""
+"""Limit of the states waiting to be stored. Beyond it the writer drops states rather than slow
+the work down."""
 
 
 class StateWriter:
@@ -28,6 +29,7 @@ class StateWriter:
         threading.Thread(target=self._run, name="tlt-capture", daemon=True).start()
 
     def write(self, sample_id: str, rl_step: int, captured: Captured) -> None:
+        """Hand a sample over to the thread."""
         with self._lock:
             if self._waiting_bytes + captured.num_bytes > WAITING_BYTES:
                 self.num_dropped += 1

@@ -1,5 +1,10 @@
-"""Which way to decode: arms and the strategies that choose among them. Pure logic.
+"""Strategies choose the arm of each engine step: a drafter and a draft length. Pure logic.
 
-Neither torch, vLLM nor Ray is imported here, so that the engine's scheduler, the simulator and
-the tests all run the very same decisions.
+Start with `spec`: it names the kinds of strategies, builds them, and holds the simple ones.
+`adaptive` finds the best arm with the estimates of `acceptance` and `step_time`; `beg_mab` is the
+bandit of the TLT paper. `controller` runs a strategy step by step inside the scheduler. `graphs`
+plans the CUDA graphs of all arms.
+
+No module here imports torch, vLLM or Ray, so that the engine's scheduler, the simulator and the
+tests all run the very same decisions.
 """

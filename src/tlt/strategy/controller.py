@@ -1,9 +1,9 @@
-"""Runs a draft strategy step by step: who proposed what, what was accepted, how long it took.
+"""Runs a strategy step by step: asks for arms, and reports acceptances and step times.
 
-The scheduler calls `schedule_started`, `step_scheduled` and `step_finished`; everything else is
-here, without vLLM, so that it can be tested with a fake clock. Credit is the delicate part: the
-drafts verified in step t+1 were proposed by the arm of step t. Under asynchronous scheduling step
-t+1 is scheduled before step t has finished, so each step carries its own record.
+The scheduler calls `schedule_started`, `step_scheduled` and `step_finished`. The rest is here,
+without vLLM, so that tests can run it with a fake clock. Credit is the delicate part: the arm of
+step t proposed the drafts that step t+1 verifies. Under asynchronous scheduling, step t+1 is
+scheduled before step t has finished, so that each step carries its own record.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.spans import Span, SpanLog
 
 TRACE_STEPS = 20_000
-"""Latest steps that are kept to be looked at: some megabytes."""
+"""Engine steps that the trace holds: some megabytes."""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """What must be remembered between scheduling a step and its end."""
+    """Facts about an engine step that was scheduled and has not finished."""
 
     context: StepContext
     verified: Arm
@@ -45,6 +45,22 @@ class Totals:
     busy_s: float = 0.0
     accepted_at: list[int] = field(default_factory=list)
 
+    def add(self, report: StepReport) -> None:
+        """Count a finished engine step."""
+        self.steps += 1
+        self.drafts += report.num_drafts
+        self.draft_tokens += report.num_draft_tokens
+        self.accepted_tokens += report.num_accepted_tokens
+        if report.verified.drafter == "eagle3":
+            self.model_drafts += report.num_drafts
+            self.model_accepted_tokens += report.num_accepted_tokens
+            self.model_first_accepted += report.accepted_at[0] if report.accepted_at else 0
+        self.output_tokens += report.num_output_tokens
+        self.busy_s += report.elapsed_s
+        self.accepted_at.extend([0] * (len(report.accepted_at) - len(self.accepted_at)))
+        for position, count in enumerate(report.accepted_at):
+            self.accepted_at[position] += count
+
 
 class DraftController:
     """Asks the strategy for an arm per step and reports back to it."""
@@ -60,27 +76,30 @@ class DraftController:
         self.totals = Totals()
         self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
         self.spans = SpanLog()
-        """What the engine did, by this clock."""
+        """Spans of the engine's work, by this clock."""
 
     def set_strategy(self, strategy: Strategy) -> None:
+        """Use another strategy from the next engine step on."""
         self._strategy = strategy
 
     def now_s(self) -> float:
+        """Return the clock's time."""
         return self._clock()
 
     def take_trace(self) -> list[StepReport]:
-        """Steps since the last call, the latest `TRACE_STEPS` of them."""
+        """Return the steps since the last call, at most the latest `TRACE_STEPS`."""
         trace = list(self._trace)
         self._trace.clear()
         return trace
 
     def schedule_started(self) -> None:
+        """Note when the scheduler began with the next engine step."""
         self._schedule_started_s = self._clock()
 
     def step_scheduled(
         self, num_decodes: int, num_prefills: int, num_waiting: int, num_prefill_tokens: int
     ) -> StepRecord:
-        """Choose the arm of a step that is about to run."""
+        """Choose the arm of an engine step that is about to run."""
         context = StepContext(
             step=self._step,
             num_decodes=num_decodes,
@@ -102,13 +121,15 @@ class DraftController:
     def step_finished(
         self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
     ) -> StepReport:
-        """Report a finished step. `drafts` holds (drafted, accepted) of each drafted request."""
+        """Report a finished engine step to the strategy.
+
+        `drafts` holds (drafted tokens, accepted tokens) of each request with a draft.
+        """
         now = self.now_s()
         started_s = max(record.started_s, self._last_finished_s)
         elapsed_s = now - started_s
         self._last_finished_s = now
-        depth = max((accepted for _, accepted in drafts), default=0)
-        accepted_at = [0] * depth
+        accepted_at = [0] * max((accepted for _, accepted in drafts), default=0)
         draft_tokens = accepted_tokens = 0
         for drafted, accepted in drafts:
             draft_tokens += drafted
@@ -143,19 +164,6 @@ class DraftController:
                 accepted=accepted_tokens,
             )
         )
-        totals = self.totals
-        totals.steps += 1
-        totals.drafts += len(drafts)
-        totals.draft_tokens += draft_tokens
-        totals.accepted_tokens += accepted_tokens
-        if record.verified.drafter == "eagle3":
-            totals.model_drafts += len(drafts)
-            totals.model_accepted_tokens += accepted_tokens
-            totals.model_first_accepted += accepted_at[0] if accepted_at else 0
-        totals.output_tokens += num_output_tokens
-        totals.busy_s += elapsed_s
-        totals.accepted_at.extend([0] * (depth - len(totals.accepted_at)))
-        for position, count in enumerate(accepted_at):
-            totals.accepted_at[position] += count
+        self.totals.add(report)
         self._strategy.observe(report)
         return report

@@ -1,12 +1,12 @@
-"""Which CUDA graphs a GPU engine captures for the arms it may choose, and roughly what they take.
+"""Plans the CUDA graphs that a GPU engine captures for its arms, and estimates their memory.
 
 A decode step with K drafts a request is one batch of equal query length K + 1: n requests are
 n * (K + 1) tokens. Without a captured graph of at least that size the step is launched kernel by
 kernel. vLLM takes one list of sizes in tokens, for all arms; its own defaults end at 512 tokens
 (1024 on Blackwell), which is 56 requests with 8 drafts. This module makes the list from the arms.
 
-What vLLM 0.32 makes of it, read in its source and checked against its classes by
-`tests/integration/test_graph_plan.py`:
+vLLM 0.32 uses the list as follows, by its source; `tests/integration/test_graph_plan.py` checks it
+against vLLM's classes:
 
 - Piecewise graphs (attention left out) exist once per size and serve any batch up to that size.
   They also serve steps that prefill.
@@ -17,20 +17,20 @@ What vLLM 0.32 makes of it, read in its source and checked against its classes b
   Draft lengths that the schedule does not name get none, neither for verification nor for the
   drafter's own loop: `draft_schedule` names them all. A table of `max_num_seqs` entries has
   room for as many lengths; the longest win.
-- Of full graphs only those of the next larger token count are looked at. If none of them has
-  the batch's query length, the step takes a piecewise graph although a larger full one fits.
+- vLLM considers only the full graphs of the next larger token count. If none of them has the
+  batch's query length, the step takes a piecewise graph although a larger full graph fits.
   Sizes that are multiples of all query lengths never miss. So a few draft lengths whose query
   lengths have a small common multiple, such as K = 0, 1, 3, 7, beat many: see `full_share`.
 - The drafter's passes after the first have one token a request, and full graphs only up to
   `max_num_seqs` tokens; hence that size is always in the list.
-- The V1 runner knows full graphs of one query length only, and vLLM replaces them by piecewise
-  ones when the draft length changes at run time. The list of sizes is right for it too.
+- The V1 runner has full graphs of one query length only, and vLLM replaces them by piecewise
+  graphs when the draft length changes at run time. The same list of sizes serves the V1 runner.
 - Attention backends that cannot capture batches of several tokens a request make vLLM fall back
   to piecewise graphs on its own.
 
-A draft is verified one step after it was chosen. Requests that prefilled in between have joined
-by then, so a step can be larger than the bucket of its arm; past the largest size it runs without
-a graph, slower but correct.
+A draft is verified one step after its arm was chosen. Requests that prefilled in between have
+joined by then, so that a step can be larger than its arm's bucket. A step beyond the largest size
+runs without a graph, slower but correct.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from tlt.contracts import Arm, StepContext, Strategy
 from tlt.strategy.spec import ByBatchSize
 
 Choices = Sequence[tuple[int, frozenset[Arm]]]
-"""(largest number of decodes, arms that may be chosen up to there), rising to `max_num_seqs`."""
+"""Pairs of (largest number of decodes, arms that may be chosen), rising to `max_num_seqs`."""
 Runner = Literal["v1", "v2"]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One captured graph: how many tokens it runs, and for which kind of batch."""
+    """One captured graph: its number of tokens, and the kind of batch that it serves."""
 
     num_tokens: int
     query_len: int | None = None
-    """Tokens of each request in a full graph; None for a piecewise graph, which takes any."""
+    """Tokens of each request in a full graph; None for a piecewise graph, which takes any batch."""
 
     @property
     def mode(self) -> Literal["FULL", "PIECEWISE"]:
+        """Kind of graph, as vLLM names it."""
         return "PIECEWISE" if self.query_len is None else "FULL"
 
 
@@ -86,7 +87,7 @@ class GraphPlan:
         max_num_batched_tokens: int | None = None,
         runner: Runner = "v2",
     ) -> GraphPlan:
-        """Few sizes that serve every number of decodes with every arm allowed there.
+        """Plan few sizes that serve every number of decodes with every arm allowed there.
 
         Sizes double in `steps_per_doubling` equal steps, 1, 2, ..., 8, 10, 12, 14, 16, 20, ...:
         padding adds less than 1 / steps of a batch, and less than one request where a full graph
@@ -94,8 +95,8 @@ class GraphPlan:
         largest batch of each query length is a size of its own, since an engine starts every
         rollout with all its slots taken.
 
-        `mixed_tokens` keeps piecewise graphs for steps that also prefill; its default is where
-        vLLM's own sizes end. A step never holds more than `max_num_batched_tokens`.
+        Piecewise graphs up to `mixed_tokens` serve steps that also prefill; the default is vLLM's
+        own largest size. No step holds more than `max_num_batched_tokens`.
         """
         widest = _widest_batches(choices, max_num_seqs)
         top = max(mixed_tokens, max_num_seqs, *(n * q for q, n in widest.items()))
@@ -112,9 +113,9 @@ class GraphPlan:
     def everything(
         cls, arms: Collection[Arm], max_num_seqs: int, *, runner: Runner = "v2"
     ) -> GraphPlan:
-        """For comparison: every arm at every batch size that vLLM captures for a single arm.
+        """Plan every arm at every batch size that vLLM captures for a single arm, to compare.
 
-        Those are 1, 2, 4, then every 8th number of requests and from 256 on every 16th.
+        These batch sizes are 1, 2, 4, then multiples of 8, and from 256 on multiples of 16.
         """
         counts = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16), max_num_seqs}
         sizes = {n * _query_len(arm) for arm in arms for n in counts if n <= max_num_seqs}
@@ -136,9 +137,9 @@ class GraphPlan:
         )
 
     def graph(self, num_decodes: int, arm: Arm) -> Graph | None:
-        """The graph that runs so many decodes with this arm's drafts.
+        """Return the graph that runs this number of decodes with this arm's drafts.
 
-        None where the step would hold more tokens than the largest size.
+        Return None if the step would hold more tokens than the largest size.
         """
         query_len = _query_len(arm)
         num_tokens = num_decodes * query_len
@@ -149,12 +150,12 @@ class GraphPlan:
         return piecewise if piecewise in self.graphs else None
 
     def full_share(self) -> float:
-        """Share of the possible (number of decodes, arm) that run as one full graph."""
+        """Return the share of `cases` that run as one full graph."""
         served = [self.graph(n, arm) for n, arm in self.cases()]
         return sum(graph is not None and graph.mode == "FULL" for graph in served) / len(served)
 
     def cases(self) -> list[tuple[int, Arm]]:
-        """Every (number of decodes, arm) that may be chosen."""
+        """List every (number of decodes, arm) that may be chosen."""
         starts = [0, *(limit for limit, _ in self.choices)]
         return [
             (n, arm)
@@ -164,29 +165,29 @@ class GraphPlan:
         ]
 
     def estimated_bytes(self, *, bytes_per_graph: int = 2**20, bytes_per_token: int = 2**15) -> int:
-        """A rough estimate of the memory of the target's graphs, only to compare plans with.
+        """Estimate the memory of the target's graphs roughly, to compare plans.
 
-        A fixed part per graph, and a part per token that a graph was captured for. The defaults
-        are assumptions, not measurements: 1 MiB is the least that vLLM's own profiling expects
-        of a graph, 32 KiB are four bfloat16 states of width 4096. Graphs share a pool, so the
-        truth may be lower; it stands in vLLM's log ("Graph capturing finished"). A drafter's
-        graphs come on top: the same sizes over its one layer.
+        The estimate adds a part per graph and a part per captured token. The defaults are
+        assumptions, not measurements: 1 MiB is the least that vLLM's own profiling expects of a
+        graph, and 32 KiB are four bfloat16 states of width 4096. Graphs share a pool, so that the
+        true figure may be lower; vLLM logs it ("Graph capturing finished"). A drafter's graphs come
+        on top: the same sizes over its one layer.
         """
         num_tokens = sum(graph.num_tokens for graph in self.graphs)
         return len(self.graphs) * bytes_per_graph + num_tokens * bytes_per_token
 
     def compilation_config(self) -> dict[str, Any]:
-        """What to merge into vLLM's `compilation_config`."""
+        """Return the settings to merge into vLLM's `compilation_config`."""
         return {
             "cudagraph_mode": "FULL_AND_PIECEWISE",
             "cudagraph_capture_sizes": list(self.sizes),
         }
 
     def draft_schedule(self) -> list[list[int]]:
-        """A `num_speculative_tokens_per_batch_size` that names every draft length.
+        """Return a `num_speculative_tokens_per_batch_size` that names every draft length.
 
-        vLLM reads from it which lengths to capture. Which batch size it gives them to does not
-        matter: the length of each step is set by our scheduler.
+        vLLM captures the lengths that the schedule names. The batch sizes in the schedule do not
+        matter: our scheduler sets the length of each step.
         """
         schedule = [[n, n, query_len - 1] for n, query_len in enumerate(self.query_lens, start=1)]
         schedule[-1][1] = 1_000_000
@@ -197,9 +198,9 @@ class GraphPlan:
 
 
 def choices_of(strategy: Strategy, max_num_seqs: int) -> Choices:
-    """Which arms a strategy may choose at which number of decodes.
+    """Return the arms that a strategy may choose at each number of decodes.
 
-    A table can be asked; of every other strategy any arm is expected anywhere.
+    `ByBatchSize` states its choice for each number. Any other strategy may choose any arm.
     """
     if not isinstance(strategy, ByBatchSize):
         return [(max_num_seqs, strategy.arms())]
@@ -216,7 +217,7 @@ def _query_len(arm: Arm) -> int:
 
 
 def _widest_batches(choices: Choices, max_num_seqs: int) -> dict[int, int]:
-    """The largest number of decodes that each query length may meet."""
+    """Return the largest number of decodes of each query length."""
     limits = [limit for limit, _ in choices]
     rising = limits == sorted(set(limits)) and all(limit > 0 for limit in limits)
     if not limits or not rising or limits[-1] != max_num_seqs:
@@ -230,7 +231,7 @@ def _widest_batches(choices: Choices, max_num_seqs: int) -> dict[int, int]:
 
 
 def _steps(last: int, per_doubling: int) -> list[int]:
-    """1, 2, 3, ... up to `last`, in steps that double each time the numbers have doubled."""
+    """Return 1, 2, 3, ... up to `last`, in steps that double as the numbers double."""
     if last < 1:
         return []
     steps, step = [1], 1
@@ -242,6 +243,6 @@ def _steps(last: int, per_doubling: int) -> list[int]:
 
 
 def _next(rising: Sequence[int], at_least: int) -> int:
-    """The first of `rising` that is large enough; 0 if none is."""
+    """Return the first of `rising` that is large enough, or 0."""
     index = bisect_left(rising, at_least)
     return rising[index] if index < len(rising) else 0

@@ -1,4 +1,4 @@
-"""Strategies that choose the arm of each engine step, and the specs that name them.
+"""Specs that name strategies, and the strategies that do not learn.
 
 A strategy crosses process borders as a *spec*, a plain dict such as
 
@@ -9,8 +9,8 @@ A strategy crosses process borders as a *spec*, a plain dict such as
     {"kind": "adaptive"}
     {"kind": "beg_mab", "arms": [["eagle3", 2], ["eagle3", 4]], "epsilon": 0.1, "seed": 0}
 
-and `build_strategy` turns it into an object next to the scheduler that asks it. A kind that learns
-which arm is best takes all that the engine has, unless `arms` names them: `complete_strategy`. New
+and `build_strategy` turns the spec into an object next to the scheduler. A kind that learns which
+arm is best chooses from all arms of the engine, unless `arms` names some: `complete_strategy`. New
 kinds register in `_BUILDERS`.
 """
 
@@ -25,18 +25,18 @@ from typing import Any
 from tlt.contracts import OFF, Arm, DrafterName, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
 from tlt.strategy.adaptive import Adaptive, Caution
-from tlt.strategy.beg_mab import BegMab
+from tlt.strategy.beg_mab import EPSILON, BegMab
 
 StrategySpec = Mapping[str, Any]
 
 LEARNING = ("adaptive", "beg_mab")
-"""Kinds that find the best of their arms by themselves."""
+"""Kinds that find the best of their arms while decoding."""
 DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
-"""Draft lengths that such a kind chooses from when it is given none."""
+"""Draft lengths that a learning kind chooses from when its spec names no arms."""
 
 
 class Fixed:
-    """Always the same arm; with `OFF`, never drafts."""
+    """One arm for the whole run; `OFF` never drafts."""
 
     def __init__(self, arm: Arm) -> None:
         self._arm = arm
@@ -52,7 +52,7 @@ class Fixed:
 
 
 class ByBatchSize:
-    """A draft length per number of running decodes; plain decoding above the last entry.
+    """A draft length for each number of running decodes, and plain decoding above the last entry.
 
     `schedule` is a list of (largest number of decodes, draft length). Prefills do not count: a
     burst of new prompts should not change how the running requests decode.
@@ -85,7 +85,7 @@ class ByBatchSize:
 
 
 class RandomArms:
-    """A random arm each step: the hardest test of switching, and unbiased exploration."""
+    """A random arm at each engine step: the hardest test of switching."""
 
     def __init__(self, arms: Sequence[Arm], rng: random.Random) -> None:
         if not arms:
@@ -128,7 +128,7 @@ def _build_beg_mab(spec: StrategySpec) -> Strategy:
     return BegMab(
         [parse_arm(arm) for arm in spec["arms"]],
         random.Random(spec.get("seed", 0)),
-        epsilon=float(spec.get("epsilon", 0.1)),
+        epsilon=float(spec.get("epsilon", EPSILON)),
     )
 
 
@@ -143,7 +143,7 @@ _BUILDERS: dict[str, Callable[[StrategySpec], Strategy]] = {
 
 
 def parse_arm(value: Sequence[Any]) -> Arm:
-    """`["eagle3", 4]` as an arm."""
+    """Parse an arm such as `["eagle3", 4]`."""
     drafter, num_draft_tokens = value
     if drafter not in ("off", "ngram", "eagle3"):
         raise ConfigError(f"unknown drafter {drafter!r}; one of 'off', 'ngram', 'eagle3'")
@@ -154,7 +154,7 @@ def parse_arm(value: Sequence[Any]) -> Arm:
 
 
 def complete_strategy(spec: StrategySpec, drafters: Collection[DrafterName]) -> dict[str, Any]:
-    """The spec with the arms that an engine with these drafters has, where it leaves them open."""
+    """Return the spec with all arms of an engine with these drafters, if it names no arms."""
     if spec.get("kind") not in LEARNING or spec.get("arms"):
         return dict(spec)
     arms = [[name, k] for name in sorted(drafters) for k in DRAFT_LENGTHS.get(name, ())]
@@ -162,7 +162,7 @@ def complete_strategy(spec: StrategySpec, drafters: Collection[DrafterName]) -> 
 
 
 def build_strategy(spec: StrategySpec) -> Strategy:
-    """The strategy a spec describes."""
+    """Build the strategy that a spec describes."""
     kind = spec.get("kind")
     if kind == "published":
         raise ConfigError("strategy.kind = 'published' is called 'beg_mab' now; rename it")

@@ -1,25 +1,23 @@
 """The draft model by itself; its agreement with vLLM is tested on real engines."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+import torch
+from drafter_fixtures import CONFIG, captured, drafter
 
-from tlt.drafter import vocabulary  # noqa: E402
-from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter  # noqa: E402
-from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers  # noqa: E402
-from tlt.drafter.eagle3.loss import (  # noqa: E402
-    Acceptance,
-    AcceptanceMeter,
-    Answers,
-    unrolled_loss,
-)
-from tlt.drafter.eagle3.model import Chains, Eagle3Drafter  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
-from tlt.states.captured import Captured  # noqa: E402
+from tlt.drafter import vocabulary
+from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter
+from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers
+from tlt.drafter.eagle3.loss import unrolled_loss
+from tlt.drafter.eagle3.model import Chains, Eagle3Drafter
+from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, PolicyOutput
+from tlt.drafter.row import Row
+from tlt.states.captured import Captured
 
 
 @pytest.mark.parametrize("num_layers", range(3, 40))
@@ -30,7 +28,7 @@ def test_aux_layers_are_three_different_ones(num_layers: int) -> None:
     assert 0 <= layers[0] <= layers[-1] < num_layers
 
 
-def test_vllms_defaults_where_they_make_sense() -> None:
+def test_aux_layers_of_deep_models_are_vllms_default() -> None:
     assert default_aux_layers(30) == (2, 15, 27)
 
 
@@ -48,8 +46,10 @@ def test_config_of_a_qwen_target_takes_its_head_size() -> None:
 # --- unrolling ------------------------------------------------------------------------------------
 
 
-def by_hand(model: Eagle3Drafter, sample: Captured, embeds: torch.Tensor, start: int, steps: int):  # type: ignore[no-untyped-def]
-    """One chain, computed with a key-value cache as an engine does, one pass after another."""
+def by_hand(
+    model: Eagle3Drafter, sample: Captured, embeds: torch.Tensor, start: int, steps: int
+) -> list[torch.Tensor]:
+    """Compute one chain pass by pass, with a key-value cache, as an engine does."""
     layer = model.midlayer
     aux = sample.aux_TA[: start + 1]
     hidden = model.fc(aux)
@@ -65,7 +65,7 @@ def by_hand(model: Eagle3Drafter, sample: Captured, embeds: torch.Tensor, start:
             )
             key, value = layer.self_attn.keys_values(x, position)
             keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
-        query = layer.self_attn._rotated(layer.self_attn.q_proj(x), position)
+        query = layer.self_attn.rotated_heads(layer.self_attn.q_proj(x), position)
         weights = (query @ keys.transpose(-1, -2) / math.sqrt(CONFIG.head_dim)).softmax(-1)
         attended = layer.self_attn.o_proj((weights @ values).transpose(0, 1).flatten(1))
         hidden = hidden + attended
@@ -152,7 +152,7 @@ def test_blocks_cover_every_chain_once_and_no_other_sample() -> None:
         first += size
 
 
-def test_a_sample_without_chains_is_no_trouble() -> None:
+def test_a_sample_without_chains_has_no_block() -> None:
     chains = Chains(torch.tensor([4, 5]), [3, 5])
     assert [(block.sample, block.num_seen) for block in chains.blocks] == [(1, 3)]
     assert chains.block_sizes == [2]
@@ -177,14 +177,14 @@ def test_expected_acceptance_length() -> None:
     assert acceptance.length(0.0) == 5
 
 
-def test_meter_is_the_chance_the_policy_gives_the_draft() -> None:
+def test_the_meter_averages_the_probability_that_the_policy_gives_the_draft() -> None:
     logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]))
     meter = AcceptanceMeter(2, [0.0, 1.0, 0.5])
     drafts = torch.tensor([0, 2])
     drafted = logits.gather(-1, drafts[:, None])[:, 0]
-    answers = Answers.of(logits, [0.0, 1.0, 0.5])
-    meter.add(0, drafts, drafted, answers, torch.tensor([True, True]))
-    meter.add(1, drafts, drafted, answers, torch.tensor([True, False]))
+    policy = PolicyOutput.of(logits, [0.0, 1.0, 0.5])
+    meter.add(0, drafts, drafted, policy, torch.tensor([True, True]))
+    meter.add(1, drafts, drafted, policy, torch.tensor([True, False]))
     result = meter.result()
     assert result.agreement == (0.5, 0.5)
     assert result.rates[0.0] == (0.5, 1.0)
@@ -196,7 +196,7 @@ def test_meter_is_the_chance_the_policy_gives_the_draft() -> None:
 # --- folders and vocabulary -----------------------------------------------------------------------
 
 
-def test_folder_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_folder_round_trip(tmp_path: Path) -> None:
     model = drafter()
     save_drafter(model, tmp_path, torch.float32)
     loaded = load_drafter(tmp_path)
@@ -217,5 +217,7 @@ def test_draft_vocabulary_is_what_responses_use() -> None:
 def test_vocabulary_changes_only_when_that_covers_more() -> None:
     counts = torch.tensor([0.0, 100, 100, 1, 0])
     assert vocabulary.drifted(counts, torch.tensor([1, 2])) is None
-    assert vocabulary.drifted(counts, torch.tensor([1, 3])).tolist() == [1, 2]
+    better = vocabulary.drifted(counts, torch.tensor([1, 3]))
+    assert better is not None
+    assert better.tolist() == [1, 2]
     assert vocabulary.drifted(torch.tensor([0.0, 1000, 1, 2]), torch.tensor([1, 2])) is None

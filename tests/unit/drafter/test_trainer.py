@@ -1,42 +1,49 @@
-"""Sessions that stop anywhere, the gate before publishing, and versions on disk."""
+"""Sessions that stop anywhere, comparison with the published drafter, versions on disk."""
 
 import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+import torch
+from drafter_fixtures import CONFIG, captured, drafter
 
-from tlt.drafter.checkpoint import VersionStore, load_drafter  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
-from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
-from tlt.errors import ConfigError  # noqa: E402
-from tlt.states.captured import Captured  # noqa: E402
+from tlt.drafter.checkpoint import VersionStore, load_drafter
+from tlt.drafter.evaluation import compare, evaluate_samples
+from tlt.drafter.row import Row
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
+from tlt.errors import ConfigError
+from tlt.states.captured import Captured
 
-SETTINGS = TrainerSettings(num_draft_tokens=3, row_tokens=120, lr=3e-3, bfloat16=False)
+SETTINGS = TrainerSettings(
+    num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
+)
 
 
 class Samples:
-    """A source of samples in memory."""
+    """A sample source in memory."""
 
     def __init__(self, count: int = 40) -> None:
         rng = random.Random(0)
         self.samples = {
             f"s{index:03d}": captured(rng.randint(8, 60), 3, seed=index) for index in range(count)
         }
+        self.gone: set[str] = set()
 
     def sizes(self) -> dict[str, int]:
         return {name: len(sample) for name, sample in self.samples.items()}
 
     def read(self, name: str) -> Captured | None:
-        return self.samples.get(name)
+        return None if name in self.gone else self.samples.get(name)
 
 
 def trainer(settings: TrainerSettings = SETTINGS) -> DrafterTrainer:
@@ -47,15 +54,19 @@ def trainer(settings: TrainerSettings = SETTINGS) -> DrafterTrainer:
 
 
 def stop_after(one: DrafterTrainer, count: int) -> Callable[[], bool]:
-    """Stop when so many micro-steps are done."""
+    """Stop after `count` optimizer steps."""
     end = one.step + count
     return lambda: one.step >= end
 
 
 def stop_at_poll(number: int) -> Callable[[], bool]:
-    """Stop when asked for the nth time, wherever that is."""
+    """Stop when asked for the nth time, at whatever pass."""
     polls = itertools.count(1)
     return lambda: next(polls) >= number
+
+
+def any_of(conditions: Sequence[Callable[[], bool]]) -> bool:
+    return any(condition() for condition in conditions)
 
 
 def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
@@ -63,32 +74,31 @@ def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
 
 
-def test_it_learns() -> None:
+def test_the_loss_falls() -> None:
     one, source = trainer(), Samples(4)
     losses: list[float] = []
     one.session(source, stop_after(one, 60), lambda step, loss: losses.append(loss))
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-def test_breaking_off_anywhere_equals_never_having_begun() -> None:
-    """In the middle of a micro-step too, forward or backward: what it did is dropped."""
+def test_an_optimizer_step_interrupted_anywhere_leaves_no_trace() -> None:
+    """An interruption in a forward or backward pass discards the unfinished optimizer step."""
     source, straight, current = Samples(), trainer(), trainer()
     straight.session(source, stop_after(straight, 4))
     polls = itertools.count(1)
-    broken_off = 0
+    interrupted = 0
     while current.step < 4:
         before = current.step
         number = next(polls) % 20 + 2
-        stop = stop_at_poll(number)
-        end = stop_after(current, 1)
-        current.session(source, lambda stop=stop, end=end: end() or stop())
-        broken_off += current.step == before
-    assert broken_off > 4
+        ends = (stop_after(current, 1), stop_at_poll(number))
+        current.session(source, partial(any_of, ends))
+        interrupted += current.step == before
+    assert interrupted > 4
     assert same(straight, current)
 
 
 def test_a_session_ends_within_a_pass() -> None:
-    """At every pass and every head, forward and on the way back, it asks whether to stop."""
+    """A session asks whether to stop at every pass and head, forward and backward."""
     one = trainer()
     polls = itertools.count(1)
     one.session(Samples(), lambda: one.step == 1 or next(polls) < 0)
@@ -97,7 +107,7 @@ def test_a_session_ends_within_a_pass() -> None:
 
 
 @pytest.mark.parametrize("stops", [[1], [3, 4], [7, 1, 1]])
-def test_stopping_and_going_on_equals_never_having_stopped(
+def test_stopping_and_resuming_equals_never_having_stopped(
     tmp_path: Path, stops: list[int]
 ) -> None:
     source = Samples()
@@ -124,7 +134,7 @@ def test_a_session_without_samples_ends_at_once() -> None:
 
 
 def test_rows_are_full_and_hold_each_sample_once() -> None:
-    one, source = trainer(TrainerSettings(row_tokens=400)), Samples(200)
+    one, source = trainer(replace(SETTINGS, row_tokens=400)), Samples(200)
     fill = [sum(row.lengths) for _ in range(50) if (row := one.draw(source))]
     assert max(fill) <= 400
     assert sum(fill) / len(fill) > 0.9 * 400
@@ -146,7 +156,7 @@ def test_a_sample_longer_than_a_row_is_learned_in_parts_that_see_all_before() ->
 
 
 def test_the_mean_of_the_weights_follows_them() -> None:
-    one, source = trainer(TrainerSettings(row_tokens=120, averaged_steps=4)), Samples(4)
+    one, source = trainer(replace(SETTINGS, averaged_steps=4)), Samples(4)
     seen = [one.weights()]
     for _ in range(3):
         one.session(source, stop_after(one, 1))
@@ -170,21 +180,20 @@ def test_a_new_policys_head_is_followed() -> None:
     one = trainer()
     row = Row([captured(30, 3)])
     before = one.loss(row).item()
-    one.follow(one._head_VH * 3.0, one._embedding_VH)
+    one.follow(one.passes.head_VH * 3.0, one.passes.embedding_VH)
     assert one.loss(row).item() != before
 
 
 def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:
     source = Samples(10)
-    gone = set(list(source.samples)[:5])
-    source.read = lambda name: None if name in gone else source.samples[name]  # type: ignore
+    source.gone = set(list(source.samples)[:5])
     one = trainer()
     assert one.session(source, stop_after(one, 5)) == 5
 
 
 @pytest.mark.parametrize("place", [5, 19])
 def test_a_broken_state_changes_no_weights(place: int) -> None:
-    """At the end of a sample no chain sees it: the loss is finite, the gradients are not."""
+    """No chain sees the end of a sample: the loss is finite there, the gradients are not."""
     one = trainer()
     before = one.weights()
     bad = captured(20, 3)
@@ -193,22 +202,22 @@ def test_a_broken_state_changes_no_weights(place: int) -> None:
     assert all(torch.equal(t, before[n]) for n, t in one.weights().items())
 
 
-def test_only_better_weights_are_published() -> None:
+def test_a_comparison_finds_the_better_weights() -> None:
     one, source = trainer(), Samples(4)
     held_out = list(source.samples.values())
     untrained = one.weights()
-    before = one.evaluate(held_out, [1.0])
+    before = evaluate_samples(one.passes, held_out, [1.0])
     one.session(source, stop_after(one, 80))
-    better, judged = one.better_than(untrained, held_out)
+    better, evaluated = compare(one.passes, untrained, held_out, 1.0)
     assert better
-    assert judged.length(1.0) > before.length(1.0)
+    assert evaluated.length(1.0) > before.length(1.0)
     trained = one.weights()
     one.drafter.load_state_dict(untrained)
-    assert not one.better_than(trained, held_out)[0]
+    assert not compare(one.passes, trained, held_out, 1.0)[0]
     assert all(torch.equal(t, untrained[n]) for n, t in one.weights().items()), "left as it was"
 
 
-def test_another_vocabulary_keeps_what_was_learned() -> None:
+def test_tokens_that_stay_in_the_vocabulary_keep_their_weights() -> None:
     one, source = trainer(), Samples(6)
     one.session(source, stop_after(one, 10))
     old_ids = one.drafter.draft_token_ids()
@@ -222,7 +231,7 @@ def test_another_vocabulary_keeps_what_was_learned() -> None:
         if token in rows:
             assert torch.equal(one.drafter.lm_head.weight[k], rows[token])
         else:
-            assert torch.equal(one.drafter.lm_head.weight[k], one._head_VH[token])
+            assert torch.equal(one.drafter.lm_head.weight[k], one.passes.head_VH[token])
             assert not moments[k].any()
     assert not one.check_vocabulary(responses), "nothing more to gain"
     assert one.session(source, stop_after(one, 2)) == 2
@@ -257,12 +266,12 @@ def test_training_on_while_a_version_is_written_does_not_change_it(tmp_path: Pat
     assert all(torch.equal(t, expected[n]) for n, t in restored.tensors().items())
 
 
-def test_nothing_to_go_on_from_is_said(tmp_path: Path) -> None:
+def test_a_store_without_versions_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no drafter version"):
         VersionStore(tmp_path).restore(trainer())
 
 
-def test_a_folder_that_is_no_drafter_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_drafter_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load_drafter(tmp_path)
 

@@ -39,7 +39,7 @@ def settings(tmp_path: Path) -> HarvestSettings:
     generator = torch.Generator().manual_seed(5)
     embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
     save_file({EMBEDDING: embedding}, tmp_path / "policy" / "model.safetensors")
-    buffer = BufferSettings(str(tmp_path / "buffer"), held_out_share=0.3)
+    buffer = BufferSettings(str(tmp_path / "buffer"), 2**30, 4096, held_out_share=0.3)
     store = SampleBuffer(buffer)
     for index in range(20):
         store.put(str(index), 1, captured(40, 4, seed=index % 4))
@@ -47,7 +47,9 @@ def settings(tmp_path: Path) -> HarvestSettings:
         drafter=str(tmp_path / "drafter"),
         policy=str(tmp_path / "policy"),
         buffer=buffer,
-        trainer=TrainerSettings(num_draft_tokens=3, row_tokens=120, lr=3e-3, bfloat16=False),
+        trainer=TrainerSettings(
+            num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
+        ),
         held_out_tokens=200,
     )
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def request(sample_id: str, max_tokens: int = 1) -> SampleRequest:
-    return SampleRequest(sample_id, (1,), SamplingSpec(max_tokens=max_tokens), f"group-{sample_id}")
+    return SampleRequest(sample_id, (1,), SamplingSpec(max_tokens=max_tokens))
 
 
 class FakeCore:

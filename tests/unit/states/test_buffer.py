@@ -1,27 +1,35 @@
-"""The node's sample buffer: bounds, what it keeps, and crashes of those who use it."""
+"""The node's sample buffer: its bounds, what it evicts, and crashes of writers and readers."""
 
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from drafter_fixtures import captured  # noqa: E402
+import torch
+from drafter_fixtures import captured
 
-from tlt.errors import ConfigError  # noqa: E402
-from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
-from tlt.states.captured import Captured  # noqa: E402
+from tlt.errors import ConfigError
+from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.captured import Captured
 
 KILLS = 100
 
 
-def buffer(folder: Path, **settings: object) -> SampleBuffer:
-    return SampleBuffer(BufferSettings(folder=str(folder), **settings))  # type: ignore[arg-type]
+def buffer(
+    folder: Path,
+    capacity_bytes: int = 2**30,
+    max_sample_tokens: int = 4096,
+    held_out_share: float = 1 / 8,
+) -> SampleBuffer:
+    return SampleBuffer(
+        BufferSettings(str(folder), capacity_bytes, max_sample_tokens, held_out_share)
+    )
 
 
 def test_round_trip_in_bfloat16(tmp_path: Path) -> None:
@@ -96,7 +104,7 @@ def test_long_samples_of_the_step_before_stay_beside_short_ones_of_this_step(
 
 
 def test_old_samples_make_way_in_the_end(tmp_path: Path) -> None:
-    store = buffer(tmp_path, capacity_bytes=100_000, half_life_steps=1.0)
+    store = buffer(tmp_path, capacity_bytes=100_000)
     for step in range(12):
         for index in range(20):
             store.put(str(index), step, captured(150 if step == 0 else 40, 2, seed=index))
@@ -123,19 +131,19 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
     store = buffer(tmp_path, held_out_share=0.25)
     for index in range(200):
         store.put(str(index), 0, captured(10, 2, seed=index))
-    judged = store.held_out(max_tokens=10_000)
-    assert 25 < len(judged) < 75
-    assert len(store.sizes()) == 200 - len(judged)
+    held_out = store.held_out(max_tokens=10_000)
+    assert 25 < len(held_out) < 75
+    assert len(store.sizes()) == 200 - len(held_out)
 
 
-def test_judging_keeps_to_its_tokens_and_prefers_recent_samples(tmp_path: Path) -> None:
+def test_held_out_samples_are_recent_and_keep_to_the_token_budget(tmp_path: Path) -> None:
     store = buffer(tmp_path, held_out_share=1.0)
     for index in range(20):
         store.put(str(index), index // 10, captured(100, 2, seed=index))
-    judged = store.held_out(max_tokens=250)
-    assert [len(sample) for sample in judged] == [100, 100, 56]
+    held_out = store.held_out(max_tokens=250)
+    assert [len(sample) for sample in held_out] == [100, 100, 56]
     recent = [captured(100, 2, seed=index).token_ids_T for index in range(10, 20)]
-    assert all(any(torch.equal(s.token_ids_T, r[: len(s)]) for r in recent) for s in judged)
+    assert all(any(torch.equal(s.token_ids_T, r[: len(s)]) for r in recent) for s in held_out)
 
 
 def test_a_long_prompt_leaves_room_for_the_response(tmp_path: Path) -> None:
@@ -157,7 +165,7 @@ def test_too_small_a_capacity_is_refused(tmp_path: Path) -> None:
 
 
 def marked(index: int, length: int) -> Captured:
-    """A sample that can be told to be whole: every value is its index."""
+    """Return a sample in which every value is its index, so that a reader can tell it is whole."""
     value = float(index % 128)
     return Captured(
         token_ids_T=torch.full((length,), index % 128),
@@ -185,8 +193,8 @@ def check_whole(store: SampleBuffer) -> int:
     return len(entries)
 
 
-def killed_after(work: Callable[[], None], seconds: float) -> None:
-    """Fork, work, and die of SIGKILL at some moment in it."""
+def killed_after(work: Callable[[], object], seconds: float) -> None:
+    """Fork a process that works, and kill it with SIGKILL."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -198,7 +206,7 @@ def killed_after(work: Callable[[], None], seconds: float) -> None:
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status), "it was to be killed, not to end by itself"
+    assert os.WIFSIGNALED(status), "the process ended by itself instead of being killed"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -210,7 +218,7 @@ def test_killing_the_writer_corrupts_nothing(tmp_path: Path) -> None:
     for round_ in range(KILLS):
         counter = iter(range(10**9))
 
-        def write(counter=counter, round_=round_) -> None:  # type: ignore[no-untyped-def]
+        def write(counter: Iterator[int] = counter, round_: int = round_) -> None:
             index = next(counter)
             store.put(f"{round_}/{index}", round_ // 10, samples[index % 64])
 
@@ -234,6 +242,6 @@ def test_killing_readers_disturbs_nobody(tmp_path: Path) -> None:
     for round_ in range(KILLS):
         for index in range(3):
             assert store.put(f"{round_}/{index}", round_, samples[(3 * round_ + index) % 64])
-        killed_after(lambda: check_whole(store) and None, rng.uniform(0.001, 0.02))
+        killed_after(lambda: check_whole(store), rng.uniform(0.001, 0.02))
         assert store.num_bytes() <= 3_000_000
     assert check_whole(store) > 5

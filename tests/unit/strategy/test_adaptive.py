@@ -1,4 +1,4 @@
-"""The strategies that learn: never a wrong arm, never thrashing, alive after any nonsense."""
+"""Strategies that learn: only their own arms, bounded switching, any reports survived."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 from tlt.bench.replay import SCENARIOS, Run, StepTable, compare, published_h100, replay
 from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
+from tlt.strategy.acceptance import Acceptance
 from tlt.strategy.adaptive import Adaptive, Caution
 from tlt.strategy.beg_mab import BegMab
-from tlt.strategy.estimates import Acceptance, StepTime, batch_bucket
 from tlt.strategy.spec import Fixed, build_strategy, complete_strategy
+from tlt.strategy.step_time import StepTime, batch_bucket
 from tlt.tasks.tail import HeavyTail
 
 EAGLE = [Arm("eagle3", k) for k in (1, 2, 4)]
@@ -26,17 +28,17 @@ NGRAM = [Arm("ngram", k) for k in (2, 4)]
 ARMS = [OFF, *EAGLE, *NGRAM]
 
 
-def make_policies() -> list[Strategy]:
+def make_strategies() -> list[Strategy]:
     return [Adaptive(ARMS), BegMab(ARMS, random.Random(0))]
 
 
 def report(
-    policy_arm: tuple[Arm, Arm],
+    arms: tuple[Arm, Arm],
     num_decodes: int,
     elapsed_s: float,
     accepted_at: tuple[int, ...] = (),
 ) -> StepReport:
-    verified, proposed = policy_arm
+    verified, proposed = arms
     return StepReport(
         step=0,
         verified=verified,
@@ -74,7 +76,7 @@ steps = st.lists(
 def test_survives_any_observations_and_chooses_only_its_arms(
     script: list[tuple[int, int, float, bool, int, int]],
 ) -> None:
-    for strategy in make_policies():
+    for strategy in make_strategies():
         last = OFF
         for step, (decodes, prefills, elapsed_s, reported, version, percent) in enumerate(script):
             arm = strategy.decide(StepContext(step, decodes, prefills, 0, version))
@@ -85,12 +87,12 @@ def test_survives_any_observations_and_chooses_only_its_arms(
             last = arm
 
 
-def test_a_look_that_had_to_wait_for_its_switch_costs_nobody() -> None:
-    """Few switches are allowed, so that decisions and what is done often differ."""
+def test_a_trial_that_has_to_wait_for_its_switch_is_charged_to_no_other_arm() -> None:
+    """With few switches allowed, the chosen arm often differs from the arm in use."""
     for seed in range(60):
         rng = random.Random(seed)
         caution = Caution(
-            switches_per_s=rng.choice([0.5, 2.0, 10.0]), look_every_steps=8, probe_share=0.2
+            switches_per_s=rng.choice([0.5, 2.0, 10.0]), retry_interval_steps=8, probe_share=0.2
         )
         strategy, last = Adaptive(ARMS, caution), OFF
         for step in range(600):
@@ -147,7 +149,7 @@ def test_memory_does_not_grow_with_time() -> None:
 
 
 def _size(thing: object) -> int:
-    """Bytes of an object and of all it holds."""
+    """Return the bytes of an object and of everything it holds."""
     seen: set[int] = set()
     todo, total = [thing], 0
     while todo:
@@ -168,7 +170,7 @@ def _size(thing: object) -> int:
 
 
 def recorded() -> StepTable:
-    """A small engine on a core: verifying costs compute."""
+    """Return the table of a small engine on one core, where verifying costs compute."""
     off = [(1.0, 0.030), (8.0, 0.032), (32.0, 0.045), (64.0, 0.065)]
     seconds = {OFF: off}
     for arm in EAGLE:
@@ -186,7 +188,7 @@ def rollouts(count: int, requests: int, scale: int = 1) -> list[list[int]]:
     return [[scale * tail.draw(rng) for _ in range(requests)] for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["recorded", "beg_mab"])
+@pytest.mark.parametrize("name", ["recorded", "h100"])
 def test_near_the_oracle(name: str) -> None:
     table = recorded() if name == "recorded" else published_h100()
     work = rollouts(8, 64) if name == "recorded" else rollouts(8, 32, scale=4)
@@ -207,7 +209,7 @@ def test_a_worthless_drafter_costs_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ngrams_that_become_good_are_found_beside_a_worthless_drafter(seed: int) -> None:
-    """As at the beginning of a run without a trained drafter: no text to look n-grams up in yet."""
+    """A run without a trained drafter begins like this: n-grams have no text to be found in yet."""
     rng = random.Random(seed)
     strategy, last, found_at = Adaptive([*ARMS, Arm("ngram", 8)]), OFF, 0
     for step in range(4000):
@@ -227,7 +229,7 @@ def test_ngrams_that_become_good_are_found_beside_a_worthless_drafter(seed: int)
         if arm.drafter != "ngram":
             found_at = step + 1
         last = arm
-    assert found_at < 3900, "it still does without"
+    assert found_at < 3900, "n-grams are still not in use"
 
 
 def test_a_new_drafter_is_tried_at_once() -> None:
@@ -277,9 +279,9 @@ def test_acceptance_is_shared_between_lengths() -> None:
         acceptance.observe(report((Arm("eagle3", 2), OFF), 10, 0.1, accepted_at=(8, 6)))
     assert acceptance.recent_tokens(1)[0] == pytest.approx(1.8, abs=0.03)
     assert acceptance.recent_tokens(2)[0] == pytest.approx(2.4, abs=0.05)
-    expected, hoped = acceptance.recent_tokens(4, in_use=2)
+    expected, optimistic = acceptance.recent_tokens(4, in_use=2)
     assert 2.6 < expected < 3.4
-    assert hoped > expected + 0.1  # it has not looked there
+    assert optimistic > expected + 0.1  # no draft reached these positions
     assert acceptance.recent_tokens(1, in_use=2)[1] == acceptance.recent_tokens(1)[0]  # no doubt
 
 
@@ -296,7 +298,7 @@ def test_hard_text_is_hard_for_longer_drafts_too() -> None:
 
 
 def verified(acceptance: Acceptance, accepted_at: tuple[int, ...], steps: int) -> bool:
-    """Whether the text turned in any of these steps of ten drafts."""
+    """Verify ten drafts per step; return whether the text turned in any step."""
     made = report((Arm("eagle3", len(accepted_at)), OFF), 10, 0.1, accepted_at)
     return sum(bool(acceptance.observe(made)) for _ in range(steps)) > 0
 
@@ -320,7 +322,7 @@ def test_a_trial_that_does_not_fit_replaces_both_memories() -> None:
     assert acceptance.recent_tokens(4)[0] > 2.5
 
 
-def test_text_that_is_easy_for_both_drafters_is_no_news() -> None:
+def test_text_that_is_easy_for_both_drafters_is_not_a_change() -> None:
     acceptance = Acceptance(max_draft_tokens=4)
     verified(acceptance, (4, 2), steps=150)
     acceptance.begin()
@@ -342,7 +344,7 @@ def test_the_long_memory_tells_the_short_one_about_rare_positions() -> None:
 
 
 def find_again(strategy: Strategy, good_from: int, num_steps: int) -> int:
-    """Steps from `good_from`, when all drafters become good, until EAGLE-3 is used for good."""
+    """Return the steps from `good_from`, when drafters become good, until EAGLE-3 stays in use."""
     rng, last, found_at = random.Random(0), OFF, 0
     for step in range(num_steps):
         arm = strategy.decide(StepContext(step, 8, 0, 0, 0))
@@ -362,14 +364,14 @@ def find_again(strategy: Strategy, good_from: int, num_steps: int) -> int:
     return found_at - good_from
 
 
-def test_what_failed_for_long_is_found_soon_after_a_jump() -> None:
-    """Beside n-grams that became good, too, and after many trials in vain."""
+def test_a_drafter_that_failed_for_long_is_found_soon_after_a_jump() -> None:
+    """EAGLE-3 wins over n-grams that became good, too, after many failed trials."""
     assert find_again(Adaptive(ARMS), good_from=3000, num_steps=4000) < 700
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_drafter_is_found_at_the_batch_sizes_where_it_is_best(seed: int) -> None:
-    """N-grams in large batches, EAGLE-3 in small ones, and no look at what is not in use."""
+    """N-grams win in large batches, EAGLE-3 in small ones; the retry interval never passes."""
     seconds = {OFF: [(1.0, 0.03), (64.0, 0.06)]}
     for arm in EAGLE:
         seconds[arm] = [(1.0, 0.034), (8.0, 0.04), (64.0, 0.12)]
@@ -377,7 +379,7 @@ def test_each_drafter_is_found_at_the_batch_sizes_where_it_is_best(seed: int) ->
         seconds[arm] = [(1.0, 0.031), (64.0, 0.07)]
     accepted = {"eagle3": [0.75, 0.6, 0.45, 0.35], "ngram": [0.5, 0.3, 0.2, 0.1]}
     table = StepTable(seconds, accepted, {})
-    strategy = Adaptive(ARMS, Caution(look_every_steps=100_000))
+    strategy = Adaptive(ARMS, Caution(retry_interval_steps=100_000))
     work = [[300] * 64, [400] * 4]
     made = replay(lambda run: strategy, table, SCENARIOS["stationary"], work, seed)
     large = [r.proposed.drafter for r in made.reports if r.num_decodes > 32][20:]
@@ -397,8 +399,10 @@ def test_a_long_draft_that_costs_no_more_is_found(seed: int) -> None:
 
 
 def test_as_fast_as_the_best_arm_where_text_and_machine_change() -> None:
-    """Rollouts of seconds, requests that turn hard in the middle, a host that slows down and a new
-    drafter every time: what misleads a strategy that compares what it saw at different moments."""
+    """Short rollouts, requests that turn hard in the middle, a host that slows down, new drafters.
+
+    All of these mislead a strategy that compares observations of different moments.
+    """
     ratios = []
     for seed in range(8):
         best = tail_rollouts(Fixed(Arm("eagle3", 3)), seed)
@@ -407,7 +411,7 @@ def test_as_fast_as_the_best_arm_where_text_and_machine_change() -> None:
 
 
 def tail_table() -> StepTable:
-    """SmolLM2 on a core, roughly."""
+    """Return the table of roughly SmolLM2 on one core."""
     off = [(1.0, 0.040), (2.0, 0.043), (4.0, 0.048), (8.0, 0.060)]
     seconds = {OFF: off}
     for k in (1, 2, 3, 4, 6):
@@ -422,7 +426,7 @@ def tail_table() -> StepTable:
 
 
 def tail_rollouts(strategy: Strategy, seed: int) -> float:
-    """Tokens per second over 20 rollouts of 8 requests."""
+    """Return the tokens per second over 20 rollouts of 8 requests."""
     text, host, luck = (random.Random(f"{seed}/{part}") for part in ("text", "host", "luck"))
     table, verified = tail_table(), OFF
     pace = clock_s = 0.0
@@ -455,7 +459,7 @@ def tail_rollouts(strategy: Strategy, seed: int) -> float:
     return tokens / clock_s
 
 
-def test_step_time_speaks_for_arms_never_tried() -> None:
+def test_step_time_predicts_arms_never_tried() -> None:
     model = StepTime(frozenset(ARMS))
 
     def truth(decodes: int, arm: Arm) -> float:
@@ -499,7 +503,7 @@ def test_tables_survive_being_written(tmp_path: Path) -> None:
 def test_a_table_is_learned_from_reports() -> None:
     table = recorded()
     arm = EAGLE[2]
-    made = replay(lambda run: build_strategy(fixed(arm)), table, lambda p: 1.0, rollouts(4, 64), 0)
+    made = replay(always(arm), table, lambda p: 1.0, rollouts(4, 64), 0)
     learned = StepTable.from_reports(made.reports)
     assert learned.accepted["eagle3"] == pytest.approx(table.accepted["eagle3"], abs=0.03)
     for batch in (2, 16, 40):
@@ -508,8 +512,12 @@ def test_a_table_is_learned_from_reports() -> None:
         )
 
 
-def fixed(arm: Arm) -> dict[str, object]:
-    return {"kind": "fixed", "drafter": arm.drafter, "num_draft_tokens": arm.num_draft_tokens}
+def given_strategy(strategy: Strategy, run: Run) -> Strategy:
+    return strategy
+
+
+def always(arm: Arm) -> Callable[[Run], Strategy]:
+    return partial(given_strategy, Fixed(arm))
 
 
 @pytest.mark.parametrize("make", [recorded, published_h100])
@@ -518,7 +526,7 @@ def test_a_replay_accepts_as_many_tokens_as_the_oracle_expects(
 ) -> None:
     table = make()
     for arm in table.seconds:
-        made = replay(lambda run, arm=arm: Fixed(arm), table, lambda p: 1.0, [[9000] * 16], seed=0)
+        made = replay(always(arm), table, lambda p: 1.0, [[9000] * 16], seed=0)
         steady = [r for r in made.reports if r.verified == arm and r.num_decodes == 16]
         gained = sum(r.num_decodes + r.num_accepted_tokens for r in steady)
         decodes = sum(r.num_decodes for r in steady)
@@ -530,8 +538,8 @@ def test_rates_that_rise_with_the_position_are_refused_by_the_table() -> None:
     assert table.accepted == {"eagle3": [0.5, 0.2, 0.2]}
 
 
-def test_by_the_same_seed_every_policy_drafts_the_same_text() -> None:
-    """Two strategies that draft alike from some token on are equally lucky from there on."""
+def test_by_the_same_seed_every_strategy_drafts_the_same_text() -> None:
+    """Two strategies that draft alike from some token on get the same acceptances from there on."""
     table, arm = recorded(), Arm("eagle3", 4)
 
     class LateStart(Fixed):
@@ -539,8 +547,8 @@ def test_by_the_same_seed_every_policy_drafts_the_same_text() -> None:
             return OFF if context.step < 7 else super().decide(context)
 
     ends = []
-    for make in (Fixed, LateStart):
-        made = replay(lambda run, make=make: make(arm), table, lambda p: 1.0, [[600]], seed=0)
+    for strategy in (Fixed(arm), LateStart(arm)):
+        made = replay(partial(given_strategy, strategy), table, lambda p: 1.0, [[600]], seed=0)
         left = [600 - sum(r.num_output_tokens for r in made.reports[:n]) for n in range(200)]
         ends.append([rest for rest in left if 0 < rest < 500])
     assert len(set(ends[0]) & set(ends[1])) > 0.8 * len(set(ends[0]))
@@ -551,7 +559,7 @@ def test_the_oracle_is_not_beaten_by_a_fixed_arm() -> None:
     for name in SCENARIOS:
         rows = compare(
             table,
-            {str(arm): lambda run, arm=arm: build_strategy(fixed(arm)) for arm in EAGLE},
+            {str(arm): always(arm) for arm in EAGLE},
             work,
             seeds=[0],
         )

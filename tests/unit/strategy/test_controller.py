@@ -1,9 +1,11 @@
+"""Credit, step times and drafter versions, with a scripted strategy and clock."""
+
 from tlt.contracts import OFF, Arm, StepContext, StepReport
 from tlt.strategy.controller import DraftController
 
 
 class Scripted:
-    """Plays a list of arms and remembers what it saw."""
+    """A strategy that plays a list of arms and records contexts and reports."""
 
     def __init__(self, arms: list[Arm]) -> None:
         self.script = arms
@@ -65,7 +67,7 @@ def test_overlapping_steps_share_no_time() -> None:
     assert controller.totals.busy_s == 5.0
 
 
-def test_a_new_drafter_version_reaches_the_policy() -> None:
+def test_a_new_drafter_version_reaches_the_strategy() -> None:
     strategy = Scripted([OFF, OFF])
     controller = DraftController(strategy, Clock())
     controller.step_scheduled(1, 0, 0, 0)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt.contracts import OFF, Arm
-from tlt.strategy.graphs import Choices, Graph, GraphPlan, choices_of
+from tlt.strategy.graphs import Choices, Graph, GraphPlan, Runner, choices_of
 from tlt.strategy.spec import build_strategy
 
 
@@ -23,7 +23,7 @@ def any_choices(draw: st.DrawFn) -> tuple[Choices, int]:
 @settings(max_examples=60, deadline=None)
 @given(any_choices(), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["v1", "v2"]))
 def test_every_choice_has_a_graph_with_little_padding(
-    given_choices: tuple[Choices, int], steps: int, runner: str
+    given_choices: tuple[Choices, int], steps: int, runner: Runner
 ) -> None:
     choices, max_num_seqs = given_choices
     plan = GraphPlan.for_arms(choices, max_num_seqs, steps_per_doubling=steps, runner=runner)
@@ -104,7 +104,7 @@ def test_long_drafts_at_small_batches_are_cheaper() -> None:
     assert anywhere.estimated_bytes(bytes_per_graph=1, bytes_per_token=0) == len(anywhere.graphs)
 
 
-def test_choices_of_policies() -> None:
+def test_choices_of_strategies() -> None:
     schedule = [[4, 4], [16, 2]]
     table = build_strategy({"kind": "by_batch_size", "drafter": "eagle3", "schedule": schedule})
     assert choices_of(table, 64) == [(4, eagle(4)), (16, eagle(2)), (64, eagle(0))]

@@ -1,3 +1,7 @@
+"""Specs of strategies, and the strategies that do not learn."""
+
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +64,6 @@ def test_random_is_deterministic_under_a_seed() -> None:
         ({"kind": "random", "arms": []}, "strategy.arms is empty"),
     ],
 )
-def test_wrong_specs_teach(spec: dict, message: str) -> None:
+def test_errors_say_what_a_spec_needs(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_strategy(spec)

@@ -20,14 +20,14 @@ class Eagle3Config:
     vocab_size: int
     draft_vocab_size: int
     aux_layer_ids: tuple[int, ...]
-    """Which of the target's hidden states are fused: i means the input of layer i."""
+    """The target's hidden states that are fused: i is the input of layer i."""
     rope_theta: float
     rms_norm_eps: float
     max_position_embeddings: int
 
     @classmethod
     def for_target(cls, target: Any, draft_vocab_size: int | None = None) -> Eagle3Config:
-        """The drafter of a Llama- or Qwen-type target, given its Hugging Face config."""
+        """Derive the drafter of a Llama- or Qwen-type target from its Hugging Face config."""
         heads = target.num_attention_heads
         rope = getattr(target, "rope_parameters", None) or {}
         theta = rope.get("rope_theta") or getattr(target, "rope_theta", None) or 10000.0
@@ -46,7 +46,7 @@ class Eagle3Config:
         )
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
-        """The `config.json` of a drafter folder."""
+        """Return the `config.json` of a drafter folder."""
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",
@@ -71,6 +71,7 @@ class Eagle3Config:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> Eagle3Config:
+        """Read the `config.json` of a drafter folder."""
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -87,7 +88,7 @@ class Eagle3Config:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Low, middle and high: 2, L/2 and L-3, vLLM's default, spread out in shallow models."""
+    """Return a low, a middle and a high layer: vLLM's 2, L/2 and L-3, spread in shallow models."""
     layers = (2, num_layers // 2, num_layers - 3)
     if len(set(layers)) == 3 and list(layers) == sorted(layers):
         return layers

@@ -22,10 +22,12 @@ from torch.nn import functional as F
 from tlt.drafter.eagle3.config import Eagle3Config
 
 QUERY_BLOCK = 256
-"""Queries attended at once: bounds the memory of scores, and skips keys no query may see."""
+"""Queries attended at once. It bounds the memory of scores and skips keys that no query sees."""
 
 
 class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -52,9 +54,9 @@ class Attention(nn.Module):
     def keys_values(
         self, x_T2H: torch.Tensor, position_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [N, T, D]."""
+        """Compute keys and values [N, T, D]."""
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        key = self._rotated(self.k_proj(x_T2H), position_T)
+        key = self.rotated_heads(self.k_proj(x_T2H), position_T)
         value = self._heads(self.v_proj(x_T2H))
         return key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
 
@@ -66,9 +68,13 @@ class Attention(nn.Module):
         chains: Chains,
         later: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
     ) -> torch.Tensor:
-        """`row` holds pass 0 of each sample, `later` the chains' own passes 1 and on, by block."""
+        """Attend from the chains of a row.
+
+        `row` holds the keys and values of pass 0 of each sample, `later` those of the chains' own
+        later passes, by block.
+        """
         scale = self.config.head_dim**-0.5
-        query = self._rotated(self.q_proj(x_C2H), position_C) * scale
+        query = self.rotated_heads(self.q_proj(x_C2H), position_C) * scale
         attended = []
         for index, (block, q) in enumerate(
             zip(chains.blocks, query.split(chains.block_sizes, 1), strict=True)
@@ -87,7 +93,8 @@ class Attention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1)
 
-    def _rotated(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def rotated_heads(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Split a projection [T, N * D] into heads [N, T, D] and rotate them by position."""
         cos, sin = rotary(position, self.config.head_dim, self.config.rope_theta, x.dtype)
         return rotate(self._heads(x), cos, sin)
 
@@ -98,16 +105,16 @@ class Block:
 
     sample: int
     num_seen: int
-    """Positions of the sample up to where the block's last chain starts."""
+    """Positions of the sample up to the start of the block's last chain."""
     unseen: torch.Tensor
-    """Per chain, which of those positions lie after its start [chains, num_seen]."""
+    """True for positions after the chain's start [chains, num_seen]."""
 
 
 class Chains:
-    """Where the draft chains of a packed row start, and what of it each may see."""
+    """The starts of a packed row's draft chains, and the positions that each chain may see."""
 
     def __init__(self, starts_C: torch.Tensor, lengths: Sequence[int]) -> None:
-        """`lengths` are those of the row's samples, in order; `starts_C` is sorted."""
+        """Take the sorted `starts_C`, and the lengths of the row's samples in order."""
         self.starts = starts_C
         self.lengths = list(lengths)
         ends = torch.tensor(self.lengths, device=starts_C.device).cumsum(0)
@@ -130,20 +137,22 @@ class Chains:
     def by_sample(
         self, parts: tuple[torch.Tensor, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a row [N, T, D], sample by sample."""
+        """Split keys and values of a row [N, T, D] by sample."""
         key, value = parts
         return list(zip(key.split(self.lengths, 1), value.split(self.lengths, 1), strict=True))
 
     def by_block(
         self, parts: tuple[torch.Tensor, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of the chains [N, C, D], block by block."""
+        """Split keys and values of the chains [N, C, D] by block."""
         key, value = parts
         sizes = self.block_sizes
         return list(zip(key.split(sizes, 1), value.split(sizes, 1), strict=True))
 
 
 class MLP(nn.Module):
+    """Gated feed-forward part of the layer."""
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -155,6 +164,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """The drafter's one decoder layer."""
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -185,7 +196,7 @@ class Eagle3Drafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def draft_token_ids(self) -> torch.Tensor:
-        """Target ids of the draft vocabulary."""
+        """Return the target ids of the draft vocabulary."""
         return torch.arange(self.config.draft_vocab_size, device=self.d2t.device) + self.d2t
 
     def set_draft_vocabulary(self, token_ids: torch.Tensor) -> None:
@@ -201,11 +212,11 @@ class Eagle3Drafter(nn.Module):
         num_steps: int,
         after_pass: Callable[[torch.Tensor], None] = lambda hidden: None,
     ) -> list[torch.Tensor]:
-        """What the head reads in every pass: normed states [C, H], one per chain.
+        """Return the normed states [C, H] that the head reads, of every pass.
 
-        `next_embeds_TH[s]` embeds token s+1. Where a chain runs past the end of its sample the
-        result is garbage, which touches no other chain; the caller leaves it out. `after_pass` sees
-        the state of every pass as it is there, and may break off by raising.
+        `next_embeds_TH[s]` embeds token s+1. Where a chain runs past the end of its sample, its
+        states are garbage that touches no other chain; the caller leaves them out. `after_pass`
+        receives the state of every pass and may interrupt the computation by raising.
         """
         layer = self.midlayer
         fused = self.fc(aux_TA)

@@ -1,0 +1,225 @@
+"""How long an engine step takes, for any batch size and arm, learned from `StepReport`s.
+
+The estimates forget slowly and say how sure they are. They are pure arithmetic on a few dozen
+numbers: an update costs microseconds, and memory does not grow with time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tlt.contracts import Arm, DrafterName, StepReport
+
+MAX_RATIO = 4.0
+"""Largest ratio between the measured and the expected time of a step that counts. A pause of the
+machine says nothing about an arm, yet estimates follow a lasting change."""
+
+
+class StepTime:
+    """Seconds of an engine step, for any batch size and arm.
+
+    A fit to all steps predicts arms and batch sizes that were never tried. The fit is a sum of
+    parts, each proportional to one figure of the step and never negative. Where an arm was tried,
+    the measured times of its steps correct the fit. All times are relative to the recent pace:
+    machines are shared and contexts grow, and an arm last timed in a slow minute is not slower.
+    """
+
+    HALF_LIFE = 1000.0
+    """Engine steps after which the fit trusts an observation half as much."""
+    CELL_WINDOW = 160.0
+    """Engine steps that the correction of one arm and batch size remembers."""
+    CELL_PRIOR = 5.0
+    """Weight of the fit against the correction, in engine steps."""
+    PACE_WINDOW, PACE_STEPS = 24.0, 12.0
+    """Engine steps over which the pace is averaged, and steps that an arm needs to contribute."""
+    SOLVE_EVERY = 4
+    """Engine steps between two solutions of the fit, once it has seen some dozens."""
+    ROWS, PREFILL = 64.0, 512.0
+    """Scales of requests and of prefilled tokens in the fit's inputs."""
+
+    def __init__(self, arms: frozenset[Arm]) -> None:
+        self._drafters: list[DrafterName] = sorted({a.drafter for a in arms if a.num_draft_tokens})
+        size = 4 + 3 * len(self._drafters)
+        self._normal = [[0.0] * size for _ in range(size)]
+        self._target = [0.0] * size
+        self._parts = [0.0] * size
+        self._scale = 0.0
+        self._pace = 1.0
+        self._growth = 1.0
+        self._unsolved = 0
+        self._cells: dict[tuple[int, Arm], _Cell] = {}
+        self._timed: set[Arm] = set()
+        self._error: dict[str, float] = dict.fromkeys(["off", *self._drafters], 0.4)
+        """Typical relative error of the fit without correction, by drafter."""
+
+    @property
+    def known(self) -> bool:
+        """Whether any step was timed."""
+        return self._scale > 0
+
+    def observe(self, report: StepReport, steady: bool) -> None:
+        """Learn from an engine step. `steady` steps verified and drafted with the same arm."""
+        elapsed_s = report.elapsed_s
+        if not (math.isfinite(elapsed_s) and elapsed_s > 0):
+            return
+        inputs = self._inputs(
+            report.num_decodes,
+            report.num_draft_tokens,
+            report.num_prefill_tokens,
+            report.proposed,
+        )
+        if not self.known:
+            self._start(elapsed_s)
+        fitted_s = self._fit(inputs)
+        elapsed_s /= self._pace
+        elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
+        prefill_s = self._prefill_s(report.num_prefill_tokens)
+        if steady and report.num_decodes > 0 and prefill_s < 0.5 * min(elapsed_s, fitted_s):
+            self._follow_pace(report, elapsed_s - prefill_s)
+            self._correct(report, elapsed_s - prefill_s, fitted_s - prefill_s)
+        self._refit(inputs, elapsed_s)
+
+    def _follow_pace(self, report: StepReport, elapsed_s: float) -> None:
+        """Update the pace from arms with well-known times; the error of others would spread."""
+        if self.visits(report.num_decodes, report.proposed) >= self.PACE_STEPS:
+            expected_s = self._usual_s(
+                report.num_decodes, report.num_draft_tokens, report.proposed
+            )[0]
+            surprise = min(0.4, max(-0.4, math.log(elapsed_s / expected_s)))
+            self._pace *= math.exp(surprise / self.PACE_WINDOW)
+
+    def prefill_s(self, num_prefill_tokens: int) -> float:
+        """Return the seconds of a step that prompts took."""
+        return self._pace * self._prefill_s(num_prefill_tokens)
+
+    def _prefill_s(self, num_prefill_tokens: int) -> float:
+        return self._parts[3] * num_prefill_tokens / self.PREFILL
+
+    def expected_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
+        """Return the expected seconds of a step without prefills, and their relative error."""
+        seconds, error = self._usual_s(num_decodes, draft_tokens, arm)
+        return self._pace * seconds, error
+
+    def _usual_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
+        fitted_s = self._fit(self._inputs(num_decodes, draft_tokens, 0, arm))
+        weight = total = 0.0
+        for near, cell in self._near(num_decodes, arm):
+            inputs = self._inputs(cell.num_decodes, cell.draft_tokens, 0, arm)
+            weight += near * cell.weight
+            total += near * cell.weight * cell.seconds / self._fit(inputs)
+        ratio = (total + self.CELL_PRIOR) / (weight + self.CELL_PRIOR)
+        return fitted_s * ratio, self._error[arm.drafter] / math.sqrt(1 + weight)
+
+    def visits(self, num_decodes: int, arm: Arm) -> float:
+        """Return the arm's number of steps at about this batch size; nearby sizes count half."""
+        return sum(near * cell.weight for near, cell in self._near(num_decodes, arm))
+
+    def timed(self, arm: Arm) -> bool:
+        """Return whether a step of this arm was ever timed, at any batch size."""
+        return arm in self._timed
+
+    def _near(self, num_decodes: int, arm: Arm) -> Iterator[tuple[float, _Cell]]:
+        bucket = batch_bucket(num_decodes)
+        beside = (batch_bucket(bucket * 2 // 3), batch_bucket(bucket + 1))
+        for place, near in ((bucket, 1.0), (beside[0], 0.5), (beside[1], 0.5)):
+            cell = self._cells.get((place, arm))
+            if cell is not None:
+                yield near, cell
+
+    def _inputs(
+        self, num_decodes: float, draft_tokens: float, num_prefill_tokens: int, proposed: Arm
+    ) -> list[float]:
+        """Return the fit's inputs.
+
+        They are 1, decodes, drafts to verify, prefilled tokens, and per drafter: on, passes, rows
+        of all passes. Their scales are the prior: a cost that several inputs could explain goes
+        mostly to the largest input, so that slow large batches do not make small ones look slow.
+        """
+        inputs = [
+            1.0,
+            num_decodes / self.ROWS,
+            draft_tokens / self.ROWS,
+            num_prefill_tokens / self.PREFILL,
+        ]
+        for drafter in self._drafters:
+            passes = proposed.num_draft_tokens if proposed.drafter == drafter else 0
+            inputs += [0.2 * (passes > 0), passes / 8, passes * num_decodes / self.ROWS]
+        return inputs
+
+    def _start(self, first_s: float) -> None:
+        """Start the fit with the guess that drafts cost a little, relative to the first step."""
+        self._scale = first_s
+        guess = [0.9, 0.05, 0.05, 1.0] + [0.1, 0.1, 0.02] * len(self._drafters)
+        for index, part in enumerate(guess):
+            self._parts[index] = part * first_s
+            self._normal[index][index] = 0.05
+            self._target[index] = 0.05 * part
+
+    def _fit(self, inputs: list[float]) -> float:
+        total = sum(part * value for part, value in zip(self._parts, inputs, strict=True))
+        return max(total, 1e-3 * self._scale, 1e-9)
+
+    def _refit(self, inputs: list[float], elapsed_s: float) -> None:
+        """Update the least squares of relative errors, in which newer steps weigh more.
+
+        Deciding must cost next to nothing: weights of new steps grow instead of all sums shrinking,
+        and one sweep of coordinate descent every few steps solves the fit.
+        """
+        self._growth *= 2 ** (1 / self.HALF_LIFE)
+        weight = self._growth * (self._scale / elapsed_s) ** 2
+        relative = elapsed_s / self._scale
+        active = [(index, value) for index, value in enumerate(inputs) if value]
+        for index, left in active:
+            row = self._normal[index]
+            for other, right in active:
+                row[other] += weight * left * right
+            self._target[index] += weight * left * relative
+        self._unsolved += 1
+        if self._unsolved >= self.SOLVE_EVERY or self._growth < 1.05:
+            self._solve()
+
+    def _solve(self) -> None:
+        self._unsolved = 0
+        parts = [part / self._scale for part in self._parts]
+        for index, row in enumerate(self._normal):
+            diagonal = row[index] + 1e-3 * self._growth
+            slope = self._target[index] - sum(a * p for a, p in zip(row, parts, strict=True))
+            parts[index] = max(0.0, parts[index] + slope / diagonal)
+        self._parts = [part * self._scale for part in parts]
+        if self._growth > 1e6:
+            self._normal = [[value / self._growth for value in row] for row in self._normal]
+            self._target = [value / self._growth for value in self._target]
+            self._growth = 1.0
+
+    def _correct(self, report: StepReport, elapsed_s: float, fitted_s: float) -> None:
+        self._timed.add(report.proposed)
+        key = (batch_bucket(report.num_decodes), report.proposed)
+        cell = self._cells.setdefault(key, _Cell())
+        if cell.weight < 1:  # the first step of a cell shows the error of the fit alone
+            miss = min(abs(math.log(elapsed_s / fitted_s)), 0.5)
+            error = self._error[report.proposed.drafter]
+            self._error[report.proposed.drafter] = max(0.05, error + 0.2 * (miss - error))
+        cell.weight = min(cell.weight + 1, self.CELL_WINDOW)
+        cell.seconds += (elapsed_s - cell.seconds) / cell.weight
+        cell.draft_tokens += (report.num_draft_tokens - cell.draft_tokens) / cell.weight
+        cell.num_decodes += (report.num_decodes - cell.num_decodes) / cell.weight
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Means over the latest steps of one arm in one bucket of batch sizes."""
+
+    weight: float = 0.0
+    seconds: float = 0.0
+    draft_tokens: float = 0.0
+    num_decodes: float = 0.0
+
+
+def batch_bucket(num_decodes: int) -> int:
+    """Return the bucket of a batch size: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, 25-32, ..."""
+    if num_decodes <= 2:
+        return num_decodes
+    top = 1 << (num_decodes - 1).bit_length()
+    return top if num_decodes > 3 * top // 4 else 3 * top // 4
