@@ -197,7 +197,7 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
         ),
         on_gpu=bool(learner.num_gpus),
         num_cores=learner.num_cores or (None if colocated else 1),
-        core_group=config.engine.core_group + ("-learner" if colocated else ""),
+        core_group=config.debug.core_group + ("-learner" if colocated else ""),
         timeout_s=learner.timeout_s,
         buffer=buffer,
         captures=not by_engines,
@@ -253,7 +253,7 @@ def coordinator_settings(config: TrainConfig) -> CoordinatorSettings:
             max_leases=tlt.max_trainers,
         ),
         session_s=tlt.session_s,
-        publish=tlt.harvest == "on",
+        publish=config.debug.publish_drafters,
     )
 
 

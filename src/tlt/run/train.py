@@ -291,7 +291,7 @@ class Training:
         return sorted(scored, key=lambda s: s.sample.sample_id)
 
     def _forced_lengths(self, label: str, count: int, stage: str) -> list[int]:
-        sizes = self._config.sampling.forced_lengths
+        sizes = self._config.debug.forced_lengths
         if sizes is None or stage != "rollout":
             return []
         rng = random.Random(f"{self._config.run.seed}/lengths/{label}")

@@ -690,6 +690,12 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"1e-06; use that value, or start a new run\.out",
     ),
     (
+        "resumed with other lengths",
+        begun("debug.forced_lengths={median=2, p95=4, longest=8}", resume=True),
+        r"debug\.forced_lengths\.longest = 8, but the run in .*/out was started with",
+        r"use that value, or start a new run\.out",
+    ),
+    (
         "resumed from a damaged folder",
         begun(resume=True, damage="lr ="),
         r"out/config\.toml, .* is damaged",
@@ -729,6 +735,11 @@ def attempt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Att
 
 
 def test_the_run_that_is_spoilt_below_is_good(attempt: Attempt) -> None:
+    attempt.check()
+
+
+def test_other_settings_for_debugging_may_change_on_resume(attempt: Attempt) -> None:
+    begun("debug.core_group=other", "debug.publish_drafters=false", resume=True)(attempt)
     attempt.check()
 
 
