@@ -195,14 +195,14 @@ def _update(model: str, dtype: str) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
+    from tlt.config.train import AlgorithmConfig, LearnerConfig
     from tlt.learner.batch import TrainSample, Weighting
-    from tlt.learner.policy_loss import PolicyLossSettings
     from tlt.learner.rank import LearnerRank, RankSettings
 
     meeting = f"file://{tempfile.mkdtemp()}/meet"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     settings = RankSettings(
-        model, dtype, 1.0, Weighting("tokens", 64), PolicyLossSettings(), lr=1e-6
+        model, dtype, 1.0, Weighting("tokens", 64), AlgorithmConfig(), LearnerConfig(lr=1e-6)
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     samples = [
