@@ -577,7 +577,12 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"e\.g\. 60, 500, 1500",
     ),
     ("no data", data(None), r"task\.path: .*data\.jsonl does not exist", r"give a \.jsonl"),
-    ("empty data", data(b"\n"), r"task\.path: .*data\.jsonl has no problems", r"one problem a row"),
+    (
+        "empty data",
+        data(b"\n"),
+        r"task\.path: .*data\.jsonl has no problems",
+        r"one problem per row",
+    ),
     (
         "data in Latin-1",
         data(TWENTY + b"\xe4\n"),
@@ -626,7 +631,7 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         "no reward module",
         settings("reward.function=no_such_module:score"),
         r"reward\.function: .*cannot import no_such_module",
-        r"must be installed or stand in",
+        r"install it, or put it into",
     ),
     (
         "no reward function",

@@ -1,4 +1,4 @@
-"""The simulator: its clock, its engine model, runs with the production policy and coordinator."""
+"""The simulator: its clock, its engine model, runs with production strategy and coordinator."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def test_lengths_of_a_run_are_taken_in_turn() -> None:
     assert [workload.of_step(n, 0).tolist() for n in (1, 2, 3)] == [[5, 6], [7, 8], [5, 6]]
 
 
-# --- the policy -----------------------------------------------------------------------------------
+# --- the strategy ---------------------------------------------------------------------------------
 
 
-def test_the_production_policy_settles_on_the_best_arm() -> None:
+def test_the_production_strategy_settles_on_the_best_arm() -> None:
     arms = [["off", 0], ["eagle3", 1], ["eagle3", 2], ["eagle3", 4]]
     player = Player(build_strategy({"kind": "adaptive", "arms": arms}), ENGINE)
     for _ in range(3):

@@ -117,7 +117,7 @@ def test_workers_that_do_not_start_end_no_run() -> None:
 
 def test_a_function_that_workers_cannot_import_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.function: other processes cannot import"):
-        RewardPool(lambda problem, response: 1.0)
+        RewardPool(lambda problem, response: 1.0, num_workers=1, timeout_s=10.0)
 
 
 def test_a_closed_pool_says_so() -> None:
