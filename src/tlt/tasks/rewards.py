@@ -72,7 +72,8 @@ class RewardPool:
         self._timeout_s = timeout_s
         # Further responses wait here: a pool that breaks down loses all responses it holds.
         self._places = asyncio.Semaphore(2 * num_workers)
-        self._stalled_s = 3 * timeout_s + START_UP_S
+        self.stall_timeout_s = 3 * timeout_s + START_UP_S
+        """Seconds without an answer after which a pool counts as broken."""
         self._pool = self._started()
         self._closed = False
         self.faults: Counter[str] = Counter()
@@ -120,9 +121,9 @@ class RewardPool:
         )
         try:
             # A task's time limit counts from its start, and a pool never starts a task it has lost.
-            await asyncio.wait({future}, timeout=self._stalled_s)
+            await asyncio.wait({future}, timeout=self.stall_timeout_s)
             if not future.done():
-                raise BrokenProcessPool(f"no answer in {self._stalled_s:g} s")
+                raise BrokenProcessPool(f"no answer in {self.stall_timeout_s:g} s")
             return future.result()
         finally:
             future.cancel()

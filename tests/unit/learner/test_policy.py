@@ -1,6 +1,7 @@
 """The policy over packed rows: as if every sample were alone, whatever shares a row or a prompt."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make(out, hidden_size=64, num_layers=6)
 
 
-def load(model: Path):  # type: ignore[no-untyped-def]
+def load(model: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
@@ -41,7 +42,7 @@ def samples() -> list[TrainSample]:
     return made
 
 
-def alone(policy, sample: TrainSample, temperature: float):  # type: ignore[no-untyped-def]
+def alone(policy: Any, sample: TrainSample, temperature: float) -> Any:
     """The reference: one plain forward pass of the whole sample."""
     ids = torch.tensor([sample.prompt_ids + sample.response_ids])
     logits = policy(ids).logits[0] / temperature

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ SETTINGS = SftSettings(
 )
 
 
-def policy(kind: str = "Llama"):  # type: ignore[no-untyped-def]
+def policy(kind: str = "Llama") -> Any:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=40,
         hidden_size=32,

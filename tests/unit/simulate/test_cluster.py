@@ -121,7 +121,8 @@ def test_lengths_of_a_run_are_taken_in_turn() -> None:
 
 
 def test_the_production_strategy_settles_on_the_best_arm() -> None:
-    arms = [["off", 0], ["eagle3", 1], ["eagle3", 2], ["eagle3", 4]]
+    choices = [OFF, Arm("eagle3", 1), Arm("eagle3", 2), Arm("eagle3", 4)]
+    arms = [[arm.drafter, arm.num_draft_tokens] for arm in choices]
     player = Player(build_strategy({"kind": "adaptive", "arms": arms}), ENGINE)
     for _ in range(3):
         pace = player.rollout(DRAFTING, 0, 32, 500)
@@ -130,7 +131,7 @@ def test_the_production_strategy_settles_on_the_best_arm() -> None:
         return float(ENGINE.step_s(arm, running, 500)) / DRAFTING.tokens(arm)
 
     for running, arm in pace.arms.items():
-        best = min(seconds(Arm(d, n), running) for d, n in arms)  # type: ignore[arg-type]
+        best = min(seconds(choice, running) for choice in choices)
         assert seconds(arm, running) <= 1.1 * best, (running, arm)
     assert pace.ratios[1] < 0.6
 

@@ -106,9 +106,9 @@ def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFixture)
 
 def test_workers_that_do_not_start_end_no_run() -> None:
     async def run(pool: RewardPool) -> None:
-        pool._stalled_s = 0.0
+        pool.stall_timeout_s = 0.0
         assert (await pool.score(problem(), "1")).fault == "crash"
-        pool._stalled_s = 30.0
+        pool.stall_timeout_s = 30.0
         assert (await pool.score(problem(), "1")).value == 1.0
 
     with_pool(run)
@@ -276,7 +276,8 @@ def test_auto_takes_what_fits_the_problems() -> None:
     assert reward_function("gym", from_file=False) is score
     assert reward_function("math", from_file=False) is math_score
     assert reward_function("exact", from_file=True) is exact_score
-    assert reward_function("math:sqrt", from_file=True) is math.sqrt
+    own: object = reward_function("math:sqrt", from_file=True)
+    assert own is math.sqrt
     with pytest.raises(ConfigError, match=r"reward\.function: gym scores tasks"):
         reward_function("gym", from_file=True)
 
