@@ -1,4 +1,4 @@
-"""What follows from the processor, and what is said of a process that failed."""
+"""Settings that follow from the processor, and the message of a process that failed."""
 
 from pathlib import Path
 

@@ -11,7 +11,7 @@ def test_without_history_only_what_no_rounding_explains_is_alarming() -> None:
 
 
 def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
-    """As it was seen: float32 gaps of 4.5e-7, and 1e-4 or more in the steps of a swap."""
+    """An observed fault: float32 gaps of 4.5e-7, but at least 1e-4 after a drafter swap."""
     watch = GapWatch(4.0, "float32", temperature=1.0)
     rng = random.Random(0)
     for _ in range(5):
@@ -20,7 +20,7 @@ def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
 
 
 def test_the_noise_of_bfloat16_is_not_alarming() -> None:
-    """Gaps of 24 steps of SmolLM2 (benchmarks/results/train/metrics.jsonl) raise none."""
+    """Gaps of a SmolLM2 run (benchmarks/results/train/metrics.jsonl) raise no alarm."""
     watch = GapWatch(4.0, "bfloat16", temperature=1.0)
     for gap in (0.0064, 0.0100, 0.0069, 0.0062, 0.0081, 0.0102, 0.0044, 0.0108, 0.0043, 0.0111):
         assert gap < watch.limit()

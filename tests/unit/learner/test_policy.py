@@ -1,4 +1,4 @@
-"""The policy over packed rows: as if every sample were alone, whatever shares a row or a prompt."""
+"""A packed row gives every sample the same result as a forward pass of that sample alone."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def samples() -> list[TrainSample]:
 
 
 def alone(policy: Any, sample: TrainSample, temperature: float) -> Any:
-    """The reference: one plain forward pass of the whole sample."""
+    """Return the reference: log-probabilities from one forward pass of the whole sample."""
     ids = torch.tensor([sample.prompt_ids + sample.response_ids])
     logits = policy(ids).logits[0] / temperature
     first = len(sample.prompt_ids)

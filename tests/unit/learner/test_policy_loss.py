@@ -1,4 +1,4 @@
-"""Advantages and the policy loss against small references, written out."""
+"""Advantages and the policy loss against small references."""
 
 import math
 from typing import Any
@@ -42,7 +42,7 @@ def test_rloo_is_dr_grpo_stretched(rewards: list[float]) -> None:
 
 
 def reference(token: dict[str, float], settings: AlgorithmConfig) -> float:
-    """One token, in plain numbers."""
+    """Return the loss of one token, in plain Python."""
     ratio = math.exp(token["new"] - token["old"])
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     gain = min(ratio * token["advantage"], min(max(ratio, low), high) * token["advantage"])

@@ -225,7 +225,7 @@ def test_drift_and_recovery_are_found_in_runs() -> None:
 
 
 def test_the_learner_of_a_run_shares_prompts() -> None:
-    """Two of four groups teach, and compute their prompt once for eight samples."""
+    """Two of four groups are trained on, and compute their prompt once for eight samples."""
     config = {"sampling": {"prompts_per_step": 4, "group_size": 8}}
 
     def record(response: int) -> dict[str, float]:

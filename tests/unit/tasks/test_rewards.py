@@ -1,4 +1,4 @@
-"""Rewards that work, crash, hang and lie."""
+"""Rewards that work, crash, hang, or return no number."""
 
 import asyncio
 import importlib.util
@@ -79,7 +79,7 @@ def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Path) -> 
 
 
 def workers() -> list[int]:
-    """Workers among this process's children; the others track what processes share."""
+    """Return the workers among this process's children; others are resource trackers."""
     return [child.pid for child in psutil.Process().children() if is_worker(child)]
 
 
@@ -158,7 +158,7 @@ def score(problem, response):
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    """Idle and hung ones. Their function comes from a file in the current directory."""
+    """Check idle and hung workers; their function is in a file of the current directory."""
     home = tmp_path / "elsewhere"
     home.mkdir()
     (home / "parent.py").write_text(PARENT)

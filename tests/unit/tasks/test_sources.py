@@ -1,4 +1,4 @@
-"""Where problems come from: tasks and files, their order, and what is refused."""
+"""Sources of problems: tasks and files, their order, and what they refuse."""
 
 import json
 import pickle
@@ -52,7 +52,7 @@ def test_tasks_have_random_access() -> None:
 
 @pytest.mark.parametrize("name", ["basic_arithmetic", "graph_color", "sokoban", "word_ladder"])
 def test_any_task_can_be_had_and_its_problems_travel(name: str) -> None:
-    """To the processes that score them."""
+    """Problems must reach the processes that score them."""
     for problem in GymSource(TaskConfig(name=name), seed=0).batch(0, 2):
         assert isinstance(problem.answer, str)
         there = pickle.loads(pickle.dumps(problem))
