@@ -196,24 +196,14 @@ def _update(model: str, dtype: str) -> Callable[[], None]:
     import torch
     import torch.distributed as dist
 
+    from tlt.config.train import AlgorithmConfig, LearnerConfig
     from tlt.learner.batch import TrainSample, Weighting
-    from tlt.learner.policy_loss import PolicyLossSettings
     from tlt.learner.rank import LearnerRank, RankSettings
 
     meeting = f"file://{tempfile.mkdtemp()}/meet"
     dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    loss = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0)
     settings = RankSettings(
-        model=model,
-        dtype=dtype,
-        temperature=1.0,
-        weighting=Weighting("tokens", 64),
-        loss=loss,
-        lr=1e-6,
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
+        model, dtype, 1.0, Weighting("tokens", 64), AlgorithmConfig(), LearnerConfig(lr=1e-6)
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     samples = [

@@ -48,9 +48,10 @@ def main() -> None:
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from tlt.config.train import AlgorithmConfig, LearnerConfig
     from tlt.drafter.eagle3.config import Eagle3Config
     from tlt.learner.batch import TrainSample, Weighting, rows_by_rank
-    from tlt.learner.policy_loss import PolicyLossSettings, policy_loss
+    from tlt.learner.policy_loss import policy_loss
     from tlt.learner.rank import LearnerRank, RankSettings
     from tlt.states.buffer import BufferSettings, SampleBuffer
     from tlt.states.captured import Captured
@@ -83,19 +84,9 @@ def main() -> None:
         "gloo", init_method=f"file://{tempfile.mkdtemp()}/meet", rank=0, world_size=1
     )
     aux = tuple(Eagle3Config.for_target(AutoConfig.from_pretrained(options.model)).aux_layer_ids)
-    loss = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0)
+    algorithm = AlgorithmConfig()
     settings = RankSettings(
-        model=options.model,
-        dtype="bfloat16",
-        temperature=1.0,
-        weighting=weighting,
-        loss=loss,
-        lr=1e-6,
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
-        aux_layer_ids=aux,
+        options.model, "bfloat16", 1.0, weighting, algorithm, LearnerConfig(lr=1e-6), aux
     )
     rank = LearnerRank(settings, torch.device("cpu"))
     shared = tempfile.mkdtemp(prefix="tlt-bench-", dir="/dev/shm")
@@ -139,7 +130,7 @@ def main() -> None:
             advantage = torch.cat([torch.full((len(s.response_ids),), s.advantage) for s in batch])
             engine = torch.full_like(logprob, -0.1)
             result = policy_loss(
-                logprob, logprob.detach(), engine, advantage, torch.ones_like(logprob), loss
+                logprob, logprob.detach(), engine, advantage, torch.ones_like(logprob), algorithm
             )
             (result.total / denominator).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

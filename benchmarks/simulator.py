@@ -51,7 +51,7 @@ MODES = {
         ['modes=["static"]', 'static_drafter="ngram"', "static_draft_tokens=6"],
     ),
     "adaptive": (
-        ["tlt.enabled=true", "tlt.harvest='off'"],
+        ["tlt.enabled=true", "tlt.harvest=false"],
         ['modes=["ngram"]', "draft_tokens=[2, 4, 8]"],
     ),
 }
@@ -91,7 +91,7 @@ def run(case: Case, steps: int, turn: str = "") -> Path:
         command += [f'run.out="{out}"', f"run.num_steps={steps}"]
         command += [f"sampling.prompts_per_step={prompts}", *MODES[mode][0]]
         command += [
-            f"sampling.forced_lengths={{median={median}, p95={p95}, longest={longest}}}",
+            f"debug.forced_lengths={{median={median}, p95={p95}, longest={longest}}}",
         ]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return out

@@ -52,27 +52,27 @@ FIXED = 'engine.strategy={kind="fixed", drafter="eagle3", num_draft_tokens=3}'
 ARMS = {
     "off": ["tlt.enabled=false"],
     "static": ["tlt.enabled=false", DRAFTER, FIXED],
-    "ngram": ["tlt.enabled=true", 'tlt.harvest="off"'],
+    "ngram": ["tlt.enabled=true", "tlt.harvest=false"],
     "tlt": ["tlt.enabled=true", DRAFTER],
-    "unpublished": ["tlt.enabled=true", 'tlt.harvest="unpublished"', DRAFTER],
+    "unpublished": ["tlt.enabled=true", "debug.publish_drafters=false", DRAFTER],
 }
 KINDS = {
     "tail": [
         "task.parameters={min_digits=1, max_digits=2, min_terms=60, max_terms=60}",
         "sampling.prompts_per_step=2",
-        "sampling.forced_lengths={median=30, p95=400, longest=560}",
+        "debug.forced_lengths={median=30, p95=400, longest=560}",
         'reward.function="scores:coin"',
     ],
     "equal": [
         "task.parameters={min_digits=1, max_digits=2, min_terms=20, max_terms=20}",
         "sampling.prompts_per_step=8",
-        "sampling.forced_lengths={median=64, p95=64, longest=64}",
+        "debug.forced_lengths={median=64, p95=64, longest=64}",
         'reward.function="scores:coin"',
     ],
     "moving": [
         "task.parameters={min_digits=1, max_digits=2, min_terms=40, max_terms=40}",
         "sampling.prompts_per_step=4",
-        "sampling.forced_lengths={median=30, p95=300, longest=450}",
+        "debug.forced_lengths={median=30, p95=300, longest=450}",
         'reward.function="scores:sevens"',
         "learner.lr=1.5e-4",
         "learner.warmup_steps=5",

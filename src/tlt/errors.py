@@ -1,4 +1,4 @@
-"""Errors that callers may want to tell apart. Users' mistakes are `ValueError`s."""
+"""Errors that callers distinguish. Users' mistakes are `ValueError`s."""
 
 
 class ConfigError(ValueError):
@@ -10,11 +10,11 @@ class LossyError(ConfigError):
 
 
 class EngineError(RuntimeError):
-    """An engine could not start, or is not what it should be."""
+    """An engine could not start, or does not behave as it should."""
 
 
 class EngineGone(EngineError):
-    """An engine's process has ended: whatever it was doing is lost, others are not concerned."""
+    """An engine's process has ended and its work is lost; other engines are not affected."""
 
 
 class EngineUnsafe(EngineError):
@@ -26,4 +26,4 @@ class EngineTainted(EngineError):
 
 
 class LearnerLost(RuntimeError):
-    """A rank of the learner died, failed or hangs: all ranks must start again."""
+    """A rank of the learner died, failed or hangs: all ranks must restart."""

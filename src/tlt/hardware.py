@@ -1,6 +1,6 @@
-"""What this machine's processor can do, and what processes that compute are told because of it.
+"""What this machine's processor can do, and the settings of processes that follow from it.
 
-Standard library only: asked before torch is loaded.
+This module imports only the standard library, because it is used before torch is loaded.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
 
 
 def thread_environment() -> dict[str, str]:
-    """Return what a process with several OpenMP threads needs before it loads torch.
+    """Return environment variables for a process with several OpenMP threads.
 
-    Threads of GNU OpenMP spin while they wait for each other. When another process wants one of
-    their cores, the waiting threads use up the time in which the late one could catch up
-    (`benchmarks/cpu.py`). A value that the user has set wins.
+    The process must have them before it loads torch. Threads of GNU OpenMP spin while they wait for
+    each other. When another process takes one of their cores, the spinning threads use up the time
+    in which the delayed thread could catch up (`benchmarks/cpu.py`). A value of the user wins.
     """
     return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0")}
 
@@ -31,7 +31,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_flags() -> frozenset[str]:
-    """Return the instruction sets that the kernel reports; empty where it reports none."""
+    """Return the instruction sets that the kernel reports; empty if it reports none."""
     return frozenset(_cpu_info("flags", "Features").split())
 
 
@@ -41,7 +41,7 @@ def cpu_model() -> str:
 
 
 def _cpu_info(*keys: str) -> str:
-    """Return what the kernel says of the first core under one of these keys."""
+    """Return the first core's value of one of these keys in the kernel's report."""
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
@@ -66,7 +66,7 @@ def compute_dtype(
 
 
 def why_dtype(flags: Set[str]) -> str:
-    """Say in words why `auto` chooses what it chooses on a CPU with these instructions."""
+    """Return in words which dtype `auto` chooses on a CPU with these instructions, and why."""
     found = sorted(BFLOAT16_FLAGS & flags)
     if found:
         return f"bfloat16: this CPU multiplies it ({', '.join(found)})"

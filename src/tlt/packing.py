@@ -1,7 +1,7 @@
-"""Variable-length sequences in rows of a token budget, so that no row is padded.
+"""Pack sequences of different lengths into rows of a token budget, without padding. Pure.
 
-Pure: lengths in, groups of indices out. What a row means to a model (positions that start again,
-no attention across borders) is the model's business.
+The input is lengths, the output is groups of indices. Models handle the borders within a row:
+positions restart, and attention does not cross them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices grouped into rows of at most `budget` tokens: best fit, longest first.
+    """Group indices into rows of at most `budget` tokens: best fit, longest first.
 
-    A sequence longer than the budget gets a row of its own; shortening it is the caller's choice.
+    A sequence longer than the budget gets its own row; the caller may shorten it.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []
@@ -33,11 +33,11 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def epochs(lengths: Sequence[int], budget: int, rng: random.Random) -> Iterator[list[int]]:
-    """Packed rows without end: every epoch holds each sequence once, packed and ordered anew."""
+    """Yield packed rows forever: every epoch has each sequence once, in a new packing and order."""
     while True:
         order = list(range(len(lengths)))
         rng.shuffle(order)
-        # Equal lengths are told apart by their place, so a shuffle gives other neighbours.
+        # `pack` orders equal lengths by index, so a shuffle changes which of them share a row.
         rows = pack([lengths[i] for i in order], budget)
         rng.shuffle(rows)
         for row in rows:

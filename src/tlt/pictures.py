@@ -1,4 +1,4 @@
-"""matplotlib for files only: no display is ever looked for. Import it late, for it is slow."""
+"""matplotlib for files only, without a display. Import this module late: it is slow."""
 
 import matplotlib
 

@@ -124,9 +124,9 @@ def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
         f"train {RECIPE} run.out={run} policy.model={policy}/models/tiny-sft "
         f"run.num_steps={STEPS} tlt.enabled=true "
         f"sampling.prompts_per_step={PROMPTS} sampling.group_size={GROUP} "
-        "sampling.max_tokens=1200 sampling.forced_lengths={median=60,p95=500,longest=1200} "
+        "sampling.max_tokens=1200 debug.forced_lengths={median=60,p95=500,longest=1200} "
         "pool.health_timeout_s=8 pool.max_restarts=10 checkpoint.every_steps=1 "
-        "engine.core_group=test-nodes"
+        "debug.core_group=test-nodes"
     )
     with network.TwoHosts(DELAY_S) as hosts, node(hosts, 0):
         training = None

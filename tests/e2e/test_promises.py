@@ -12,7 +12,7 @@ from commands import records, tlt
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS = 10
-SETTINGS = f"{RECIPE} tlt.enabled=true run.num_steps={STEPS} engine.core_group=test-promises"
+SETTINGS = f"{RECIPE} tlt.enabled=true run.num_steps={STEPS} debug.core_group=test-promises"
 NO_GAP = 1e-5
 """Engines and learner in float32 differ by less, with the same weights."""
 

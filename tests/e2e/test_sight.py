@@ -19,21 +19,21 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
 SMALL = (
     "run.num_steps=3 sampling.prompts_per_step=8 eval.every_steps=0 checkpoint.every_steps=100 "
-    "pool.num_engines=1 engine.core_group=test-sight"
+    "pool.num_engines=1 debug.core_group=test-sight"
 )
 ROOM = (
     "sampling.max_tokens=400 "
     "engine.engine_args={enforce_eager=true,max_model_len=640,max_num_seqs=64}"
 )
-TAIL = f"{ROOM} sampling.forced_lengths={{median=15,p95=150,longest=400}}"
-EVEN = f"{ROOM} sampling.forced_lengths={{median=200,p95=200,longest=200}}"
+TAIL = f"{ROOM} debug.forced_lengths={{median=15,p95=150,longest=400}}"
+EVEN = f"{ROOM} debug.forced_lengths={{median=200,p95=200,longest=200}}"
 SLOW_RUNS = {
     "no_speculation": TAIL,
     "reward_bound": 'reward.function="slow_reward:score" reward.num_workers=1',
     "learner_bound": "learner.row_tokens=96 algorithm.kl_weight=0.01 learner.updates_per_step=4 "
     "run.num_steps=5",
     "no_tail": EVEN,
-    "weak_drafter": f"{TAIL} tlt.enabled=true tlt.harvest=unpublished "
+    "weak_drafter": f"{TAIL} tlt.enabled=true debug.publish_drafters=false "
     "engine.strategy.kind=fixed engine.strategy.drafter=eagle3 engine.strategy.num_draft_tokens=3",
     "speculation_does_not_pay": f"{EVEN} sampling.temperature=2.0 "
     "engine.ngram.min_match=1 engine.ngram.max_match=1 engine.ngram.history_tokens=0 "

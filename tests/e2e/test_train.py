@@ -27,7 +27,7 @@ STEPS = by_size(gate=4 * ROUNDS, all_=4 * (ROUNDS + 1))
 SHORT = (
     f"run.num_steps={STEPS} sampling.prompts_per_step=8 sampling.group_size=4 "
     "sampling.seeded=true checkpoint.every_steps=1 eval.every_steps=0 "
-    "pool.max_restarts=20 learner.max_restarts=20 engine.core_group=test-train"
+    "pool.max_restarts=20 learner.max_restarts=20 debug.core_group=test-train"
 )
 """Seeded and small: two runs of it are equal to the last bit."""
 
@@ -107,7 +107,7 @@ def test_everything_switched_on(policy: Path) -> None:
 def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy: Path) -> None:
     settings = (
         f"{RECIPE} run.out=runs/harvest sampling.prompts_per_step=8 sampling.max_tokens=900 "
-        "sampling.forced_lengths={median=20,p95=200,longest=900} engine.core_group=test-train "
+        "debug.forced_lengths={median=20,p95=200,longest=900} debug.core_group=test-train "
         "engine.engine_args={enforce_eager=true,max_model_len=1024,max_num_seqs=64} "
         "eval.every_steps=0 checkpoint.every_steps=2 tlt.enabled=true tlt.min_lease_s=0.1 "
         "tlt.session_s=1 tlt.lr=3e-3 "  # and no n-grams, which would leave little idle time:

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.errors import LearnerLost
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import TrainSample, Weighting
 from tlt.learner.group import LearnerGroup
-from tlt.learner.policy_loss import PolicyLossSettings
 from tlt.learner.rank import RankSettings
 from tlt.node.weights import read_weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
@@ -39,12 +39,8 @@ def plan(tiny: Path, num_ranks: int = 1, **changes: object) -> LearnerPlan:
         dtype="float32",
         temperature=1.0,
         weighting=Weighting("tokens", 64),
-        loss=PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0),
-        lr=1e-3,
-        warmup_steps=0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        gradient_checkpointing=False,
+        algorithm=AlgorithmConfig(),
+        learner=LearnerConfig(lr=1e-3),
     )
     settings = LearnerPlan(
         num_ranks=num_ranks,
@@ -245,7 +241,8 @@ def test_several_updates_of_one_batch_clip_against_the_first_policy(
 ) -> None:
     async def run() -> list[float]:
         base = plan(tiny, num_ranks)
-        learner = LearnerGroup(replace(base, rank=replace(base.rank, lr=3e-2)))
+        rank = replace(base.rank, learner=LearnerConfig(lr=3e-2))
+        learner = LearnerGroup(replace(base, rank=rank))
         await learner.start()
         samples, others = batch(0), [replace(s, sample_id=f"x{s.sample_id}") for s in batch(1)]
         for part in (samples, others):

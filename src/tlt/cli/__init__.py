@@ -1,1 +1,1 @@
-"""The `tlt` command: thin, and free of heavy imports until a command runs."""
+"""The `tlt` command. It makes no heavy imports until a command runs."""

@@ -1,4 +1,4 @@
-"""`tlt bench`: measure before deciding."""
+"""`tlt bench`: measure modes and strategies side by side."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tlt.cli.options import command_line, require_plots, result_table
 from tlt.cli.progress import progress_bar
 
 HEAD_ROOM = 33
-"""Tokens above prompt and response for the longest draft an engine can be set up for."""
+"""Tokens beyond prompt and response, for the longest draft that an engine supports."""
 
-app = typer.Typer(no_args_is_help=True, help="Measure, side by side.")
+Median = Annotated[int, typer.Option(help="Median response length in tokens.")]
+P95 = Annotated[int, typer.Option(help="95th percentile of the response lengths.")]
+Longest = Annotated[int, typer.Option(help="Longest response in tokens.")]
+MEDIAN, P95TH, LONGEST = 60, 500, 1500
 
-
-@app.callback()
-def group() -> None:
-    pass
+app = typer.Typer(no_args_is_help=True, help="Measure modes and strategies side by side.")
 
 
 @app.command()
@@ -31,37 +31,37 @@ def rollout(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 only while at most B requests run), "
-            "adaptive, or beg_mab. Repeat it; the first is the baseline."
+            help="Mode to measure: off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 while at most B "
+            "requests run), adaptive, or beg_mab. Repeatable; the first mode is the baseline."
         ),
     ] = None,
-    task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
+    task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     size: Annotated[
         int | None,
         typer.Option(help="Size of every problem; large ones have answers longer than --longest."),
     ] = None,
     engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
-    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Runs of each mode.")] = 3,
+    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 makes CPU engines.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Runs per mode.")] = 3,
     requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
-    median: Annotated[int, typer.Option(help="Median response length.")] = 60,
-    p95: Annotated[int, typer.Option(help="95th percentile of the response lengths.")] = 500,
-    longest: Annotated[int, typer.Option(help="Longest response.")] = 1500,
+    median: Median = MEDIAN,
+    p95: P95 = P95TH,
+    longest: Longest = LONGEST,
     lengths: Annotated[
-        Path | None, typer.Option(help="File of response lengths, instead of drawing them.")
+        Path | None, typer.Option(help="File of response lengths, used instead of drawing them.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0,
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option("--engine-arg", help="KEY=JSON, passed to vLLM verbatim. Repeat it."),
+        typer.Option("--engine-arg", help="KEY=JSON argument for vLLM. Repeatable."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for rollout.json and rollout.png.")] = Path(
         "runs/bench-rollout"
     ),
 ) -> None:
-    """One workload with fixed response lengths, decoded in several ways, interleaved."""
+    """Generate one workload with fixed response lengths in several modes, interleaved."""
     import asyncio
 
     from tlt.bench import rollout as bench
@@ -111,7 +111,7 @@ def rollout(
     )
     setups = bench.setups(plan)
     for setup in setups:
-        bench.engine_for(plan, setup)  # refuse before Ray starts
+        bench.engine_for(plan, setup)  # refuses bad settings before Ray starts
     with progress_bar(console) as show:
         show("starting Ray", 0, 1)
         start_ray(engines * len(setups))  # setups take turns on the cores
@@ -130,21 +130,21 @@ def rollout(
 def strategy(
     recorded: Annotated[
         Path | None,
-        typer.Argument(help="rollout.json of a `tlt bench rollout` with several arms."),
+        typer.Argument(help="File rollout.json of a `tlt bench rollout` with several arms."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests of a rollout.")] = 64,
-    rollouts: Annotated[int, typer.Option(help="Rollouts, one after another.")] = 12,
-    median: Annotated[int, typer.Option(help="Median response length.")] = 60,
-    p95: Annotated[int, typer.Option(help="95th percentile of the response lengths.")] = 500,
-    longest: Annotated[int, typer.Option(help="Longest response.")] = 1500,
-    seeds: Annotated[int, typer.Option(help="Repeats with other random numbers.")] = 5,
+    requests: Annotated[int, typer.Option(help="Requests per rollout.")] = 64,
+    rollouts: Annotated[int, typer.Option(help="Number of rollouts, one after another.")] = 12,
+    median: Median = MEDIAN,
+    p95: P95 = P95TH,
+    longest: Longest = LONGEST,
+    seeds: Annotated[int, typer.Option(help="Repeats with different seeds.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder for strategy.json and strategy.png.")] = Path(
         "runs/bench-strategy"
     ),
 ) -> None:
-    """Replay strategies on recorded step times: how close do they come to the best arm?
+    """Replay strategies on recorded step times, and compare them with the best arm.
 
-    A table made from published figures of an H100 is replayed as well.
+    The comparison always includes a table of step times from published H100 figures.
     """
     import random
 
@@ -185,11 +185,11 @@ def strategy(
 
 def _strategy_table(name: str, rows: list[dict[str, Any]]) -> Table:
     scenarios = list(dict.fromkeys(row["scenario"] for row in rows))
-    table = result_table(f"{name}: throughput of the oracle's, median (low-high)")
+    table = result_table(f"{name}: share of the oracle's throughput, median (low-high)")
     table.add_column("strategy")
     for scenario in scenarios:
         table.add_column(scenario, justify="right")
-    table.add_column("switches per 1000 steps", justify="right")
+    table.add_column("switches per 1000 engine steps", justify="right")
     for strategy in dict.fromkeys(row["strategy"] for row in rows):
         mine = [row for row in rows if row["strategy"] == strategy]
         table.add_row(
@@ -246,6 +246,6 @@ def _table(result: dict[str, Any]) -> Table:
 
 
 def _cell(value: dict[str, float], form: str, unit: str = "") -> str:
-    """Median and range, short enough for a narrow terminal; one run has no range."""
+    """Return median and range, or the value alone if there is one run."""
     median, low, high = (form.format(value[key]) for key in ("median", "low", "high"))
     return f"{median}{unit}" if low == high else f"{median}{unit} ({low}-{high})"

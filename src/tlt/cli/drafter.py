@@ -1,4 +1,4 @@
-"""`tlt drafter`: make drafters."""
+"""`tlt drafter`: train and export drafters."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from rich.table import Table
 from tlt.cli.options import Compute, Dtype, command_line, require_plots, result_table
 from tlt.cli.progress import progress_bar
 
-app = typer.Typer(no_args_is_help=True, help="Make EAGLE-3 drafters.")
+app = typer.Typer(no_args_is_help=True, help="Train and export EAGLE-3 drafters.")
 
 
 @app.command()
 def train(
     model: Annotated[Path, typer.Option(help="Folder of the policy.")],
     out: Annotated[Path, typer.Option(help="Folder of the run: versions, report, drafter.")],
-    task: Annotated[str, typer.Option(help="Task whose prompts are used.")] = "chain_sum",
+    task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     prompts: Annotated[
         Path | None,
-        typer.Option(help="Your own prompts instead: .jsonl with a 'prompt', or one per line."),
+        typer.Option(help="File of your own prompts: .jsonl with a 'prompt', or one per line."),
     ] = None,
     num_samples: Annotated[int, typer.Option(min=64, help="Responses to train on.")] = 768,
-    num_held_out: Annotated[int, typer.Option(min=1, help="Other prompts, to measure on.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Longest response.")] = 900,
-    temperature: Annotated[float, typer.Option(help="Temperature of the samples.")] = 1.0,
-    budget_minutes: Annotated[float, typer.Option(help="Time for everything.")] = 20.0,
+    num_held_out: Annotated[int, typer.Option(min=1, help="Held-out prompts to measure on.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Longest response in tokens.")] = 900,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    budget_minutes: Annotated[float, typer.Option(help="Time budget of the whole command.")] = 20.0,
     draft_tokens: Annotated[int, typer.Option(help="Draft length to train for.")] = 4,
     draft_vocab: Annotated[
         int | None, typer.Option(help="Size of the draft vocabulary; all tokens by default.")
     ] = None,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
-    row_tokens: Annotated[int, typer.Option(help="Tokens of one training step.")] = 2048,
-    init: Annotated[Path | None, typer.Option(help="Drafter folder to go on from.")] = None,
+    row_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 2048,
+    init: Annotated[Path | None, typer.Option(help="Folder of a drafter to start from.")] = None,
     engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
-    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 is a CPU engine.")] = 0,
+    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 makes CPU engines.")] = 0,
     dtype: Dtype = "bfloat16",
     compute: Compute = "auto",
     seed: Annotated[int, typer.Option(help="Seed of prompts and training.")] = 0,
 ) -> None:
-    """Train a drafter for a policy, on the policy's own answers, and measure it."""
+    """Train a drafter on the policy's own responses, and measure its acceptance length."""
     import asyncio
 
     from tlt.config.rollout import EngineConfig
@@ -104,10 +104,10 @@ def train(
 @app.command()
 def export(
     source: Annotated[Path, typer.Argument(help="Folder of a training run, or of a drafter.")],
-    model: Annotated[Path, typer.Option(help="Folder of the policy it drafts for.")],
+    model: Annotated[Path, typer.Option(help="Folder of the policy that it drafts for.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
 ) -> None:
-    """Write a folder that stock vLLM loads, with a record of where it comes from."""
+    """Export a drafter as a folder that stock vLLM loads, with its provenance."""
     from tlt.drafter.export import export as export_drafter
 
     provenance = export_drafter(source, model, out)
@@ -133,7 +133,7 @@ def _prompts(
     if file is None:
         return [chat.prompt(problem.question) for problem in problems(task, count, seed, "drafter")]
     if not file.exists():
-        raise ConfigError(f"--prompts {file} does not exist")
+        raise ConfigError(f"--prompts {file} does not exist; give a .jsonl or text file")
     lines = [line for line in file.read_text().splitlines() if line.strip()]
     if len(lines) < count:
         raise ConfigError(
@@ -160,7 +160,8 @@ def _table(report: dict[str, Any]) -> Table:
     num_drafts = report["num_draft_tokens"]
     table = result_table(
         f"acceptance in the engine, {report['num_held_out_prompts']} held-out prompts, "
-        f"{report['training']['steps']} steps in {report['seconds']['train'] / 60:.1f} minutes",
+        f"{report['training']['steps']} optimizer steps in "
+        f"{report['seconds']['train'] / 60:.1f} minutes",
     )
     table.add_column("temperature", justify="right")
     table.add_column("drafter")

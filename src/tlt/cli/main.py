@@ -45,12 +45,12 @@ def options(
 
 
 def main() -> None:
-    """Run the command; a user's mistake is one clear line, not a traceback."""
+    """Run the command, and report a user's mistake in one line without a traceback."""
     from tlt.errors import ConfigError, EngineError, LearnerLost
     from tlt.hardware import thread_environment
 
-    os.environ.update(thread_environment())  # before any command loads torch
-    # Commands show their own progress; models come from local folders only.
+    os.environ.update(thread_environment())  # must precede the import of torch
+    # Commands show their own progress bars, and load models from local folders only.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:

@@ -1,4 +1,4 @@
-"""`tlt models`: make models to work with."""
+"""`tlt models`: make model folders offline."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-app = typer.Typer(no_args_is_help=True, help="Make models to work with, offline.")
+app = typer.Typer(no_args_is_help=True, help="Make model folders offline.")
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write.")]
 
 
 @app.command()
 def smollm2(out: Out = None) -> None:
-    """SmolLM2-135M-Instruct, a small real model, as a Hugging Face folder."""
+    """Make a Hugging Face folder of SmolLM2-135M-Instruct, a small real model."""
     from tlt.models import smollm2
 
     target = out or Path("models/smollm2")
@@ -27,11 +27,11 @@ def smollm2(out: Out = None) -> None:
 @app.command()
 def tiny(
     out: Out = None,
-    hidden_size: Annotated[int, typer.Option(help="Width, a multiple of 64.")] = 128,
-    layers: Annotated[int, typer.Option(help="Decoder layers, at least 3.")] = 4,
+    hidden_size: Annotated[int, typer.Option(help="Hidden size, a multiple of 64.")] = 128,
+    layers: Annotated[int, typer.Option(help="Number of decoder layers, at least 3.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
-    """A small random model with a byte tokenizer, for tests."""
+    """Make a small random model with a byte tokenizer, for tests."""
     from tlt.errors import ConfigError
     from tlt.models import tiny
 

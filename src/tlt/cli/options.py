@@ -1,4 +1,4 @@
-"""What several commands ask for, and how they present what they found, in the same way."""
+"""Options and output that several commands share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
 Compute = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Dtype of matrix products; auto: bfloat16 where the processor has it."),
+    typer.Option(help="Dtype of matrix products; auto is bfloat16 if the CPU has it."),
 ]
 
 
 def require_plots() -> None:
-    """Ask for the plotting library before the work, not after it."""
+    """Fail early if the plotting library is missing."""
     from tlt.errors import ConfigError
 
     if importlib.util.find_spec("matplotlib") is None:
@@ -30,12 +30,12 @@ def require_plots() -> None:
 
 
 def command_line() -> str:
-    """What the user typed, for the record beside the figures."""
+    """Return the command line as the user typed it."""
     return "tlt " + " ".join(sys.argv[1:])
 
 
 def print_findings(console: Console, view: RunView) -> None:
-    """What holds a run back, and what to change."""
+    """Print what limits a run's speed, and which settings to change."""
     from tlt.report.findings import findings
 
     for finding in findings(view):

@@ -1,4 +1,4 @@
-"""`tlt sft`: a supervised start on worked solutions."""
+"""`tlt sft`: the supervised start on worked solutions."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def sft(
         str, typer.Option(help="Task: chain_sum, gcd or letter_counting.")
     ] = "chain_sum",
     sizes: Annotated[
-        str, typer.Option(help="Problem sizes: median, 95th percentile, longest.")
-    ] = "6,30,60",
-    parameter: Annotated[
-        list[str] | None, typer.Option(help="Parameter of the task, as max_digits=1; repeatable.")
+        str | None,
+        typer.Option(help="Problem sizes as median,p95,longest; by default those of task.sizes."),
     ] = None,
-    num_problems: Annotated[
-        int, typer.Option(min=1, help="Worked solutions to learn from.")
-    ] = 3000,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 300,
-    row_tokens: Annotated[int, typer.Option(help="Tokens of one training step.")] = 1024,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(help="Parameter of the task, such as max_digits=1. Repeatable."),
+    ] = None,
+    num_problems: Annotated[int, typer.Option(min=1, help="Worked solutions to train on.")] = 3000,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
+    row_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 1024,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
-    budget_minutes: Annotated[float, typer.Option(help="Stop after this long.")] = math.inf,
+    budget_minutes: Annotated[float, typer.Option(help="Time budget of the training.")] = math.inf,
     dtype: Dtype = "bfloat16",
     compute: Compute = "auto",
     seed: Annotated[int, typer.Option(help="Seed of problems and training.")] = 0,
 ) -> None:
-    """Teach a model to solve a task in written-out steps, as a start for RL."""
+    """Train a model to solve a task in written-out steps, as a start for RL."""
     from tlt.config.load import apply_overrides
     from tlt.hardware import compute_dtype
     from tlt.learner.sft import SftSettings, SftStep
@@ -83,13 +83,18 @@ def sft(
             f"{sum(s.num_tokens for s in history) / seconds:.0f}",
         )
     console.print(table)
-    console.print(f"[green]wrote[/] {out} after {len(history)} steps in {seconds / 60:.1f} minutes")
+    console.print(
+        f"[green]wrote[/] {out} after {len(history)} optimizer steps in {seconds / 60:.1f} minutes"
+    )
 
 
-def _sizes(text: str) -> HeavyTail:
+def _sizes(text: str | None) -> HeavyTail:
     from tlt.errors import ConfigError
+    from tlt.tasks.gym import DEFAULT_SIZES
     from tlt.tasks.tail import HeavyTail
 
+    if text is None:
+        return DEFAULT_SIZES
     try:
         median, p95, longest = (int(part) for part in text.split(","))
     except ValueError:

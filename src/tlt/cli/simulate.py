@@ -1,4 +1,4 @@
-"""`tlt simulate` and `tlt calibrate`: what TLT would bring on a cluster that is not here."""
+"""`tlt simulate` and `tlt calibrate`: simulate TLT on hardware you don't have yet."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from tlt.cli.options import require_plots, result_table
 from tlt.cli.progress import progress_bar
@@ -17,10 +18,10 @@ COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "
 
 
 def calibrate(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of `tlt train`, with timelines.")],
-    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("calibration.json"),
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs with a timeline.")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.json"),
 ) -> None:
-    """Learn from runs how fast their machine is, for `tlt simulate`."""
+    """Model a machine from its runs, for `tlt simulate`."""
     from tlt.contracts import OFF
     from tlt.report.view import look_at
     from tlt.simulate.calibrate import calibrate as learn
@@ -30,7 +31,7 @@ def calibrate(
     console = Console()
     engine = found.engine
     console.print(
-        "a step of 1 / 8 / 32 requests takes "
+        "an engine step of 1 / 8 / 32 requests takes "
         + " / ".join(f"{1e3 * float(engine.step_s(OFF, n, 500)):.1f}" for n in (1, 8, 32))
         + f" ms; the learner trains on {found.learner.tokens_per_s:,.0f} tokens/s",
         highlight=False,
@@ -43,22 +44,23 @@ def calibrate(
 def simulate(
     scenario: Annotated[Path | None, typer.Argument(help="TOML file of a scenario.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")
+        list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
     ] = None,
     from_run: Annotated[
-        Path | None, typer.Option(help="Folder of a `tlt train`: its machine and its lengths.")
+        Path | None, typer.Option(help="Folder of a run whose machine and lengths to simulate.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="section.key=a,b,c: simulate all of them. Repeat it for a grid."),
+        typer.Option(help="Values to compare, as section.key=a,b,c. Repeatable, for a grid."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for simulation.json and the picture.")
+        Path | None, typer.Option(help="Folder for simulation.json and simulation.png.")
     ] = None,
     plot: Annotated[
-        bool, typer.Option(help="Draw simulation.png, with other engines, drafters and tails.")
+        bool,
+        typer.Option(help="Draw simulation.png, with curves over engines, drafters and tails."),
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print numbers only.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Simulate RL steps on a cluster: without speculation, with a frozen drafter, with TLT."""
     from tlt.config.load import apply_overrides, check, read_toml
@@ -91,25 +93,7 @@ def simulate(
         typer.echo(json_library.dumps(results, indent=2))
         return
     console = Console()
-    table = result_table("simulated")
-    table.add_column("")
-    table.add_column("mode")
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for result in results:
-        for name, of in result["modes"].items():
-            gained = result["speed_up"][name]
-            table.add_row(
-                " ".join(result["point"]),
-                name,
-                f"{of['step_s']:.1f}",
-                f"{of['rollout_s']:.1f}",
-                f"{of['rollout_share']:.0%}",
-                f"{of['idle_share']:.0%}",
-                f"{gained['end_to_end']:.2f}x",
-                f"{gained['rollout']:.2f}x",
-            )
-    console.print(table)
+    console.print(_table(results))
     written = [folder / "simulation.json"]
     if len(results) == 1:
         console.print(in_words(results[0]["modes"]), highlight=False, soft_wrap=True)
@@ -122,8 +106,32 @@ def simulate(
         console.print(f"[green]wrote[/] {path}", highlight=False)
 
 
+def _table(results: list[dict[str, Any]]) -> Table:
+    from tlt.simulate.answer import LABELS
+
+    table = result_table("modelled")
+    table.add_column("")
+    table.add_column("mode", no_wrap=True)
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    for result in results:
+        for name, of in result["modes"].items():
+            gained = result["speed_up"][name]
+            table.add_row(
+                " ".join(result["point"]),
+                LABELS.get(name, name),
+                f"{of['step_s']:.1f}",
+                f"{of['rollout_s']:.1f}",
+                f"{of['rollout_share']:.0%}",
+                f"{of['idle_share']:.0%}",
+                f"{gained['end_to_end']:.2f}x",
+                f"{gained['rollout']:.2f}x",
+            )
+    return table
+
+
 def _like(run: Path, folder: Path) -> list[str]:
-    """Settings that make a scenario of a run."""
+    """Return settings that make a scenario of a run."""
     from tlt.report.view import look_at
     from tlt.simulate.calibrate import as_scenario
     from tlt.simulate.calibrate import calibrate as learn
@@ -145,5 +153,7 @@ def _values(text: str) -> list[str]:
 
     key, _, values = text.partition("=")
     if not key or not values:
-        raise ConfigError(f"--sweep {text}: give section.key=a,b,c")
+        raise ConfigError(
+            f"--sweep {text!r} is not section.key=a,b,c; e.g. cluster.num_engines=8,16"
+        )
     return [f"{key}={value}" for value in values.split(",")]

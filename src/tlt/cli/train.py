@@ -1,4 +1,4 @@
-"""`tlt train`: an RL run from a TOML file."""
+"""`tlt train`: run RL training from a TOML file."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ LINE: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="TOML file of the run; see configs/.")],
+    config: Annotated[Path, typer.Argument(help="TOML file of the run, such as one of configs/.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change, as section.key=value.")
+        list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
     ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in run.out.")
-    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in run.out.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Check config and data; start nothing.")
+        bool, typer.Option("--check", help="Check settings, model and data; start nothing.")
     ] = False,
 ) -> None:
-    """Train a policy with RL: rollouts, rewards, updates, until run.num_steps."""
+    """Train a policy with RL for run.num_steps RL steps."""
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig, written_out
 
@@ -80,14 +78,14 @@ def _report(console: Console, out: str, records: list[dict[str, float]]) -> None
     folder = Path(out)
     steps = [record for record in records if "reward/mean" in record]
     found = summary(steps)["reward"]
-    table = result_table(f"{len(steps)} steps: where the seconds of a step go")
+    table = result_table(f"{len(steps)} RL steps: where the seconds of a step go")
     for heading in ("stage", "median s", "share"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for stage, median_s, share in stage_table(steps):
         table.add_row(stage.replace("_", " "), f"{median_s:.2f}", f"{share:.0%}")
     console.print(table)
     console.print(
-        f"reward {found['first_fifth']:.3f} (first fifth of the steps) -> "
+        f"reward {found['first_fifth']:.3f} (first fifth of the RL steps) -> "
         f"{found['last_fifth']:.3f} (last fifth)",
         highlight=False,
     )

@@ -1,1 +1,1 @@
-"""What users write down: pydantic schemas, frozen, unknown keys refused. No torch here."""
+"""Settings that users write: frozen pydantic schemas that refuse unknown keys. No torch here."""

@@ -1,4 +1,4 @@
-"""From a TOML file and dotted overrides to a checked config; a clear line for each mistake."""
+"""Load a config from a TOML file and dotted overrides, with one clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -17,17 +17,25 @@ from tlt.errors import ConfigError
 S = TypeVar("S", bound=BaseModel)
 
 RENAMED = {
+    "engine.core_group": "debug.core_group",
     "engine.policy": "engine.strategy",
+    "sampling.forced_lengths": "debug.forced_lengths",
 }
-"""Settings that have another name now."""
+"""Old name of a setting: its new name."""
+
+RENAMED_VALUES = {
+    ("tlt.harvest", "unpublished"): "debug.publish_drafters = false",
+}
+"""Old setting and value: the setting and value that replace them."""
 
 
 def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
-    """Read `path`, apply `section.key=value` overrides (values as in TOML), and check it all."""
+    """Read `path`, apply `section.key=value` overrides (values as in TOML), and validate."""
     return check(schema, apply_overrides(read_toml(path), overrides), str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file; raise a `ConfigError` that names the file if that fails."""
     if path.is_dir() or not path.exists():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigError(f"{path} {kind}; name a run's TOML file, such as one of configs/")
@@ -45,6 +53,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Set every `section.key=value` in `tree`, and return `tree`."""
     for override in overrides:
         dotted, separator, text = override.partition("=")
         keys = dotted.strip().split(".")
@@ -65,7 +74,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def _value(text: str) -> Any:
-    """A TOML value; a bare word is a string, because shells eat quotes."""
+    """Parse a TOML value. A bare word is a string, because shells remove quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -73,6 +82,7 @@ def _value(text: str) -> Any:
 
 
 def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
+    """Validate `tree`; raise a `ConfigError` with one line for each mistake in `where`."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -81,7 +91,7 @@ def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
 
 
 def _explain(schema: type[BaseModel], problem: Any) -> str:
-    """Key, what is wrong, and a value that works."""
+    """Return the key, what is wrong, and a value that works."""
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     fields, field = _find(schema, location)
@@ -97,13 +107,16 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return f"{key} {wrong}; e.g. [{key}]{_required(section)}"
     if problem["type"] == "missing":
         return f"{key} is missing{_help(field)}"
-    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     given = problem.get("input")
+    if isinstance(given, str) and (key, given) in RENAMED_VALUES:
+        return f"{key} = {given!r} is called {RENAMED_VALUES[key, given]} now; set that instead"
+    message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     shown = f" = {given!r}" if isinstance(given, str | int | float | bool) else ""
     return f"{key}{shown} should be {message}{_help(field)}"
 
 
 def _help(field: FieldInfo | None) -> str:
+    """Return a value that works and the description of the field, to end a message with."""
     if field is None:
         return ""
     example = ""
@@ -117,7 +130,7 @@ def _help(field: FieldInfo | None) -> str:
 
 
 def _required(section: type[BaseModel]) -> str:
-    """What must stand under a section's heading."""
+    """Return the settings that a section needs, with example values."""
     lines = [
         f"{name} = {_toml(field.examples[0])}"
         for name, field in section.model_fields.items()
@@ -136,7 +149,7 @@ def _toml(value: Any) -> str:
 def _find(
     schema: type[BaseModel], location: Sequence[str]
 ) -> tuple[Mapping[str, FieldInfo], FieldInfo | None]:
-    """The settings beside the one at `location`, and its own."""
+    """Return all settings of the section that holds `location`, and the one at `location`."""
     fields: Mapping[str, FieldInfo] = schema.model_fields
     field: FieldInfo | None = None
     for depth, part in enumerate(location):
@@ -151,6 +164,7 @@ def _find(
 
 
 def _schema_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the schema of a section, also of an optional one; None for a plain value."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

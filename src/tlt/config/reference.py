@@ -1,4 +1,4 @@
-"""The reference page of all settings, generated from the schemas: `docs/configuration.md`."""
+"""Generate `docs/configuration.md`, the reference page of all settings, from the schemas."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("checkpoint", train.CheckpointConfig),
     ("placement", train.PlacementConfig),
     ("metrics", train.MetricsConfig),
+    ("debug", train.DebugConfig),
 )
 
 HEADER = """# Configuration
 
-All settings, generated from the schemas in `src/tlt/config`
-(`python -m tlt.config.reference > docs/configuration.md`; a test keeps this page in step).
-Unknown keys are refused. `tlt train run.toml learner.lr=1e-6` changes a setting for one run;
-`tlt train run.toml --check` checks all of them, the model and the data, and starts nothing.
+All settings of `tlt train`, for those who write a run's TOML file. Unknown keys are refused.
+`tlt train run.toml learner.lr=1e-6` changes a setting for one run. `tlt train run.toml --check`
+checks all settings, the model and the data, and starts nothing.
+
+This page is generated from the schemas in `src/tlt/config`
+(`python -m tlt.config.reference > docs/configuration.md`); a test compares them.
 """
 
 
 def reference() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts = [HEADER]
     for name, schema in SECTIONS:
         parts.append(f"\n## `{name}`\n\n{schema.__doc__}\n")
-        parts.append("\n| key | type | default | what it does |\n|---|---|---|---|\n")
+        parts.append("\n| key | type | default | description |\n|---|---|---|---|\n")
         for key, field in schema.model_fields.items():
             kind = str(getattr(field.annotation, "__name__", field.annotation))
             if "[" in str(field.annotation) or "|" in str(field.annotation):

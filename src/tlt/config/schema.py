@@ -1,4 +1,4 @@
-"""What all settings have in common: immutable, no unknown keys, documented where they stand."""
+"""Base of all settings: immutable, no unknown keys, described by docstrings."""
 
 from __future__ import annotations
 

@@ -6,260 +6,274 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tlt.config.rollout import EngineSettings, PoolConfig
+from tlt.config.rollout import CORE_GROUP, EngineSettings, PoolConfig
 from tlt.config.schema import Schema
 from tlt.hardware import DtypeChoice, compute_dtype
 
 
 class RunSection(Schema):
-    """What is run, and where it is kept."""
+    """The run's folder, length and seed."""
 
     out: str = Field(examples=["runs/first"])
     """Folder of the run: config, metrics, samples, checkpoints."""
     num_steps: int = Field(ge=1, examples=[100])
-    """RL steps in all; a resumed run goes on to this number."""
+    """RL steps in total, including those before a resume."""
     seed: int = Field(default=0, ge=0)
-    """Of problems, sampling seeds and shuffling."""
+    """Seed of problems, sampling and shuffling."""
 
 
 class PolicyConfig(Schema):
-    """The model that is trained."""
+    """The model to train."""
 
     model: str = Field(examples=["models/smollm2-sft"])
     """Folder of the policy to start from, in Hugging Face format."""
     dtype: DtypeChoice = "auto"
-    """Dtype of the engines' weights and of matrix products in the learner; the learner's own
-    weights and its optimizer are float32. `auto` takes bfloat16 on GPUs and on CPUs with
-    instructions for it, and float32 on other CPUs, which only emulate bfloat16."""
+    """Dtype of the engines' weights and of the learner's matrix products. The learner keeps its
+    weights and its optimizer in float32. `auto` takes bfloat16 on GPUs and on CPUs with bfloat16
+    instructions, and float32 on other CPUs, which only emulate bfloat16."""
 
 
 class SizesConfig(Schema):
-    """Heavy-tailed problem sizes (terms of a sum, numbers of a gcd, words of a text)."""
+    """Heavy-tailed problem sizes: terms of a sum, numbers of a gcd, or words of a text."""
 
     median: float = Field(default=6, gt=0)
-    """Half of the problems are smaller."""
+    """Median size."""
     p95: float = Field(default=30, gt=0)
-    """One in twenty is larger."""
+    """95th percentile of the sizes."""
     longest: int = Field(default=60, ge=1)
-    """None is larger."""
+    """Largest size."""
 
 
 class TaskConfig(Schema):
-    """Where problems come from: a `reasoning-gym` task by name, or a file."""
+    """The problems: a `reasoning-gym` task by name, or a file."""
 
     name: str | None = None
     """Name of a reasoning-gym task, such as chain_sum."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Of the reasoning-gym task: its difficulty, as its own documentation names it."""
+    """Parameters of the reasoning-gym task, such as its difficulty; see the task's own
+    documentation."""
     sizes: SizesConfig | None = None
-    """Sizes of the problems from a heavy tail (chain_sum, gcd, letter_counting); every step has
-    its share of it."""
+    """Heavy-tailed problem sizes (chain_sum, gcd, letter_counting). Every RL step gets the same
+    share of the tail."""
     path: str | None = None
-    """A .jsonl or .parquet file with one problem a row."""
+    """File of problems, .jsonl or .parquet, with one problem per row."""
     question_key: str = "question"
     """Column of the file that holds the question."""
     answer_key: str = "answer"
     """Column of the file that holds the right answer."""
     id_key: str | None = None
-    """Column of the file that names each problem; by default the row number does."""
+    """Column of the file that identifies each problem; by default the row number does."""
     instruction: str = ""
-    """Appended to every question, such as how to mark the answer."""
+    """Text appended to every question, such as how to mark the answer."""
 
 
 class RewardConfig(Schema):
-    """How responses are scored, as they end, in processes of their own."""
+    """The scoring of responses, which runs in its own processes as responses end."""
 
     function: str = "auto"
-    """`gym` (the task's own scoring of what stands in <answer> tags), `exact` (1 if that is the
-    answer to the letter), `math` (math-verify against the answer), or a function of yours as
-    `module:function`, called with the problem and the response's text; `auto` takes `gym` for tasks
-    and `math` for files."""
+    """Reward function. `gym`: the task's own score of the text in <answer> tags. `exact`: 1 if that
+    text equals the answer. `math`: math-verify against the answer. `module:function`: your own
+    function, called with the problem and the response's text. `auto`: `gym` for tasks, `math` for
+    files."""
     num_workers: int = Field(default=1, ge=1)
-    """Processes that score."""
+    """Processes that score responses."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """A reward that takes longer counts as 0."""
+    """Seconds a reward may take; a slower one counts as 0."""
 
 
 class SamplingConfig(Schema):
-    """What is generated in every step."""
+    """The samples of an RL step."""
 
     prompts_per_step: int = Field(ge=1, examples=[8])
-    """Problems of a step."""
+    """Problems per RL step."""
     group_size: int = Field(ge=2, examples=[8])
-    """Samples of each problem; advantages are relative to the group."""
+    """Samples per problem. Advantages are relative to this group."""
     max_tokens: int = Field(ge=1, examples=[1024])
-    """Longest response."""
+    """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, gt=0, le=2)
-    """Of sampling; the learner computes probabilities at the same temperature."""
+    """Sampling temperature. The learner computes probabilities at the same temperature."""
     seeded: bool = False
-    """Give every sample a seed of its own, so that a run can be repeated exactly. Costs speed
-    under speculation."""
-    forced_lengths: SizesConfig | None = None
-    """For measuring speed only: responses of these lengths in tokens, the same in every run,
-    whatever they say; rewards then mean nothing."""
+    """Give every sample its own seed, so that a run can be repeated exactly. This costs speed under
+    speculation."""
 
 
 class AlgorithmConfig(Schema):
-    """From rewards to a loss."""
+    """The RL algorithm: from rewards to a loss."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """How a sample compares with its group: in standard deviations (grpo), as the distance from
-    the mean (dr_grpo), or from the mean of the others (rloo)."""
+    """Advantage of a sample within its group. `grpo`: distance from the group's mean in standard
+    deviations. `dr_grpo`: distance from the group's mean. `rloo`: distance from the mean of the
+    other samples."""
     mean_over: Literal["tokens", "samples", "limit"] = "tokens"
-    """What the loss is a mean over: all tokens; samples, each a mean over its tokens (GRPO as
-    published); or samples, each a sum divided by max_tokens (Dr. GRPO as published)."""
+    """Mean that the loss takes. `tokens`: over all tokens. `samples`: over samples, each the mean
+    over its tokens (the GRPO paper). `limit`: over samples, each the sum over its tokens divided by
+    max_tokens (the Dr. GRPO paper)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far a token's probability may fall below that of the policy that sampled it."""
+    """Clipping range below 1 of the ratio between a token's new and old probability."""
     clip_high: float = Field(default=0.28, gt=0)
-    """How far it may rise."""
+    """Clipping range above 1 of the ratio between a token's new and old probability. A value above
+    `clip_low` lets rare tokens become likely."""
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the first policy; 0 keeps no copy of it."""
+    """Weight of the KL divergence from the initial policy; 0 keeps no copy of that policy."""
     max_importance: float = Field(default=2.0, ge=0)
-    """Cap of the weights that make up for engines and learner disagreeing about probabilities;
-    0 does without these weights."""
+    """Cap of the importance weights that correct for the gap between the probabilities of engines
+    and learner; 0 disables these weights."""
 
 
 class LearnerConfig(Schema):
-    """The policy update: FSDP2 ranks, each a process."""
+    """The policy update, on FSDP2 ranks with one process each."""
 
     num_ranks: int = Field(default=1, ge=1)
-    """Processes the policy is sharded over; on GPUs one for each GPU."""
+    """Processes that the policy is sharded over; on GPUs, one per GPU."""
     num_gpus: int = Field(default=0, ge=0, le=1)
-    """GPUs of a rank: 0 trains on the CPU."""
+    """GPUs per rank; 0 trains on the CPU."""
     num_cores: int | None = Field(default=None, ge=1)
-    """CPU cores of a rank; by default all cores are shared out among the ranks of a node."""
+    """CPU cores per rank; by default the ranks of a node share all its cores equally."""
     row_tokens: int = Field(default=4096, ge=1)
-    """Tokens of one packed micro-batch; a longer sample has one to itself."""
+    """Tokens of one packed micro-batch; a longer sample gets its own."""
     updates_per_step: int = Field(default=1, ge=1)
-    """Optimizer steps the samples of one RL step are split over."""
+    """Optimizer steps per RL step, each on its part of the samples."""
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate after the warm-up."""
+    """Learning rate of the policy after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Of AdamW."""
+    """AdamW weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Longer gradients are scaled down to this norm."""
+    """Gradient norm above which the gradient is scaled down to it."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: a third more work for much less memory."""
+    """Recompute activations in the backward pass: a third more work for much less memory."""
     max_restarts: int = Field(default=3, ge=0)
-    """Times the ranks are started again, from the last checkpoint, before there is a newer one."""
+    """Restarts of the ranks from the same checkpoint before the run fails."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds an update may take before the ranks count as hung."""
 
 
 class AlarmConfig(Schema):
-    """What happens when engines and learner disagree about the probabilities of samples."""
+    """The alarm on the gap between the probabilities of engines and learner."""
 
     gap_factor: float = Field(default=4.0, gt=1)
-    """An update is alarming when the mean gap of its tokens (`learner/gap_mean`) is more than this
-    many times the median of the 20 updates before it."""
+    """Alarm threshold: the mean gap of an update's tokens (`learner/gap_mean`) divided by the
+    median of the 20 updates before it."""
     then: Literal["warn", "drop", "stop"] = "drop"
-    """What follows: `warn` trains on the samples all the same; `drop` makes no update of them,
-    gives the engines their weights again, and ends the run after five such steps in a row; `stop`
-    ends the run at once. A dropped step costs one step, while an update of samples that came from
-    another policy cannot be taken back."""
+    """Reaction to an alarm. `warn` trains on the samples all the same. `drop` skips the update,
+    repeats the weight sync, and ends the run after five such RL steps in a row. `stop` ends the run
+    at once. A dropped update costs one RL step, while an update on samples of another policy cannot
+    be undone."""
 
 
 class CaptureConfig(Schema):
-    """Hidden states of the policy's own passes, kept for the drafter."""
+    """The capture of the policy's hidden states, on which the drafter trains."""
 
     enabled: bool = False
-    """Keep them."""
+    """Capture hidden states."""
     by: Literal["engines", "learner"] | None = None
-    """Whose passes: the engines', over all samples, while they are generated; or the learner's,
-    over the samples that it learns from. By default the engines' where harvest is on and engines
-    run on CPU cores, the only ones that can; otherwise the learner's."""
+    """Source of the hidden states. `engines`: all samples, while they are generated (CPU engines
+    only). `learner`: the samples that the learner trains on. By default `engines` when harvest is
+    on and the engines run on CPU cores, otherwise `learner`."""
     capacity_gib: float = Field(default=1.0, gt=0)
-    """Memory of a node for them."""
+    """Memory per node for hidden states, in GiB."""
     folder: str = "/dev/shm"
-    """A memory file system; the run makes a folder of its own there."""
+    """Memory file system in which the run makes its own folder."""
     max_sample_tokens: int = Field(default=4096, ge=2)
-    """Of longer samples a window of this size is kept."""
+    """Largest number of tokens kept per sample; a longer sample keeps a window of this size."""
 
 
 class EvalConfig(Schema):
-    """Held-out problems, scored every so often."""
+    """The evaluation of the policy on held-out problems."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations, one before the first step included; 0 never evaluates."""
+    """RL steps between evaluations, the first before any training; 0 never evaluates."""
     num_problems: int = Field(default=64, ge=1)
-    """Problems, kept apart from those trained on; of a file, its last rows."""
+    """Held-out problems, which are never trained on; the last rows of a file."""
     temperature: float = Field(default=0.0, ge=0)
-    """Of sampling; 0 takes the most likely tokens."""
+    """Sampling temperature of the evaluation; 0 takes the most likely tokens."""
 
 
 class CheckpointConfig(Schema):
-    """What a run resumes from."""
+    """Checkpoints to resume from."""
 
     every_steps: int = Field(default=10, ge=1)
-    """Steps between checkpoints; the last step always has one."""
+    """RL steps between checkpoints; the last RL step always has one."""
     keep: int = Field(default=2, ge=1)
-    """Checkpoints that are kept."""
+    """Number of checkpoints to keep."""
 
 
 class PlacementConfig(Schema):
-    """Where engines and learner run."""
+    """The devices of engines and learner."""
 
     kind: Literal["colocated", "separate"] = "colocated"
-    """`colocated`: ranks use the engines' devices in turn with them; `separate`: devices of
-    their own, and updates are computed while the rollout's tail still runs."""
+    """`colocated`: ranks and engines take turns on the same devices. `separate`: ranks have their
+    own devices and compute updates while the tail of the rollout still runs."""
 
 
 class MetricsConfig(Schema):
-    """Where metrics go besides `metrics.jsonl` in the run's folder."""
+    """Outputs of metrics besides `metrics.jsonl` in the run's folder."""
 
     tensorboard: bool = False
     """Write TensorBoard events into the run's folder."""
     wandb_project: str | None = None
-    """Log to this Weights & Biases project."""
+    """Weights & Biases project to log to."""
     prometheus_port: int | None = Field(default=None, ge=0, le=65535)
-    """Serve the latest values at this port; 0 takes a free one."""
+    """Port that serves the latest values to Prometheus; 0 takes a free one."""
     prometheus_host: str = "127.0.0.1"
-    """Address to serve at: by default only this machine can read it."""
+    """Address that serves the latest values; by default only this machine can read them."""
     timeline: bool = True
-    """Write where every worker's seconds go to `timeline.json`, for Perfetto and `tlt report`."""
+    """Write every worker's activity to `timeline.json`, for Perfetto and `tlt report`."""
     keep_samples: int = Field(default=8, ge=0)
-    """Samples of every step that are written down to be read."""
+    """Samples of every RL step to write to the run's folder, for reading."""
 
 
 class TltConfig(Schema):
-    """Speculation chosen by measured speed, with a drafter that idle workers train."""
+    """TLT: a strategy that follows measured speed, and a drafter that idle workers train."""
 
     enabled: bool = False
-    """The one switch: turns on the adaptive strategy unless `engine.strategy` names another, the
-    capture of hidden states, and harvest."""
-    harvest: Literal["on", "unpublished", "off"] = "on"
-    """Whether idle workers train the drafter: `on`; `unpublished` does all the work but tells the
-    engines nothing, to measure what it costs; `off` leaves the drafter as it is, if there is
-    one."""
+    """Turn on the adaptive strategy (unless `engine.strategy` names another), the capture of hidden
+    states, and harvest."""
+    harvest: bool = True
+    """Train the drafter on idle workers; false leaves the drafter of `engine.drafter` frozen."""
     lr: float | None = Field(default=None, gt=0, examples=[1e-4])
-    """Learning rate of the drafter; by default 1e-4, or 1e-3 in a run without
-    `engine.drafter`, which makes a new one. An RL step brings little to learn from, and at higher
-    rates a trained drafter forgets more than it learns."""
+    """Learning rate of the drafter; by default 1e-4, or 1e-3 for the new drafter of a run without
+    `engine.drafter`. An RL step brings little to learn from: at higher rates a trained drafter
+    forgets more than it learns."""
     row_tokens: int = Field(default=512, ge=16)
-    """Tokens of one step of the drafter's training, as many of a longer sample."""
+    """Tokens of one optimizer step of the drafter; also the longest part of a sample it trains
+    on."""
     num_draft_tokens: int = Field(default=4, ge=1, le=16)
-    """Draft length that is trained for."""
+    """Draft length to train for."""
     draft_vocab_size: int | None = Field(default=None, ge=16)
-    """Tokens that a new drafter can draft, those the policy writes most; by default all. A drafter
-    from `engine.drafter` keeps its own."""
+    """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default all
+    tokens. A drafter from `engine.drafter` keeps its own vocabulary."""
     session_s: float = Field(default=10.0, gt=0)
-    """Seconds of training after which a drafter is judged, and published if it is better."""
+    """Seconds of training between evaluations of the drafter; a better drafter is published."""
     held_out_tokens: int = Field(default=1024, ge=16)
-    """Tokens of the policy's that it is judged by."""
+    """Tokens of held-out samples that evaluate the drafter."""
     min_lease_s: float = Field(default=2.0, ge=0)
-    """An engine that will be idle for less is left alone."""
+    """Shortest predicted idle time, in seconds, for which a worker is leased."""
     lease_s: float = Field(default=60.0, gt=0)
-    """A lease ends by itself after this time; an engine that will still be idle gets another."""
+    """Seconds after which a lease ends by itself; a worker that stays idle gets a new one."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """A trainer that has not stopped after this time is killed."""
+    """Seconds a trainer may take to stop before it is killed."""
     max_trainers: int = Field(default=8, ge=1)
-    """Trainers at once."""
+    """Largest number of trainers at the same time."""
 
     @property
     def harvests(self) -> bool:
-        return self.enabled and self.harvest != "off"
+        return self.enabled and self.harvest
+
+
+class DebugConfig(Schema):
+    """Settings for tests and benchmarks; a real run needs none of them."""
+
+    core_group: str = CORE_GROUP
+    """Runs on one machine whose groups differ may share CPU cores; the engines of one group never
+    do."""
+    publish_drafters: bool = True
+    """Publish drafters that became better; false does all other work of harvest, to measure its
+    cost."""
+    forced_lengths: SizesConfig | None = None
+    """Forced lengths of the responses in tokens, the same in every run, to measure speed only;
+    rewards then mean nothing."""
 
 
 class TrainConfig(Schema):
@@ -281,10 +295,11 @@ class TrainConfig(Schema):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    debug: DebugConfig = Field(default_factory=DebugConfig)
 
 
 def written_out(config: TrainConfig) -> TrainConfig:
-    """Return the settings with everything that follows from this machine and `tlt.enabled`."""
+    """Return the settings with the values that this machine and `tlt.enabled` imply."""
     dtype = compute_dtype(config.policy.dtype, on_gpu=config.engine.num_gpus > 0)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
     if not config.tlt.enabled:

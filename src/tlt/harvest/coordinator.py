@@ -48,7 +48,7 @@ class CoordinatorSettings:
     """False does all the work, but publishes nothing."""
 
 
-def coordinator_settings(tlt: TltConfig) -> CoordinatorSettings:
+def coordinator_settings(tlt: TltConfig, publish: bool = True) -> CoordinatorSettings:
     """Return the coordinator's part of a run's settings."""
     return CoordinatorSettings(
         leases=LeaseSettings(
@@ -58,7 +58,7 @@ def coordinator_settings(tlt: TltConfig) -> CoordinatorSettings:
             max_leases=tlt.max_trainers,
         ),
         session_s=tlt.session_s,
-        publish=tlt.harvest == "on",
+        publish=publish,
     )
 
 

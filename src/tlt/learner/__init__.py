@@ -1,1 +1,1 @@
-"""Training of the policy. `sft` gives it a short supervised start."""
+"""The policy update, on FSDP2 ranks; `sft` is the supervised start before RL."""

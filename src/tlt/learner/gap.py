@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HISTORY_STEPS = 20
+"""Updates whose median gap is the history."""
 FIRST_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest gap of a run's first step, by the dtype of the engines, when there is no history yet; at
-temperature 1, with a factor of 4."""
+"""Largest gap of a run's first update, which has no history, by the engines' dtype; for temperature
+1 and a factor of 4."""
 FLOOR = 1e-5
 """A gap below this is never alarming: float32 kernels differ that much at times."""
 MAX_IN_A_ROW = 5
@@ -34,7 +35,7 @@ MAX_IN_A_ROW = 5
 
 
 class GapWatch:
-    """Knows the gap of earlier RL steps, and from which gap on the next step is alarming."""
+    """The gaps of earlier updates, and the largest gap that the next update may have."""
 
     def __init__(self, factor: float, dtype: str, temperature: float) -> None:
         self._factor = factor
@@ -50,7 +51,7 @@ class GapWatch:
         return max(FLOOR, self._factor * median(self._history))
 
     def observe(self, gap: float) -> None:
-        """Take note of the gap of an update that was made."""
+        """Add the gap of an update to the history."""
         if math.isfinite(gap):
             self._history.append(gap)
 

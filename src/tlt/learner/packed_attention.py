@@ -1,13 +1,13 @@
 """Attention over packed rows for Hugging Face models, through their attention registry.
 
-A packed row holds several samples one after another. Attending sample by sample costs the sum of
-the squared lengths instead of the square of the sum, which on heavy-tailed lengths is most of a
-CPU training step, and needs no mask. The sample lengths travel as a keyword argument of the
-model's forward: `policy.model(ids, position_ids=..., segment_lengths=[...])`.
+A packed row holds several samples one after another. Attention within each sample needs no mask
+and costs the sum of the squared lengths instead of the square of the sum. On heavy-tailed lengths
+that difference is most of a training step on a CPU. The model's forward takes the sample lengths as
+a keyword argument: `policy.model(ids, position_ids=..., segment_lengths=[...])`.
 
-Samples of one prompt may share its tokens: everything but attention is then computed once for the
-prompt. Attention sees every sample whole, through two indices: `unshare` lays the row out sample by
-sample, `share` takes each token's result from the first sample that has it.
+Samples of one prompt may share the prompt's tokens. Everything but attention is then computed once
+for the prompt. Attention sees every sample whole, through two indices: `unshare` lays the row out
+sample by sample, and `share` takes each token's result from the first sample that has the token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "tlt_packed"
 
 
 def use_packed_attention(policy: Any) -> None:
-    """Make `policy` attend within samples only. Its forward then wants `segment_lengths`."""
+    """Make `policy` attend within samples only; its forward then requires `segment_lengths`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -48,7 +48,10 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     for name in ("sliding_window", "softcap"):
         if options.get(name) is not None:
-            raise ConfigError(f"this model's attention has a {name}, which packed rows do not know")
+            raise ConfigError(
+                f"policy.model: its attention has a {name}, which packed rows do not support; "
+                "use a model with full attention"
+            )
     if unshare is not None:
         query_1NTD, key_1KTD, value_1KTD = (
             states.index_select(2, unshare) for states in (query_1NTD, key_1KTD, value_1KTD)

@@ -1,12 +1,12 @@
-"""The policy as the learner runs it: packed rows in, log-probabilities and states out.
+"""The policy as the learner runs it: packed rows in, log-probabilities and hidden states out.
 
-Samples of one group share their prompt's tokens: on short answers to long questions that is most
-of the work.
+Samples of one group share their prompt's tokens. For short answers to long questions, that saves
+most of the work.
 
-One module around a Hugging Face causal LM, so that FSDP has one root whose forward pass covers
-body and head. The head is applied only where a token is learned: for small models it is a large
-part of the work. Shapes: T tokens of a row, E tokens of its samples (a shared prompt counted for
-each), P learned tokens, A auxiliary states (3H), H hidden.
+`PackedPolicy` wraps a Hugging Face causal LM in one module, so that FSDP has one root whose forward
+pass covers body and head. The head runs only for learned tokens: it is a large part of a small
+model's work. Shapes: T tokens of a row, E tokens of its samples (a shared prompt counted for each
+sample), P learned tokens, A auxiliary states (3H), H hidden.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from tlt.learner.batch import TrainSample
 from tlt.learner.packed_attention import use_packed_attention
 
 HEAD_CHUNK_TOKENS = 2048
-"""Logits of more tokens than this are never in memory at once."""
+"""Largest number of tokens whose logits are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """Prompts with their samples' responses, one after another, and what is learned of them.
+    """Prompts and their responses one after another, with the training targets.
 
-    Samples of one prompt share its tokens: its states are computed once, and the state of its last
-    token predicts the first token of every response.
+    Samples of one prompt share the prompt's tokens. The prompt's states are computed once, and the
+    state of its last token predicts the first token of every response.
     """
 
     samples: tuple[TrainSample, ...]
     ids_T: torch.Tensor
     position_T: torch.Tensor
     lengths: tuple[int, ...]
-    """Of the samples as attention sees them: prompt and response."""
+    """Lengths of the samples as attention sees them: prompt and response."""
     unshare_E: torch.Tensor | None
-    """Place in the row of every token of every sample, one sample after another; None when the row
-    is laid out like that."""
+    """Index into the row for every token of every sample, one sample after another; None if no
+    sample shares its prompt."""
     share_T: torch.Tensor | None
+    """Index into the samples' tokens for every token of the row; the inverse of `unshare_E`."""
     source_P: torch.Tensor
-    """Place whose state predicts each learned token."""
+    """Index of the row's token whose state predicts each learned token."""
     target_P: torch.Tensor
     engine_logprob_P: torch.Tensor
     advantage_P: torch.Tensor
@@ -58,9 +59,9 @@ class PackedRow:
         token_weights: Sequence[float],
         device: torch.device,
     ) -> PackedRow:
-        """Samples that follow one another with the same prompt share it.
+        """Pack samples into a row; neighbours with the same prompt share it.
 
-        An empty row becomes one token of which nothing is learned.
+        An empty row becomes one token without a training target.
         """
         ids: list[int] = []
         positions: list[int] = []
@@ -116,12 +117,12 @@ class PackedRow:
 class RowOutput:
     logprob_P: torch.Tensor
     aux_TA: torch.Tensor | None
-    """What the drafter's target layers read, detached; None when no states are asked for."""
+    """Inputs of the layers that the drafter reads, detached; None without `with_states`."""
     final_TH: torch.Tensor | None
 
 
 class PackedPolicy(nn.Module):
-    """A causal LM over packed rows, at a sampling temperature."""
+    """A causal LM that computes log-probabilities of packed rows at a sampling temperature."""
 
     def __init__(self, policy: Any, temperature: float, aux_layer_ids: Sequence[int] = ()) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class PackedPolicy(nn.Module):
         self._seen.clear()
         logprob_P = self._logprobs(hidden_TH[row.source_P], row.target_P)
         if not len(row.source_P):
-            # Nothing is learned, but the gradient's collectives must still meet.
+            # This rank learns nothing, but it must still take part in the gradient's collectives.
             logprob_P = self._head_logprobs(hidden_TH[:1], row.ids_T[:1])[:0] + 0 * hidden_TH.sum()
         return RowOutput(logprob_P, *states)
 

@@ -1,7 +1,7 @@
 """The clipped policy-gradient loss over the response tokens of a packed row.
 
-Sums over tokens, never means: the learner divides once by what the whole batch counts, so that the
-gradient does not depend on how samples are split into rows and ranks.
+The loss is a sum over tokens, never a mean. The learner divides once by the denominator of the
+whole batch, so that the gradient does not depend on how samples are split into rows and ranks.
 
 Shapes: T response tokens.
 """
@@ -12,27 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class PolicyLossSettings:
-    clip_low: float
-    """How far a token's probability may fall below that of the policy that sampled it."""
-    clip_high: float
-    """How far it may rise: more than it may fall, so that rare tokens can become likely."""
-    kl_weight: float
-    """Weight of the divergence from a reference policy; 0 needs no reference."""
-    max_importance: float
-    """Cap of the weights that make up for engine and learner disagreeing about probabilities; 0
-    leaves these weights out."""
+from tlt.config.train import AlgorithmConfig
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     total: torch.Tensor
-    """Sum over tokens, with its gradient."""
+    """Loss summed over tokens, with its gradient."""
     clipped_tokens: float
     kl_sum: float
-    """Divergence from the reference, summed over tokens."""
+    """KL divergence from the reference policy, summed over tokens."""
     gap_sum: float
     """|log-probability in the engine - in the learner before the update|, summed over tokens."""
     capped_tokens: float
@@ -45,13 +34,13 @@ def policy_loss(
     engine_logprob_T: torch.Tensor,
     advantage_T: torch.Tensor,
     weight_T: torch.Tensor,
-    settings: PolicyLossSettings,
+    settings: AlgorithmConfig,
     reference_logprob_T: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """`old_logprob_T` is the learner's own before any update of this batch.
+    """Return the loss of one row's response tokens.
 
-    `weight_T` says how much each token counts: 1 for a mean over tokens, or one over its sample's
-    length for a mean over samples.
+    `old_logprob_T` is from the learner, before any update on this batch. `weight_T` is the weight
+    of each token: 1 for a mean over tokens, 1 / length of its sample for a mean over samples.
     """
     ratio_T = (logprob_T - old_logprob_T).exp()
     bounded_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)

@@ -1,12 +1,12 @@
 """One rank of the learner: its shard of the policy, the optimizer, and the update.
 
-An update is `accumulate` any number of times, then `step`. Losses are sums over tokens and ranks;
-the one division happens in `step`, by what the whole batch counts, so the update does not depend on
-how samples were split into rows, ranks or calls. All ranks make the same calls with the same number
-of rows.
+An update is any number of calls of `accumulate`, then one of `step`. Losses are sums over tokens
+and ranks. Only `step` divides them, by the denominator of the whole batch, so that the update does
+not depend on how samples were split into rows, ranks or calls. All ranks make the same calls with
+the same number of rows.
 
-The shard is float32; FSDP hands out matrices for a layer's work in the compute dtype and adds up
-gradients in float32.
+The shard is float32. FSDP gathers a layer's weights in the compute dtype and reduces gradients in
+float32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.learner.batch import TrainSample, Weighting
 from tlt.learner.policy import PackedPolicy, PackedRow
-from tlt.learner.policy_loss import PolicyLossSettings, policy_loss
+from tlt.learner.policy_loss import policy_loss
 
 KeepStates = Callable[[TrainSample, torch.Tensor, torch.Tensor], None]
-"""`keep(sample, aux_TA, final_TH)`: takes the states of one sample of the training pass."""
+"""`keep(sample, aux_TA, final_TH)` stores the hidden states of one sample of the training pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +43,21 @@ class RankSettings:
     """Dtype of matrix products."""
     temperature: float
     weighting: Weighting
-    loss: PolicyLossSettings
-    lr: float
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    gradient_checkpointing: bool
+    algorithm: AlgorithmConfig
+    learner: LearnerConfig
     aux_layer_ids: tuple[int, ...] = ()
-    """Layers whose input the drafter reads; empty where nothing is captured."""
+    """Layers whose input the drafter reads; none if the learner captures no hidden states."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """What rows came to, added up over the tokens of one rank."""
+    """Statistics of rows, summed over the tokens of one rank."""
 
     loss: float = 0.0
     tokens: float = 0.0
-    """Of prompts and responses, a prompt counted for each of its samples."""
+    """Tokens of prompts and responses, with a shared prompt counted for each of its samples."""
     computed_tokens: float = 0.0
-    """The same, a shared prompt counted once."""
+    """Tokens of prompts and responses, with a shared prompt counted once."""
     learned_tokens: float = 0.0
     rows: float = 0.0
     clipped_tokens: float = 0.0
@@ -75,19 +72,19 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One optimizer step, the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     sums: Sums
     grad_norm: float
     lr: float
     skipped: bool
-    """The gradient was not finite: nothing was changed."""
+    """The gradient was not finite, and the policy did not change."""
     refused: bool = False
-    """The gap between engines and learner was too large: nothing was changed."""
+    """The gap between engines and learner was too large, and the policy did not change."""
 
 
 class LearnerRank:
-    """Needs an initialised process group, of any size."""
+    """One rank's shard of the policy. Needs an initialised process group of any size."""
 
     def __init__(
         self, settings: RankSettings, device: torch.device, keep_states: KeepStates | None = None
@@ -103,27 +100,27 @@ class LearnerRank:
         self._old_logprobs: dict[str, torch.Tensor] = {}
 
         def load() -> Any:
-            # A floating-point model of its own on every rank; FSDP keeps one shard of it.
+            # Every rank loads the whole model; FSDP then keeps one shard of it.
             return AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=torch.float32)
 
         self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         self._policy = self._sharded(load(), self.settings.aux_layer_ids)
         self._reference = None
-        if self.settings.loss.kl_weight > 0:
+        if self.settings.algorithm.kl_weight > 0:
             self._reference = self._sharded(load()).requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters(),
-            lr=self.settings.lr,
+            lr=self.settings.learner.lr,
             betas=(0.9, 0.95),
-            weight_decay=self.settings.weight_decay,
+            weight_decay=self.settings.learner.weight_decay,
             fused=True,
         )
-        # Checkpoints are written beside training, so their messages need a group of their own.
+        # Checkpoints are written while training goes on, so they need their own process group.
         self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving: Any = None
 
     def _sharded(self, policy: Any, aux_layer_ids: Sequence[int] = ()) -> PackedPolicy:
-        if self.settings.gradient_checkpointing:
+        if self.settings.learner.gradient_checkpointing:
             policy.gradient_checkpointing_enable({"use_reentrant": False})
         precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, self.settings.dtype), reduce_dtype=torch.float32
@@ -137,7 +134,7 @@ class LearnerRank:
     # --- the update ---------------------------------------------------------------------------
 
     def accumulate(self, rows: Sequence[Sequence[TrainSample]]) -> None:
-        """Forward and backward over packed rows; gradients add up until `step`."""
+        """Run forward and backward over packed rows; gradients add up until `step`."""
         for samples in rows:
             row = self._pack(samples)
             output = self._policy(row, with_states=self.keep_states is not None and bool(samples))
@@ -150,10 +147,10 @@ class LearnerRank:
                 row.engine_logprob_P,
                 row.advantage_P,
                 row.weight_P,
-                self.settings.loss,
+                self.settings.algorithm,
                 self._reference_logprobs(row),
             )
-            # FSDP averages over ranks; losses here are sums.
+            # FSDP averages gradients over ranks, while the loss is a sum.
             (result.total * dist.get_world_size()).backward()
             self._keep(row, output.aux_TA, output.final_TH)
             self._sums.add(
@@ -171,23 +168,22 @@ class LearnerRank:
             )
 
     def step(self, denominator: float, max_gap: float) -> UpdateReport:
-        """Divide the gradients by what the batch counts, and change the policy.
+        """Divide the gradients by the batch's denominator, and make one optimizer step.
 
-        Samples on which engines and learner disagree by more than `max_gap` change nothing.
+        The policy does not change if the mean gap between engines and learner exceeds `max_gap`.
         """
         sums, self._sums = self._total(self._sums), Sums()
-        refused = not sums.gap <= max_gap * max(1.0, sums.learned_tokens)  # or not a number
+        refused = not sums.gap <= max_gap * max(1.0, sums.learned_tokens)  # true for a NaN
         gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
         grad_norm = 0.0
-        if gradients:  # none when no sample of the batch taught anything
+        if gradients:  # there are none if no sample of the batch was learned from
             torch._foreach_mul_(gradients, 1.0 / denominator)
             norm = torch.nn.utils.clip_grad_norm_(
-                self._policy.parameters(), self.settings.max_grad_norm
+                self._policy.parameters(), self.settings.learner.max_grad_norm
             )
             grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        lr = self.settings.lr * min(
-            1.0, (self.num_updates + 1) / max(1, self.settings.warmup_steps)
-        )
+        learner = self.settings.learner
+        lr = learner.lr * min(1.0, (self.num_updates + 1) / max(1, learner.warmup_steps))
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         skipped = not math.isfinite(grad_norm)
@@ -195,16 +191,16 @@ class LearnerRank:
             self._optimizer.step()
         self._optimizer.zero_grad()
         if self._reference is not None:
-            # It never has a backward pass, which is where FSDP forgets the passes it has seen.
+            # FSDP resets its state in the backward pass, which the reference policy never has.
             self._reference.reset_iter_state()
         self.num_updates += 1
         sums.loss /= denominator
         return UpdateReport(sums, grad_norm, lr, skipped, refused)
 
     def remember_logprobs(self, rows: Sequence[Sequence[TrainSample]]) -> None:
-        """Probabilities before any update of a batch that is split over several, part by part.
+        """Keep the log-probabilities from before the first update, if a batch has several updates.
 
-        Each part as it will be accumulated: a rank remembers the samples it is dealt.
+        A call takes the rows of one `accumulate`: a rank remembers the samples that it trains on.
         """
         self._remembers = True
         with torch.no_grad():
@@ -248,17 +244,17 @@ class LearnerRank:
     # --- weights and checkpoints --------------------------------------------------------------
 
     def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole policy, tensor by tensor. Every rank must go through all of it."""
+        """Yield the whole policy tensor by tensor. Every rank must iterate to the end."""
         for name, parameter in self._policy.named_parameters():
             tensor = parameter.detach()
-            # In the dtype of the engines before it travels: half the traffic for bfloat16.
+            # Cast to the engines' dtype first: bfloat16 halves the traffic between ranks.
             tensor = tensor.to(dtype)
             if isinstance(tensor, DTensor):
                 tensor = tensor.full_tensor()
             yield name.removeprefix("policy."), tensor
 
     def save(self, folder: Path) -> None:
-        """Copy the state and return; `wait_saved` says when it is on disk."""
+        """Copy the state and return; `wait_saved` returns once the copy is on disk."""
         self.wait_saved()
         self._saving = dcp.async_save(
             self._state(), checkpoint_id=folder, process_group=self._checkpoint_group

@@ -1,8 +1,8 @@
-"""A short supervised start of a policy on worked solutions.
+"""The supervised start of a policy on worked solutions.
 
-A raw small model is too random at temperature 1 to be a reasoning policy; a few minutes on worked
-solutions make it answer in steps, with lengths as heavy-tailed as the problems. One process,
-packed rows of a token budget, loss on the solution's tokens only.
+A raw small model is too random at temperature 1 to be a reasoning policy. A few minutes on worked
+solutions teach it to answer in written-out steps, with lengths as heavy-tailed as the problems'
+sizes. Training runs in one process, on packed rows, with the loss on the solution's tokens only.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from tlt.hardware import Dtype, compute_dtype
+from tlt.hardware import Dtype
 from tlt.learner.packed_attention import use_packed_attention
 from tlt.packing import epochs
 
 
 @dataclass(frozen=True, slots=True)
 class SftSettings:
-    num_steps: int = 300
-    row_tokens: int = 1024
-    """Tokens of one packed row, which is one step."""
-    lr: float = 1e-4
-    budget_s: float = math.inf
-    """Stop after this many seconds, with the learning rate brought down in time."""
-    seed: int = 0
-    dtype: Dtype = field(default_factory=compute_dtype)
-    """Dtype of matrix products; by default the one that is fast on this CPU."""
+    num_steps: int
+    row_tokens: int
+    """Tokens of one packed row, which is one optimizer step."""
+    lr: float
+    budget_s: float
+    """Seconds after which training stops; the learning rate decays in time for it."""
+    seed: int
+    dtype: Dtype
+    """Dtype of matrix products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class SftStep:
     loss: float
     """Mean cross-entropy of the row's solution tokens."""
     accuracy: float
-    """Share of solution tokens that are the policy's most likely ones."""
+    """Share of the solution tokens that the policy finds most likely."""
     num_tokens: int
     elapsed_s: float
     progress: float
-    """Share of the steps or of the time budget, whichever is further."""
+    """Share of the optimizer steps or of the time budget, whichever is larger."""
 
 
 def supervised_start(
@@ -92,7 +92,7 @@ def supervised_start(
 
 
 def warmup_then_cosine(step: int, progress: float, warmup_steps: int = 20) -> float:
-    """Share of the highest learning rate: up over the first steps, then down to a tenth."""
+    """Return the factor of the highest learning rate: a warm-up, then a decay to a tenth."""
     down = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
     return min(1.0, (step + 1) / warmup_steps) * down
 
@@ -104,7 +104,7 @@ def _row_loss(
     lengths = [len(token_ids) for token_ids, _ in samples]
     ids = torch.tensor([token for token_ids, _ in samples for token in token_ids], device=device)
     position = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    # Position t predicts token t+1: from the prompt's last token to the one before the end.
+    # Position t predicts token t+1: learn from the prompt's last token to the last but one.
     first = torch.tensor([num_prompt - 1 for _, num_prompt in samples], device=device)
     last = torch.tensor(lengths, device=device) - 2
     times = torch.tensor(lengths, device=device)
@@ -116,7 +116,7 @@ def _row_loss(
         hidden = policy.model(
             ids[None], position_ids=position[None], segment_lengths=lengths, use_cache=False
         )
-        # The head only where something is learned: it is a fifth of a small model's work.
+        # The head runs only for learned tokens: it is a fifth of a small model's work.
         logits = policy.get_output_embeddings()(hidden.last_hidden_state[0, learned]).float()
     accuracy = (logits.argmax(-1) == target).float().mean().item()
     return F.cross_entropy(logits, target), accuracy

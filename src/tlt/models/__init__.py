@@ -1,5 +1,4 @@
-"""Models to work with: ordinary Hugging Face folders, made offline.
+"""Make model folders offline, for laptops and tests.
 
-Any local Hugging Face folder works wherever a model is named; these two are for laptops and
-tests.
+A setting that names a model takes any local folder in Hugging Face format.
 """

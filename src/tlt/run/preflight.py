@@ -103,7 +103,11 @@ def _read_json(path: Path, key: str, way_out: str) -> dict[str, Any]:
 
 
 def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
-    engine = EngineConfig(model=config.policy.model, **config.engine.model_dump())
+    engine = EngineConfig(
+        model=config.policy.model,
+        core_group=config.debug.core_group,
+        **config.engine.model_dump(),
+    )
     args = dict(engine.engine_args)
     given = args.setdefault("dtype", config.policy.dtype)
     if given != config.policy.dtype:
@@ -180,11 +184,11 @@ def _check_cores(config: TrainConfig) -> None:
 
 
 def _check_learner(config: TrainConfig) -> None:
-    forced = config.sampling.forced_lengths
+    forced = config.debug.forced_lengths
     if forced is not None and forced.longest > config.sampling.max_tokens:
         raise ConfigError(
-            f"sampling.forced_lengths.longest = {forced.longest} is more than sampling.max_tokens "
-            f"= {config.sampling.max_tokens}; set it to {config.sampling.max_tokens} or less"
+            f"debug.forced_lengths.longest = {forced.longest} is more than sampling.max_tokens = "
+            f"{config.sampling.max_tokens}; set it to {config.sampling.max_tokens} or less"
         )
     updates, prompts = config.learner.updates_per_step, config.sampling.prompts_per_step
     if updates > prompts:

@@ -120,7 +120,7 @@ class Rollouts:
         return sorted(scored, key=lambda s: (s.problem_number, s.place))
 
     def _forced_lengths(self, label: str, count: int) -> Sequence[int]:
-        sizes = self._config.sampling.forced_lengths
+        sizes = self._config.debug.forced_lengths
         if sizes is None:
             return ()
         rng = random.Random(f"{self._config.run.seed}/lengths/{label}")

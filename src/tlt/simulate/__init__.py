@@ -1,6 +1,7 @@
-"""What TLT would bring on a cluster that is not here.
+"""Simulate TLT on hardware you don't have yet.
 
-`model` says how long an engine step takes, `workload` which responses are wanted, `cluster` plays
-RL steps in simulated time, with the production code of strategy and harvest against modelled
-engines; `profiles` holds hardware, `calibrate` learns it from runs, `scenario` is what a user asks.
+`model` predicts the time of an engine step, and `workload` the responses of an RL step. `cluster`
+plays RL steps in simulated time: the production code of strategy and harvest runs against modelled
+engines. `profiles` describes published hardware, `calibrate` measures a machine from its runs, and
+`scenario` holds a user's settings.
 """

@@ -1,4 +1,4 @@
-"""What simulated runs say: numbers, and an answer in words. Pure."""
+"""The result of simulated runs, as numbers and in words. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from statistics import fmean
 
 Record = dict[str, float]
 
+LABELS = {"static": "frozen drafter"}
+"""Names of modes in tables, pictures and sentences, where they differ from those in files."""
+
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
-    """A mode in a few numbers, over all its steps but the first, which learns."""
+    """Return a mode's figures over all RL steps but the first, in which the strategy learns."""
     later = records[1:] or records
     step_s = sum(r["time/step_s"] for r in later)
     rollout_s = sum(r["time/rollout_s"] for r in later)
@@ -29,7 +32,7 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
 
 
 def speed_ups(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of every mode over the first."""
+    """Return the speed-up of every mode over the first mode."""
     base = next(iter(found.values()))
     return {
         name: {
@@ -41,29 +44,30 @@ def speed_ups(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 
 
 def in_words(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Whether it is worth it, and what stands in the way."""
-    names = list(found)
-    base, best = found[names[0]], found[names[-1]]
+    """Return whether the last mode is worth it, and what limits it."""
+    names = [LABELS.get(name, name) for name in found]
+    base, *_ = found.values()
+    *_, best = found.values()
     gained = base["step_s"] / best["step_s"]
     rollout = base["rollout_s"] / best["rollout_s"]
     share = base["rollout_share"]
     most = 1 / max(0.01, 1 - share)
     words = [
-        f"{names[-1]} would run {gained:.2f}x as fast as {names[0]}: rollouts, {share:.0%} of a "
-        f"step, {rollout:.2f}x."
+        f"{names[-1]} would run {gained:.2f}x as fast as {names[0]}. Rollouts, {share:.0%} of an "
+        f"RL step, would run {rollout:.2f}x as fast."
     ]
     if share < 0.5:
         words.append(
-            f"Rollouts are a small part: faster ones could bring {most:.1f}x at most. Look at the "
+            f"Rollouts are a small part: instant rollouts would bring {most:.1f}x. Look at the "
             "learner."
         )
     elif base["idle_share"] < 0.1:
-        words.append("Engines are hardly ever idle: there is little tail to tame.")
+        words.append("Engines are hardly ever idle: the tail is short.")
     elif rollout < 1.2:
-        words.append("Speculation gains little here: batches are large, or drafts rarely accepted.")
+        words.append("Speculation gains little: batches are large, or drafts are rarely accepted.")
     else:
         words.append(
-            f"Engines are idle for {base['idle_share']:.0%} of the rollout; with instant rollouts "
-            f"it would be {most:.1f}x."
+            f"Engines are idle for {base['idle_share']:.0%} of the rollout. Instant rollouts would "
+            f"bring {most:.1f}x."
         )
     return " ".join(words)

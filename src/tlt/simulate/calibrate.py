@@ -1,8 +1,8 @@
-"""A machine's figures from runs made on it: `timeline.json`, `lengths.jsonl` and `metrics.jsonl`.
+"""Calibrate a model of a machine from runs on it: their timelines, lengths and metrics.
 
-Nothing has to be measured for it: spans of a timeline say how many requests ran, how they were
-decoded, how many tokens came out and how long it took. Every request of a step gets one token and
-what of its draft is accepted, so steps x running = tokens - accepted.
+The runs need no extra measurements: a span of a timeline holds the number of requests, the arm, the
+tokens and the seconds. In an engine step, every request gets one token and the accepted tokens of
+its draft, so engine steps x running = tokens - accepted.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
 
 MIN_STEPS = 3
-"""Engine steps that a span must hold to say how long one takes."""
+"""Engine steps that a span needs to measure the time of one."""
 MAX_POSITIONS = 16
 MIN_DRIFT_STEPS = 6
-"""RL steps that tell how acceptance drifts."""
+"""RL steps with drafts that a run needs to measure how acceptance drifts."""
 START_STEPS = 3
-"""That say what acceptance was at the start."""
+"""RL steps whose mean is the acceptance at the start."""
 
 Record = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A machine and a model on it."""
+    """The model of a machine and of a policy on it."""
 
     engine: EngineModel
     drafting: Drafting
@@ -68,7 +68,7 @@ class Calibration:
 
 
 def calibrate(views: Sequence[RunView]) -> Calibration:
-    """What these runs say together. Their first steps, which warm up, are left out."""
+    """Fit one model to all these runs, without their first RL steps, which warm up."""
     found = [o for view in views for o in observations(view)]
     if not found:
         raise ConfigError(
@@ -90,7 +90,7 @@ def calibrate(views: Sequence[RunView]) -> Calibration:
 
 
 def observations(view: RunView) -> list[Observation]:
-    """Engine steps of a run, with their number of requests and their context."""
+    """Return the engine steps of a run, with their number of requests and their context."""
     found = []
     prompt = prompt_tokens(view)
     for timeline in view.timelines[1:]:
@@ -108,21 +108,22 @@ def observations(view: RunView) -> list[Observation]:
                         step_s = span.seconds / steps
                         arm = Arm.parse(span.arm)
                         found.append(Observation(arm, span.running, context, step_s, span.seconds))
-                    first = False  # the first one also reads the prompts
+                    first = False  # the first span also reads the prompts
     return found
 
 
 def prompt_tokens(view: RunView) -> float:
-    """Of a prompt, the mean."""
+    """Return the mean length of a run's prompts."""
     records = [r for r in view.records if r.get("prompt/mean_tokens")]
     return fmean(r["prompt/mean_tokens"] for r in records) if records else 0.0
 
 
 def acceptance(views: Iterable[RunView]) -> dict[str, tuple[float, ...]]:
-    """Rates by position, from how much each draft length gained.
+    """Return acceptance rates by position, from the accepted tokens of each draft length.
 
-    Rates are taken to fall by the same factor from position to position: what a length gains then
-    has one rate that explains it, and the lengths' rates are averaged by how often each was used.
+    The model assumes that rates fall by the same factor from position to position. One rate then
+    explains the accepted tokens of a draft length. The result is the mean over draft lengths,
+    weighted by use.
     """
     gained: dict[tuple[str, int], list[float]] = {}
     for view in views:
@@ -133,7 +134,7 @@ def acceptance(views: Iterable[RunView]) -> dict[str, tuple[float, ...]]:
                         arm = Arm.parse(span.arm)
                         of = gained.setdefault((arm.drafter, arm.num_draft_tokens), [0.0, 0.0])
                         of[0] += span.accepted
-                        # Of requests, also those that found nothing to draft.
+                        # Requests verified, including those without a draft.
                         of[1] += span.tokens - span.accepted
     weighted: dict[str, list[tuple[float, float]]] = {}
     for (drafter, length), (accepted, verified) in gained.items():
@@ -148,7 +149,7 @@ def acceptance(views: Iterable[RunView]) -> dict[str, tuple[float, ...]]:
 
 
 def _rate_for(gained: float, length: int) -> float:
-    """The factor whose first powers add up to so much."""
+    """Return the factor whose first `length` powers add up to `gained`."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -160,7 +161,7 @@ def _rate_for(gained: float, length: int) -> float:
 
 
 def learner(views: Iterable[RunView]) -> Learner:
-    """A line through the updates' tokens and seconds; medians of the rest."""
+    """Fit a line to the updates' tokens and seconds, and take medians of the other times."""
     records: list[Record] = []
     points: list[tuple[float, float]] = []
     whole = prompts = trained = shared = 0.0
@@ -179,11 +180,14 @@ def learner(views: Iterable[RunView]) -> Learner:
                 shared += spared
                 points.append((tokens - spared, record.get("time/update_s", 0.0)))
     if not points:
-        raise ConfigError("no step of the runs updated the policy: there is no learner to model")
+        raise ConfigError(
+            "no RL step of the runs updated the policy; give a run in which rewards differ within "
+            "a group"
+        )
     mean_t, mean_s = fmean(t for t, _ in points), fmean(s for _, s in points)
     variance = sum((t - mean_t) ** 2 for t, _ in points)
     slope = sum((t - mean_t) * (s - mean_s) for t, s in points) / variance if variance else 0.0
-    if not 0 < slope * mean_t <= mean_s:  # noise, or all updates alike: all of it by the token
+    if not 0 < slope * mean_t <= mean_s:  # noise or equal updates: all time is per token
         slope = mean_s / mean_t
     trained_share = min(1.0, trained / max(1.0, whole))
     return Learner(
@@ -200,12 +204,12 @@ def learner(views: Iterable[RunView]) -> Learner:
 
 
 def training(runs: Sequence[Sequence[Record]]) -> Training:
-    """How acceptance fell where the drafter was left alone, and how training brought it back.
+    """Fit how acceptance fell with a frozen drafter, and how training restored it.
 
-    Known by the share of drafts whose first token was accepted. What a rate is now, as a power of
-    what it was at the start, falls behind by the same amount with every update of the policy, and
-    comes back by what was trained, up to a best power. Runs that speculate with a draft model in
-    fewer than `MIN_DRIFT_STEPS` steps say nothing about it.
+    The acceptance rate is the share of drafts whose first token was accepted. The model expresses
+    it as a power of the rate at the start. Every policy update adds the same amount to that power,
+    and training lowers it towards a best power. Runs that use a draft model in fewer than
+    `MIN_DRIFT_STEPS` RL steps are left out.
     """
     found = Training()
     curves = [curve for curve in map(_powers, runs) if len(curve) >= MIN_DRIFT_STEPS]
@@ -227,7 +231,7 @@ def training(runs: Sequence[Sequence[Record]]) -> Training:
 
 
 def _powers(run: Sequence[Record]) -> list[tuple[float, float]]:
-    """By step: the power of the rate at the start, and tokens trained on since."""
+    """Return, by RL step, the power of the rate at the start and the tokens trained on."""
     steps = [r for r in run if 0 < r.get("rollout/drafter_hit_share", 0.0) < 1]
     if not steps:
         return []
@@ -243,7 +247,7 @@ def _slope(curve: Sequence[tuple[float, float]]) -> float:
 
 
 def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
-    """Squared, of the powers that this choice predicts."""
+    """Return the squared error of the powers that this choice predicts."""
     predicted = [1.0]
     for _, tokens in curve[:-1]:
         behind = predicted[-1] + choice.drift - choice.best_power
@@ -253,7 +257,7 @@ def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
 
 
 def _prefill_speed(views: Iterable[RunView]) -> float:
-    """Prompt tokens per second, from how long the first span of a rollout takes longer."""
+    """Return prompt tokens per second, from the time of the first span of a rollout."""
     speeds: list[float] = []
     for view in views:
         group = max(1, int(view.setting("sampling.group_size", 1)))
@@ -270,7 +274,7 @@ def _prefill_speed(views: Iterable[RunView]) -> float:
 
 
 def as_scenario(view: RunView) -> dict[str, Any]:
-    """A run's own workload, to start a what-if from."""
+    """Return a run's own workload and number of engines, as settings of a scenario."""
     return {
         "prompts_per_step": int(view.setting("sampling.prompts_per_step", 1)),
         "group_size": int(view.setting("sampling.group_size", 1)),

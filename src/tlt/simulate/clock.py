@@ -1,8 +1,8 @@
 """Simulated time for asyncio code.
 
-The coordinator, its leases, timers and timeouts are asyncio; on this loop they run unchanged, and
-waiting costs nothing: when nobody can go on, the clock jumps to the next timer. That is all a
-discrete-event core does, so there is no other one.
+The coordinator, its leases, timers and timeouts are asyncio code and run unchanged on this loop.
+Waiting costs no time: when no task can continue, the clock jumps to the next timer. The simulator
+needs no other discrete-event core.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Stuck(RuntimeError):
-    """Everybody waits, and nothing will ever happen."""
+    """All tasks wait, and no timer will wake one."""
 
 
 class _Jump(selectors.SelectSelector):
-    """Instead of waiting, moves the clock."""
+    """A selector that moves the clock instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise Stuck("no timer is set and nobody can go on")
+            raise Stuck("no timer is set and no task can continue")
         self.now_s += max(0.0, timeout)
         return []
 
@@ -43,7 +43,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in simulated time from 0."""
+    """Run a coroutine like `asyncio.run`, in simulated time from 0."""
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(work)
@@ -55,4 +55,5 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def now_s() -> float:
+    """Return the simulated time in seconds."""
     return asyncio.get_running_loop().time()

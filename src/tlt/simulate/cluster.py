@@ -1,8 +1,9 @@
 """RL steps of a cluster in simulated time.
 
-Modelled: engines, learner, rewards, weights, trainers, failures. Real: the draft policy (`pace`),
-the coordinator with its leases, the forecast of the tail. Not modelled: a better drafter helps from
-the next rollout on, not in the middle of one; samples that do not fit an engine's slots at once.
+Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
+(`pace`), the coordinator with its leases, the forecast of the tail. Not modelled: a drafter swap in
+the middle of a rollout (a better drafter helps from the next rollout on), and samples that wait for
+a free slot of an engine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,37 +31,38 @@ Record = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """The policy update, and what else a step does besides the rollout."""
+    """The times of an RL step besides the rollout."""
 
     tokens_per_s: float
-    """Trained on, by all ranks."""
+    """Training tokens per second of all ranks together."""
     step_s: float = 0.0
-    """Of an update, however small."""
+    """Seconds of an update besides its tokens."""
     trained_share: float = 1.0
-    """Of the samples: groups with equal rewards teach nothing and are not computed."""
+    """Share of the samples that are trained on: groups with equal rewards are left out."""
     prompt_share: float = 1.0
-    """Of the prompts' tokens that are computed: samples of a group may share them."""
+    """Share of the prompts' tokens that are computed: samples of a group may share a prompt."""
     reward_s: float = 0.0
-    """From the last sample to the last reward."""
+    """Seconds from the last sample to the last reward."""
     sync_s: float = 0.0
+    """Seconds of the weight sync."""
     other_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How the policy moves away from a drafter, and how training brings it back."""
+    """How acceptance falls as the policy changes, and how training restores it."""
 
     drift: float = 0.0
-    """Added to the power of acceptance rates by every policy update."""
+    """Amount that every policy update adds to the power of acceptance rates."""
     tokens: float = 1e6
-    """Trained on, that take away all but 1/e of what can be learned."""
+    """Training tokens that shrink the drafter's lag e-fold."""
     best_power: float = 1.0
-    """Of a drafter that has learned all it can."""
+    """Power of acceptance rates that training approaches."""
     tokens_per_s: float = 10_000.0
-    """Of one trainer."""
+    """Training tokens per second of one trainer."""
     start_s: float = 20.0
     stop_s: float = 0.05
-    """From being called back to a free device: about a micro-step."""
+    """Seconds from the end of a lease to a free device: about one micro-batch."""
     evaluate_s: float = 0.5
     deaths_per_hour: float = 0.0
 
@@ -71,14 +73,14 @@ class Cluster:
     drafting: Drafting
     num_engines: int
     learner: Learner
-    training: Training = field(default_factory=Training)
-    engine_deaths_per_hour: float = 0.0
-    engine_start_s: float = 120.0
+    training: Training
+    engine_deaths_per_hour: float
+    engine_start_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to run: off, static, TLT."""
+    """One way to run the workload: without speculation, with a frozen drafter, or with TLT."""
 
     name: str
     strategy: Callable[[], Strategy]
@@ -194,7 +196,7 @@ class SimTrainer:
 
 
 class Simulation:
-    """A run of one mode. `await run(...)` on a `clock.VirtualLoop`."""
+    """A run of one mode; `clock.run(simulation.run(num_steps))` plays it."""
 
     def __init__(
         self,
@@ -208,7 +210,7 @@ class Simulation:
         self.rng = np.random.default_rng(seed)
         self.start = Skill(start_power, 0)
         self.policy = 0
-        """Updates so far."""
+        """Policy updates so far."""
         self._workload = workload
         self._mode = mode
         self._seed = seed
@@ -219,14 +221,14 @@ class Simulation:
         self._coordinator: Coordinator | None = None
         self._before: Record = {}
         self.engine_ends: Any = ()
-        """Of the last rollout: after how many seconds each engine was done."""
+        """Seconds after which each engine of the last rollout was done."""
         self.events = 0
-        """That the coordinator was told."""
+        """Number of events that the coordinator received."""
         self.generating: set[str] = set()
         """Workers whose engines have the device."""
 
     def length(self, power: float) -> float:
-        """Tokens per draft of four, of a drafter with this power."""
+        """Return the expected acceptance length at four draft tokens, for this power."""
         return self.cluster.drafting.at(power).tokens(Arm("eagle3", 4))
 
     async def run(self, num_steps: int) -> list[Record]:
@@ -252,7 +254,7 @@ class Simulation:
         lengths = self._workload.of_step(step, self._seed)
         sample_ends, pace = self._rollout_ends(lengths)
         self.engine_ends = engine_ends = sample_ends[:, -1]
-        await self._rollout(engine_ends, np.sort(sample_ends[sample_ends > 0]))
+        await self.rollout(engine_ends, np.sort(sample_ends[sample_ends > 0]))
         rollout_s = now_s() - started_s
         learner = self.cluster.learner
         await asyncio.sleep(learner.reward_s)
@@ -283,7 +285,7 @@ class Simulation:
         return self._published.now(self.policy, self.cluster.training)
 
     def _rollout_ends(self, lengths: Any) -> tuple[Any, Pace]:
-        """When every sample ends, by engine, since the rollout began."""
+        """Return when every sample ends, by engine, in seconds since the rollout began."""
         cluster, workload = self.cluster, self._workload
         dealt = np.sort(spread_over(lengths, cluster.num_engines), axis=1)
         most = dealt.shape[1]
@@ -292,7 +294,7 @@ class Simulation:
         pace = self._player.rollout(drafting, self._version, most, context)
 
         def seconds(running: Any, low: Any, high: Any) -> Any:
-            # Step times are linear in the context, so the middle stands for all of a stretch.
+            # Step times are linear in the context, so the middle represents the whole stretch.
             middle = workload.prompt_tokens + (low + high) / 2
             return (high - low) * cluster.engine.step_s(OFF, running, middle) * pace.ratios[running]
 
@@ -302,7 +304,7 @@ class Simulation:
         return self._with_deaths(np.where(dealt > 0, found, 0.0)), pace
 
     def _with_deaths(self, found: Any) -> Any:
-        """An engine that dies starts its samples again, when another one has taken its place."""
+        """Delay the samples of engines that die: they restart on another engine."""
         rate = self.cluster.engine_deaths_per_hour / 3600
         if rate:
             dies_s = self.rng.exponential(1 / rate, len(found))
@@ -310,8 +312,8 @@ class Simulation:
             found[dead] += (dies_s[dead] + self.cluster.engine_start_s)[:, None]
         return found
 
-    async def _rollout(self, engine_ends: Any, sample_ends: Any) -> None:
-        """Wait for the last sample; meanwhile engines that are done are idle."""
+    async def rollout(self, engine_ends: Any, sample_ends: Any) -> None:
+        """Wait for the last sample, and report engines that finish earlier as idle."""
         started_s = now_s()
         end_s = float(engine_ends.max())
         if self._coordinator is None:

@@ -1,12 +1,11 @@
-"""How long an engine step takes, and what it brings.
+"""The time of an engine step, and the tokens it produces.
 
-    seconds = parts . (1, rows, rows beyond what is free, context read, drafting, passes, draft
-    rows)
+    seconds = parts . (1, rows, rows beyond the free ones, context, drafting, passes, draft rows)
 
-Rows are the tokens that the policy computes in a step: one for every request and one for every
-draft to verify. The parts are fitted to runs (`fit`), or come from a profile. Never negative, each
-proportional to one cause: so the model speaks for batches, draft lengths and contexts that were
-never measured.
+Rows are the tokens that the policy computes in an engine step: one for every request and one for
+every draft token to verify. The parts are fitted to runs (`fit`), or come from a profile. No part
+is negative, and each is proportional to one cause, so the model extends to batches, draft lengths
+and contexts that were never measured.
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ PARTS = ("step", "row", "dense_row", "context", "drafting", "draft_pass", "draft
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Some engine steps of the same kind."""
+    """Measured engine steps of the same kind."""
 
     arm: Arm
     running: float
     context: float
-    """Tokens before the one that is computed, the mean of the requests."""
+    """Mean number of tokens that a request attends to."""
     step_s: float
     weight: float = 1.0
-    """Steps, or seconds: what it counts."""
+    """Weight of the observation in a fit, in engine steps or seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Seconds of the parts of a step."""
+    """Seconds of the parts of an engine step."""
 
     step: float
-    """Every step: reading the weights, scheduling."""
+    """Seconds of every engine step: reading the weights, scheduling."""
     row: float = 0.0
-    """Of every row."""
+    """Seconds per row."""
     dense_row: float = 0.0
-    """Of every row beyond `free_rows`, where the hardware computes rather than reads."""
+    """Seconds per row beyond `free_rows`, where computing takes longer than reading weights."""
     context: float = 0.0
-    """Of every token of context that a request reads."""
+    """Seconds per token of context that a request reads."""
     drafting: float = 0.0
-    """Of a step that drafts, whatever the length."""
+    """Seconds of drafting, independent of the draft length."""
     draft_pass: float = 0.0
-    """Of every token drafted, one after the other."""
+    """Seconds per forward pass of the draft model, one per draft token."""
     draft_row: float = 0.0
-    """Of every token drafted and request."""
+    """Seconds per draft token and request."""
     free_rows: float = 0.0
     prefill_tokens_per_s: float = 1e9
 
     def step_s(self, arm: Arm, running: Any, context: Any) -> Any:
-        """Seconds; numbers or arrays."""
+        """Return the seconds of an engine step; takes numbers or arrays."""
         return _features(arm, running, context, self.free_rows) @ np.array(
             [self.step, self.row, self.dense_row, self.context, self.drafting, self.draft_pass,
              self.draft_row]
@@ -69,7 +68,7 @@ def _features(arm: Arm, running: Any, context: Any, free_rows: float) -> Any:
         np.asarray(running, dtype=float), np.asarray(context, dtype=float)
     )
     length = float(arm.num_draft_tokens)
-    # N-grams are looked up, not computed: nothing of theirs grows with a model.
+    # N-grams are looked up, so they need no forward passes.
     passes = length if arm.drafter == "eagle3" else 0.0
     rows = running * (1 + length)
     return np.stack(
@@ -87,7 +86,7 @@ def _features(arm: Arm, running: Any, context: Any, free_rows: float) -> Any:
 
 
 def fit(observations: Iterable[Observation], prefill_tokens_per_s: float = 1e9) -> EngineModel:
-    """The model that is least wrong, in shares of each step's time; no part is negative."""
+    """Return the model with the least relative error; no part is negative."""
     found = list(observations)
     if len(found) < len(PARTS):
         raise ValueError(f"{len(found)} kinds of steps are too few to fit {len(PARTS)} parts to")
@@ -102,7 +101,7 @@ def fit(observations: Iterable[Observation], prefill_tokens_per_s: float = 1e9) 
 
 
 def _non_negative(matrix: Any, target: Any) -> Any:
-    """Least squares without negative parts: what comes out negative is left out, worst first."""
+    """Solve least squares without negative parts: drop the most negative part and repeat."""
     used = [i for i in range(matrix.shape[1]) if np.abs(matrix[:, i]).max() > 0]
     scale = np.array([max(1e-12, np.abs(matrix[:, i]).max()) for i in range(matrix.shape[1])])
     parts = np.zeros(matrix.shape[1])
@@ -117,18 +116,18 @@ def _non_negative(matrix: Any, target: Any) -> Any:
 
 
 def powers(rate: float, count: int = 64) -> tuple[float, ...]:
-    """Acceptance by position where each position loses the same share."""
+    """Return acceptance rates by position that fall by the same factor each."""
     return tuple(rate ** (i + 1) for i in range(count))
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How often drafts are accepted."""
+    """Acceptance rates of the drafters."""
 
     rates: dict[str, tuple[float, ...]]
-    """By drafter: the share of drafts accepted at least up to each position."""
+    """Share of drafts accepted at least up to each position, by drafter."""
     power: float = 1.0
-    """Rates are raised to it: 1 as measured, more for a drafter that has fallen behind."""
+    """Power of the rates: 1 as measured, more for a drafter that lags behind the policy."""
 
     def rate(self, drafter: str, position: int) -> float:
         rates = self.rates.get(drafter, ())
@@ -136,12 +135,12 @@ class Drafting:
             return 0.0
         if position < len(rates):
             return float(rates[position] ** self.power)
-        # Beyond what was measured each position loses as much as the last one did.
+        # Beyond the measured positions, rates fall by the factor of the last two.
         last = rates[-1] / rates[-2] if len(rates) > 1 and rates[-2] > 0 else rates[-1]
         return float((rates[-1] * last ** (position - len(rates) + 1)) ** self.power)
 
     def tokens(self, arm: Arm) -> float:
-        """Of one request and step, expected."""
+        """Return the expected tokens per request of one engine step."""
         return 1.0 + sum(self.rate(arm.drafter, i) for i in range(arm.num_draft_tokens))
 
     def at(self, power: float) -> Drafting:

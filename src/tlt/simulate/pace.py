@@ -1,8 +1,9 @@
-"""What the production policy makes of a modelled engine.
+"""The pace of a modelled engine under a production strategy.
 
-A policy is played step by step at a few batch sizes, from large to small as in a rollout, until it
-has settled: some dozens of steps each instead of the thousands of a real rollout. What it settles
-on is the pace at that batch size; what it lost on the way, trying, is added once.
+A player runs a strategy engine step by engine step at a few batch sizes, from large to small as in
+a rollout, until the strategy settles on an arm. That takes some dozens of engine steps per batch
+size instead of the thousands of a real rollout. The arm gives the pace at that batch size. The time
+lost to trials is added once.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from tlt.simulate.model import Drafting, EngineModel
 from tlt.strategy.step_time import batch_bucket
 
 STEPS = 32
-"""Played at each batch size."""
+"""Engine steps to play at each batch size."""
 NOISE = 0.05
-"""Of step times, relative."""
+"""Relative standard deviation of step times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +30,25 @@ class Pace:
     """Seconds per token of a request, relative to plain decoding, by batch size."""
 
     ratios: Any
-    """By number of running requests; the first is for none."""
+    """Ratios by number of running requests; the first entry is for none."""
     arms: dict[int, Arm]
-    """What the policy settled on, by batch size."""
+    """Arm that the strategy settled on, by batch size."""
     trying_s: float
-    """Lost to trying in one rollout."""
+    """Seconds lost to trials in one rollout."""
 
 
 class Player:
-    """One engine's policy, over the rollouts of a run: what it learned, it keeps."""
+    """The strategy of one engine over the rollouts of a run; its estimates persist."""
 
-    def __init__(self, policy: Strategy, model: EngineModel, seed: int = 0) -> None:
-        self._policy = policy
+    def __init__(self, strategy: Strategy, model: EngineModel, seed: int = 0) -> None:
+        self._strategy = strategy
         self._model = model
         self._rng = np.random.default_rng(seed)
         self._step = 0
         self._verified = OFF
 
     def rollout(self, drafting: Drafting, version: int, most: int, context: float) -> Pace:
-        """Play a rollout that begins with so many requests."""
+        """Play a rollout that begins with `most` requests."""
         ratios = np.ones(most + 1)
         arms: dict[int, Arm] = {}
         trying_s = 0.0
@@ -69,11 +70,11 @@ class Player:
         seconds = tokens = 0.0
         decided: list[Arm] = []
         for _ in range(STEPS):
-            proposed = self._policy.decide(
+            proposed = self._strategy.decide(
                 StepContext(self._step, running, 0, 0, drafter_version=version)
             )
             report = self._one_step(running, context, drafting, proposed, version)
-            self._policy.observe(report)
+            self._strategy.observe(report)
             seconds += report.elapsed_s
             tokens += report.num_output_tokens / running
             decided.append(proposed)
@@ -116,5 +117,5 @@ class Player:
 
 
 def _sizes(most: int) -> list[int]:
-    """Batch sizes that a policy tells apart, falling."""
+    """Return the batch sizes that a strategy distinguishes, largest first."""
     return sorted({min(most, batch_bucket(n)) for n in range(1, most + 1)}, reverse=True)

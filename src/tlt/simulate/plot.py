@@ -1,4 +1,4 @@
-"""The picture of a simulation: one rollout over time, the steps, and what the answer hangs on."""
+"""Draw a simulation: one rollout over time, the RL steps, and the speed-up by setting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.simulate.answer import figures, speed_ups
+from tlt.simulate.answer import LABELS, figures, speed_ups
 from tlt.simulate.scenario import ScenarioConfig, simulate
 
 COLOURS = {"off": "C7", "static": "C0", "ngram": "C2", "tlt": "C1"}
@@ -16,14 +16,14 @@ FACTORS = (0.25, 0.5, 1, 2, 4)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 TAILS = (1.5, 2, 3, 5, 8)
 SHORT_STEPS = 6
-"""Of the simulations that only ask how an answer changes."""
+"""RL steps of the simulations behind the curves."""
 
 Curve = list[tuple[float, dict[str, float]]]
-"""Speed-ups of the modes over a setting."""
+"""Speed-ups of the modes by value of a setting."""
 
 
 def what_if(config: ScenarioConfig, show: Callable[[str, float, float], None]) -> dict[str, Curve]:
-    """The end-to-end speed-up with other numbers of engines, other drafters, other tails."""
+    """Return end-to-end speed-ups for other numbers of engines, other drafters, other tails."""
     points = list(_points(config))
     found: dict[str, Curve] = {}
     for done, (name, value, changed) in enumerate(points):
@@ -64,7 +64,7 @@ def plot_simulation(
     curves: Mapping[str, Curve],
     out: Path,
 ) -> Path:
-    """Draw it. `engine_ends`: seconds after which each engine of a rollout was done, by mode."""
+    """Draw a simulation. `engine_ends` holds when each engine of a rollout was done, by mode."""
     from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2 + len(curves), figsize=(4.2 * (2 + len(curves)), 3.8))
@@ -80,12 +80,16 @@ def plot_simulation(
     return out
 
 
+def _label(mode: str) -> str:
+    return LABELS.get(mode, mode)
+
+
 def _plot_rollout(panel: Any, engine_ends: Mapping[str, Any]) -> None:
     for name, ends in engine_ends.items():
         times = np.concatenate([[0.0], np.sort(ends)])
         busy = np.arange(len(ends), -1, -1)
-        panel.step(times, busy, where="post", color=COLOURS[name], label=name)
-    panel.set(title="the last rollout", xlabel="seconds", ylabel="engines that generate")
+        panel.step(times, busy, where="post", color=COLOURS[name], label=_label(name))
+    panel.set(title="the last rollout, modelled", xlabel="seconds", ylabel="engines that generate")
     panel.set_xlim(left=0)
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False)
@@ -100,25 +104,26 @@ def _plot_steps(panel: Any, modes: Mapping[str, Mapping[str, float]]) -> None:
     for label, part, colour in (
         ("rollout", rollout, "C0"), ("update", update, "C3"), ("other", other, "C7"),
     ):  # fmt: skip
-        panel.barh(names, part, left=left, color=colour, label=label)
+        panel.barh([_label(name) for name in names], part, left=left, color=colour, label=label)
         left = left + part
     for place, gained in enumerate(speed_ups(modes).values()):
         panel.text(left[place], place, f" {gained['end_to_end']:.2f}x", va="center")
     panel.invert_yaxis()
     panel.set_xlim(right=1.2 * left.max())
-    panel.set(title="a step", xlabel="seconds")
+    panel.set(title="an RL step, modelled", xlabel="seconds")
     panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
 
 
 def _plot_curve(panel: Any, name: str, curve: Curve) -> None:
     values: Sequence[float] = [value for value, _ in curve]
     for mode in list(curve[0][1])[1:]:
-        panel.plot(values, [of[mode] for _, of in curve], "o-", color=COLOURS[mode], label=mode)
+        speeds = [of[mode] for _, of in curve]
+        panel.plot(values, speeds, "o-", color=COLOURS[mode], label=_label(mode))
     base = next(iter(curve[0][1]))
     panel.axhline(1.0, color=COLOURS[base], linewidth=1)
     if name == "engines":
         panel.set_xscale("log", base=2)
         panel.set_xticks(values, [f"{value:g}" for value in values])
         panel.minorticks_off()
-    panel.set(title=f"speed-up over {base}", xlabel=name)
+    panel.set(title=f"speed-up over {_label(base)}, modelled", xlabel=name)
     panel.legend(frameon=False)

@@ -1,10 +1,9 @@
-"""Hardware that is not here, from published figures. Each number with its source.
+"""Models of H100 engines from published figures: bfloat16, decoding with EAGLE-3.
 
-H100, bfloat16, decoding with EAGLE-3. Published (the TLT paper, see docs/scaling.md): the speed-up
-of speculation by batch size at 16 and at 64 verified tokens; acceptance lengths 4.59 before and
-6.53 after adaptation. Calculated: the time of a plain step, which reads all weights once, from the
-memory bandwidth of the GPU (3.35 TB/s, NVIDIA's data sheet) at 70% of it; a KV cache read at the
-same speed.
+Published in the TLT paper (see docs/scaling.md): the speed-up of speculation by batch size at 16
+and at 64 verified tokens, and acceptance lengths of 4.59 before and 6.53 after adaptation.
+Calculated: the time of an engine step without drafts, which reads all weights once, at 70% of the
+GPU's memory bandwidth (3.35 TB/s, NVIDIA's data sheet). The KV cache is read at the same speed.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from __future__ import annotations
 from tlt.simulate.model import Drafting, EngineModel, powers
 
 BANDWIDTH = 0.7 * 3.35e12
-"""Bytes per second of an H100 that decoding reaches."""
+"""Bytes per second that decoding reads on an H100."""
 FLOPS = 0.5 * 989e12
-"""Of bfloat16 products that training and prefill reach (data sheet: 989 TFLOP/s dense)."""
+"""Bfloat16 operations per second of training and prefill (data sheet: 989 TFLOP/s dense)."""
 OVERHEAD_S = 0.002
-"""Of a step, besides the weights: scheduling, sampling, launches."""
+"""Seconds of an engine step besides the weights: scheduling, sampling, launches."""
 
 
 def h100(parameters: float, kv_bytes_per_token: float, tensor_parallel: int) -> EngineModel:
-    """A dense model of so many parameters on so many GPUs."""
+    """Return the model of an engine that serves a dense policy on H100s."""
     weights_s = 2 * parameters / tensor_parallel / BANDWIDTH
-    # A row is two operations per parameter; it is free while the weights are still being read.
+    # A row costs two operations per parameter; rows are free while the weights are being read.
     row_s = 2 * parameters / tensor_parallel / FLOPS
     layers_share = 1 / 32  # a drafter of one layer
     return EngineModel(
@@ -44,8 +43,9 @@ MODELS = {
 }
 
 BEFORE = 0.782
-"""The rate whose powers add up to 4.59 tokens a step over many positions: r / (1 - r) = 3.59."""
+"""Acceptance rate before adaptation: its powers add up to 4.59 - 1 tokens, r / (1 - r) = 3.59."""
 
 
 def published_drafting(rate: float = BEFORE) -> Drafting:
+    """Return the acceptance of an EAGLE-3 drafter whose rates are the powers of `rate`."""
     return Drafting({"eagle3": powers(rate)})

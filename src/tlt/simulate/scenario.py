@@ -1,4 +1,4 @@
-"""What a user asks: a cluster, a workload, ways to run it. Read from TOML like every config."""
+"""A scenario to simulate: cluster, workload and modes, read from TOML like every config."""
 
 from __future__ import annotations
 
@@ -26,85 +26,88 @@ ModeName = Literal["off", "static", "ngram", "tlt"]
 
 
 class ClusterConfig(Schema):
-    """What it runs on."""
+    """The cluster."""
 
     num_engines: int = Field(default=8, ge=1)
-    """Engines; each generates on its own."""
+    """Number of engines."""
     calibration: str | None = None
-    """Result of `tlt calibrate`: a machine that was measured."""
+    """Result of `tlt calibrate`, the model of a measured machine."""
     model: Literal["qwen2.5-7b", "qwen2.5-32b", "llama-3-70b"] = "qwen2.5-7b"
-    """On H100s, from published figures, where there is no calibration."""
+    """Policy on H100s, modelled from published figures; used without `calibration`."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs of an engine."""
+    """GPUs per engine."""
     engine_deaths_per_hour: float = Field(default=0.0, ge=0)
-    """Of one engine."""
+    """Failures of one engine per hour."""
     engine_start_s: float = Field(default=120.0, ge=0)
-    """Until another one takes its place."""
+    """Seconds until a new engine replaces a failed one."""
 
 
 class WorkloadConfig(Schema):
-    """What a step generates."""
+    """The samples of an RL step."""
 
     prompts_per_step: int = Field(default=64, ge=1)
-    """Problems."""
+    """Problems per RL step."""
     group_size: int = Field(default=16, ge=1)
-    """Samples of each."""
+    """Samples per problem."""
     prompt_tokens: float = Field(default=300.0, ge=0)
-    """Length of a prompt."""
+    """Tokens per prompt."""
     lengths: SizesConfig = Field(
         default_factory=lambda: SizesConfig(median=2500, p95=12000, longest=32768)
     )
-    """Of responses: median, 95th percentile, longest."""
+    """Lengths of responses in tokens: median, 95th percentile, longest."""
     trace: str | None = None
-    """`lengths.jsonl` of a run, instead of `lengths`."""
+    """File `lengths.jsonl` of a run, used instead of `lengths`."""
 
 
 class LearnerSection(Schema):
-    """The rest of a step; by default that of the calibration, or calculated for the model."""
+    """The rest of an RL step; by default from the calibration, or calculated for the model."""
 
     tokens_per_s: float | None = Field(default=None, gt=0)
-    """Trained on, by all ranks."""
+    """Training tokens per second of all ranks together."""
     trained_share: float | None = Field(default=None, ge=0, le=1)
-    """Of the samples that are in groups with different rewards."""
+    """Share of the samples whose group has different rewards, and is trained on."""
     reward_s: float | None = Field(default=None, ge=0)
-    """From the last sample to the last reward."""
+    """Seconds from the last sample to the last reward."""
     sync_s: float | None = Field(default=None, ge=0)
-    """New weights into the engines."""
+    """Seconds of the weight sync."""
 
 
 class DrafterSection(Schema):
-    """How good the drafter is, how the policy moves away from it, how training brings it back."""
+    """The drafter: its acceptance, how it falls as the policy changes, how training restores it."""
 
     acceptance: float | None = Field(default=None, gt=0, lt=1)
-    """Share of first draft tokens accepted; later positions by its powers."""
+    """Share of first draft tokens accepted; its powers are the shares at later positions."""
     start_power: float = Field(default=1.0, gt=0)
-    """Of the rates at the start: more than 1 is a drafter that is behind."""
+    """Power of the acceptance rates at the start; above 1, the drafter lags behind the policy."""
     drift: float | None = Field(default=None, ge=0)
-    """Added to that power by every policy update; by default that of the calibration, or 0."""
+    """Amount that every policy update adds to the power of the acceptance rates; by default from
+    the calibration, or 0."""
     best_power: float | None = Field(default=None, gt=0)
-    """That training can reach; by default that of the calibration, or 1."""
+    """Power of the acceptance rates that training approaches; by default from the calibration, or
+    1."""
     training_tokens: float | None = Field(default=None, gt=0)
-    """That take away all but 1/e of what can be learned; by default that of the calibration, or a
+    """Training tokens that shrink the drafter's lag e-fold; by default from the calibration, or a
     million."""
     training_tokens_per_s: float | None = Field(default=None, gt=0)
-    """Of one trainer; by default that of the calibration, or 10,000."""
+    """Training tokens per second of one trainer; by default from the calibration, or 10,000."""
 
 
 class ScenarioConfig(Schema):
-    """A what-if."""
+    """A scenario to simulate."""
 
     num_steps: int = Field(default=20, ge=1)
-    """RL steps."""
+    """RL steps to simulate."""
     seed: int = 0
-    """Of lengths and noise."""
+    """Seed of lengths and noise."""
     modes: list[ModeName] = Field(default=["off", "static", "tlt"], min_length=1)
-    """Ways to run; all are compared to the first."""
+    """Modes to compare with the first one: `off` (no speculation), `static` (a fixed strategy with
+    a frozen drafter), `ngram` (adaptive, n-grams only) and `tlt`."""
     draft_tokens: list[int] = Field(default_factory=lambda: [1, 2, 3, 4, 6, 8])
-    """Draft lengths that TLT chooses from."""
+    """Draft lengths that the adaptive strategy chooses from."""
     static_draft_tokens: int = Field(default=3, ge=1)
-    """Of the static mode."""
+    """Draft length of the `static` mode."""
     static_drafter: Literal["eagle3", "ngram"] = "eagle3"
-    """Of the static mode."""
+    """Drafter of the `static` mode."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
     learner: LearnerSection = Field(default_factory=LearnerSection)
@@ -118,6 +121,7 @@ class ScenarioConfig(Schema):
 
 
 def cluster_of(config: ScenarioConfig) -> Cluster:
+    """Return the cluster: from the calibration or from published figures, with the overrides."""
     drafter = config.drafter
     if config.cluster.calibration is not None:
         found = Calibration.load(Path(config.cluster.calibration))
@@ -128,7 +132,7 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
         engine = h100(parameters, kv_bytes, config.cluster.tensor_parallel)
         drafting, training = published_drafting(BEFORE), Training()
         gpus = config.cluster.num_engines * config.cluster.tensor_parallel
-        # Three times the two operations of a forward pass; weights through 200 Gbit/s.
+        # Training costs three forward passes of two operations; weight sync at 200 Gbit/s.
         learner = Learner(
             tokens_per_s=gpus * FLOPS / (6 * parameters), sync_s=2 * parameters / 25e9
         )
@@ -153,6 +157,7 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
 
 
 def workload_of(config: ScenarioConfig) -> Workload:
+    """Return the workload, with the lengths of a trace if one is given."""
     workload = config.workload
     sizes = workload.lengths
     return Workload(
@@ -165,6 +170,7 @@ def workload_of(config: ScenarioConfig) -> Workload:
 
 
 def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
+    """Return a mode by name: its strategy, and its harvest if it has one."""
     harvest = None
     if name == "off":
         spec: dict[str, Any] = {"kind": "off"}
@@ -178,16 +184,16 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         if name == "tlt":
             harvest = coordinator_settings(TltConfig())
 
-    def policy() -> Strategy:
+    def strategy() -> Strategy:
         return build_strategy(spec)
 
-    return Mode(name, policy, harvest)
+    return Mode(name, strategy, harvest)
 
 
 def simulate(
     config: ScenarioConfig, on_end: Callable[[str, Simulation], None] = lambda name, run: None
 ) -> dict[str, list[Record]]:
-    """Records of every step, by mode; who wants to know more looks at each run as it ends."""
+    """Simulate every mode, and return its records of all RL steps. `on_end` sees each run."""
     cluster, workload = cluster_of(config), workload_of(config)
     found: dict[str, list[Record]] = {}
     for name in config.modes:

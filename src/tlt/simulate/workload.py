@@ -1,4 +1,4 @@
-"""Which responses a step wants: how many, how long, on which engine."""
+"""The responses of an RL step: how many, how long, on which engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tlt.tasks.tail import HeavyTail
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths of a step's responses: drawn, or taken from the steps of a real run in turn."""
+    """Lengths of responses: drawn, or taken in turn from the RL steps of a real run."""
 
     prompts: int
     group_size: int
@@ -29,7 +29,7 @@ class Workload:
         return self.prompts * self.group_size
 
     def of_step(self, step: int, seed: int) -> Any:
-        """Lengths of all samples, an array."""
+        """Return the lengths of all samples of an RL step, as an array."""
         if self.trace:
             taken = self.trace[(step - 1) % len(self.trace)]
             rng = np.random.default_rng((seed, step))
@@ -45,7 +45,7 @@ _DEVIATIONS = np.array([NormalDist().inv_cdf(float(place)) for place in _PLACES]
 
 
 def spread(lengths: HeavyTail, count: int, rng: Any) -> Any:
-    """As `HeavyTail.spread`, for many at once: one from each equally likely part."""
+    """Draw one length from each equally likely part, as `HeavyTail.spread` does, with NumPy."""
     places = (np.arange(count) + rng.uniform(0.01, 0.99, count)) / count
     sizes = lengths.median * np.exp(lengths.sigma * np.interp(places, _PLACES, _DEVIATIONS))
     rng.shuffle(sizes)
@@ -53,7 +53,7 @@ def spread(lengths: HeavyTail, count: int, rng: Any) -> Any:
 
 
 def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
-    """Lengths by step, from `lengths.jsonl` of a run."""
+    """Read the lengths of every RL step from `lengths.jsonl` of a run."""
     try:
         return tuple(tuple(line["tokens"]) for line in read(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -63,9 +63,9 @@ def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
 
 
 def spread_over(lengths: Any, num_engines: int) -> Any:
-    """Samples on engines as the dispatcher deals them: one after another, row by row.
+    """Deal samples to engines as the dispatcher does: one after another, round by round.
 
-    An array of engines by places; places that nobody has are 0.
+    Returns an array of engines by places; unused places are 0.
     """
     per_engine = -(-len(lengths) // num_engines)
     dealt = np.zeros(per_engine * num_engines)
@@ -74,13 +74,13 @@ def spread_over(lengths: Any, num_engines: int) -> Any:
 
 
 def ends(sorted_lengths: Any, seconds_per_token: Any) -> Any:
-    """When each sample of each engine ends.
+    """Return when each sample of each engine ends.
 
-    `sorted_lengths`: engines by places, rising. `seconds_per_token(running, low, high)`: seconds
-    for all of so many requests to get from one length to another.
+    `sorted_lengths` has engines by places, in rising order. `seconds_per_token(running, low, high)`
+    returns the seconds in which `running` requests grow from length `low` to length `high`.
     """
     places = sorted_lengths.shape[1]
     low = np.concatenate([np.zeros((len(sorted_lengths), 1)), sorted_lengths[:, :-1]], axis=1)
     running = np.arange(places, 0, -1)[None, :]
-    # Places that nobody has come first and take no time.
+    # Unused places come first and take no time.
     return np.cumsum(seconds_per_token(running, low, sorted_lengths), axis=1)

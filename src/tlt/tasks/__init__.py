@@ -1,6 +1,6 @@
-"""What the policy is asked, and how its answers are scored.
+"""Prompts and verifiable rewards.
 
-`source` gives each step its problems, from `gym` (tasks of `reasoning-gym`) or `file` (JSONL,
-parquet); `rewards` scores responses in processes of their own. `tail` draws heavy-tailed sizes;
-`worked` writes out the steps of a solution; `chat` turns text into the tokens a model is given.
+`source` gives each RL step its problems, from `gym` (tasks of `reasoning-gym`) or `file` (JSONL,
+parquet). `rewards` scores responses in worker processes. `tail` draws heavy-tailed sizes, `worked`
+writes out the steps of a solution, and `chat` turns text into a model's tokens.
 """

@@ -1,4 +1,4 @@
-"""Text to tokens, as a model's own chat template puts it."""
+"""Turn text into tokens by a model's own chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlt.errors import ConfigError
 
 
 class Chat:
-    """The tokenizer of a model folder, speaking in questions and answers."""
+    """The tokenizer of a model folder, for questions and answers."""
 
     def __init__(self, model: str, key: str = "--model") -> None:
         from transformers import AutoTokenizer
@@ -34,18 +34,19 @@ class Chat:
             )
 
     def prompt(self, question: str) -> tuple[int, ...]:
+        """Return the prompt of a question, up to where the response begins."""
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
         return self._encode(text)
 
     def answered(self, question: str, solution: str) -> tuple[tuple[int, ...], int]:
-        """Prompt and solution with the token that ends it; how many of them are the prompt."""
+        """Return prompt, solution and end token, and how many of these tokens are the prompt."""
         prompt = self.prompt(question)
         return prompt + self._encode(solution) + (self.tokenizer.eos_token_id,), len(prompt)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What a response says, without marks such as its end."""
+        """Return the text of a response, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _encode(self, text: str) -> tuple[int, ...]:

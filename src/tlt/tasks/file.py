@@ -1,6 +1,6 @@
-"""Problems from a file of the user's: one a row, in .jsonl or .parquet.
+"""Read problems from a user's .jsonl or .parquet file, one per row.
 
-All rows are checked before a run starts: a message names the file and the row at fault.
+All rows are checked before a run starts. An error message names the file and the row at fault.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tlt.errors import ConfigError
 from tlt.tasks.gym import Problem
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where it stands ("line 3", "row 3"), and its columns."""
+"""The row's place in the file ("line 3", "row 3"), and its columns."""
 
 
 def read_problems(config: TaskConfig) -> list[Problem]:
-    """The problems of `task.path`, in the order of the file."""
+    """Return the problems of `task.path` in the order of the file."""
     assert config.path is not None
     path = Path(config.path)
     if not path.exists():
@@ -38,7 +38,7 @@ def read_problems(config: TaskConfig) -> list[Problem]:
     except OSError as error:
         raise ConfigError(f"task.path: cannot read {path}: {error}") from error
     if not made:
-        raise ConfigError(f"task.path: {path} has no problems; give a file with one problem a row")
+        raise ConfigError(f"task.path: {path} has no problems; give one problem per row")
     return made
 
 
@@ -83,16 +83,14 @@ def _column(row: Mapping[str, Any], key: str, name: str, place: str) -> Any:
 
 
 def _text(value: Any, name: str, place: str) -> str:
-    """The value as text; numbers are taken as they print."""
+    """Return the value as text; a number becomes its printed form."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(
-            f'{place}: {name} is {_short(value)}, not a text that says something; e.g. "4"'
-        )
+        raise ConfigError(f'{place}: {name} is {_short(value)}, not a text with content; e.g. "4"')
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError as error:  # half a surrogate pair, which no tokenizer accepts
         raise ConfigError(f"{place}: {name} is not valid Unicode: {error}") from error
     return value
 
@@ -143,7 +141,7 @@ def _parquet_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            # Only these: other columns may be large. If one is missing, all, to be listed.
+            # Other columns may be large. If a wanted one is missing, read all, to list their names.
             columns = [name for name in names if name in wanted]
             missing = {*wanted} - {None, *names}
             rows = file.read(columns=None if missing else columns).to_pylist()

@@ -1,7 +1,8 @@
-"""Problems of `reasoning-gym`, by task name, and their scores.
+"""Generate and score problems of `reasoning-gym` tasks.
 
-Problems follow from task, seed, purpose and parameters alone. `generate` makes those of any task;
-`problems` those with worked solutions, in the sizes that the supervised start and drafters use.
+Task, seed, purpose and parameters determine the problems. `generate` makes problems of any task.
+`problems` makes problems with worked solutions, in the sizes of the supervised start and of
+drafter training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
+from tlt.config.train import SizesConfig
 from tlt.errors import ConfigError
 from tlt.tasks.tail import HeavyTail
 from tlt.tasks.worked import WORKED, worked_solution
@@ -23,19 +25,19 @@ SIZE_PARAMETERS: dict[str, tuple[str, str]] = {
     "gcd": ("min_numbers", "max_numbers"),
     "letter_counting": ("min_words", "max_words"),
 }
-"""Which two parameters of a task bound the number of its steps."""
+"""The two parameters of a task that bound the number of its steps."""
 
 FIXED_PARAMETERS: dict[str, dict[str, Any]] = {
     "chain_sum": {"min_digits": 1, "max_digits": 2},
     "gcd": {"max_value": 200},
 }
-"""What `problems` sets besides the size."""
+"""Parameters that `problems` sets besides the size."""
 
-DEFAULT_SIZES = HeavyTail(median=6, p95=30, longest=60)
+DEFAULT_SIZES = HeavyTail(**SizesConfig().model_dump())
 
-# What scorers raise on an answer they cannot read, such as prime_factorization on "x".
+# Errors of scorers on an answer they cannot read, such as "x" for prime_factorization.
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)
-# What tasks raise on parameters they cannot use.
+# Errors of tasks on parameters they cannot use.
 _UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -46,11 +48,11 @@ class Problem:
     problem_id: str
     question: str
     answer: str
-    """The right one; empty for tasks that only recognize it."""
+    """The right answer; empty for tasks that can only recognize a right answer."""
     solution: str = ""
-    """A worked solution, as the supervised start teaches it."""
+    """A worked solution, for the supervised start."""
     entry: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
-    """Of reasoning-gym, with the metadata it scores by."""
+    """The entry of reasoning-gym, with the metadata for scoring."""
 
 
 def problems(
@@ -61,9 +63,10 @@ def problems(
     sizes: HeavyTail = DEFAULT_SIZES,
     parameters: Mapping[str, Any] | None = None,
 ) -> list[Problem]:
-    """The first `count` problems of an endless sequence, another one for each seed and purpose.
+    """Return the first `count` problems of an endless sequence, with worked solutions.
 
-    Purposes keep what one part learns from apart from what another is measured on.
+    Every seed and purpose has its own sequence. Purposes separate problems for training from
+    problems for measurements.
     """
     if task not in WORKED:
         raise ConfigError(f"task {task!r} has no worked solutions; known: {', '.join(WORKED)}")
@@ -83,14 +86,14 @@ def generate(
     sizes: HeavyTail | None = None,
     spread: bool = False,
 ) -> list[Problem]:
-    """`count` problems of any task, each of a size of its own if there are `sizes`.
+    """Return `count` problems of any task, with sizes drawn from `sizes` if given.
 
-    `spread` gives every batch its share of the tail; without it sizes are drawn one by one.
+    `spread` gives every batch its share of the tail; without it, sizes are drawn one by one.
     """
     check(task, parameters, sized=sizes is not None)
     rng = random.Random("/".join(filter(None, (task, str(seed), purpose))))
     if sizes is None:
-        # One dataset for all: some tasks read a word list or solve puzzles whenever one is made.
+        # One dataset for all problems: for some tasks, making a dataset is slow.
         entries = _entries(task, count, rng.randrange(2**31), parameters)
     else:
         low, high = SIZE_PARAMETERS[task]
@@ -112,7 +115,7 @@ def generate(
 
 
 def check(task: str, parameters: Mapping[str, Any], sized: bool) -> None:
-    """Refuse what reasoning-gym does not know, and what we set ourselves."""
+    """Refuse unknown tasks, unknown parameters, and parameters that the run itself sets."""
     known = _datasets()
     if task not in known:
         close = difflib.get_close_matches(task, known, n=3) or ["chain_sum"]
@@ -127,13 +130,13 @@ def check(task: str, parameters: Mapping[str, Any], sized: bool) -> None:
     for name in parameters:
         if name in names:
             continue
-        why = "is set by the run" if name in ours else f"is none of {task}"
+        why = "is set by the run" if name in ours else f"is no parameter of {task}"
         close = difflib.get_close_matches(name, names, n=1) or names
         raise ConfigError(f"task.parameters: {name} {why}; e.g. {', '.join(close)}")
 
 
 def score(problem: Problem, text: str) -> float:
-    """The task's own score, from 0 to 1, of what stands in the last <answer> tags."""
+    """Return the task's own score, from 0 to 1, of the text in the last <answer> tags."""
     answer = answer_in(text)
     if answer is None:
         return 0.0
@@ -146,7 +149,7 @@ def score(problem: Problem, text: str) -> float:
 
 
 def answer_in(text: str) -> str | None:
-    """What stands in the last <answer> tags, without the spaces around it."""
+    """Return the text in the last <answer> tags, without surrounding space."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
 
@@ -179,7 +182,7 @@ def _datasets() -> dict[str, tuple[type, type]]:
 
 @cache
 def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """Kept: making one makes a dataset, which takes some tasks half a second."""
+    """Return a task's scorer, cached: it makes a dataset, which can take half a second."""
     import reasoning_gym
 
     return reasoning_gym.get_score_answer_fn(task)

@@ -1,13 +1,13 @@
-"""Rewards as samples end: in parallel, each with a time limit, none able to end a run.
+"""Score responses as they end: in parallel, each within a time limit, without risk to the run.
 
-A reward is a plain function of the problem and the response's text. It runs in worker processes:
-one that hangs is killed at its time limit, one that crashes takes only its own process along, and
-either counts as a zero, with one log line and a count by kind.
+A reward is a plain function of the problem and the response's text. It runs in worker processes. A
+reward that hangs is killed at its time limit, and a reward that crashes ends only its own process.
+Either counts as 0, with one log line and a count by kind.
 
-Only bytes, text and floats cross to a worker and back: what a user's function raises or returns
-need not survive pickling. Workers are spawned, which imports `__main__` again in each: cheap for
-`tlt`, which imports little before it has parsed its command line, but a Ray actor's `__main__`
-imports ray, so a pool belongs into the driver.
+Only bytes, text and floats cross to a worker and back, because what a user's function raises or
+returns may not survive pickling. Workers are spawned, so each imports `__main__` again. That is
+cheap for `tlt`, which imports little before it has parsed its command line. A Ray actor's
+`__main__` imports ray, so the pool belongs into the driver.
 """
 
 from __future__ import annotations
@@ -41,28 +41,26 @@ logger = logging.getLogger(__name__)
 RewardFunction = Callable[[Problem, str], float]
 
 MAX_DEATHS = 2
-"""Of processes that score a response: the first may have been killed from outside."""
+"""Worker deaths that make a response a crash: the first may have been a kill from outside."""
 MAX_BREAKDOWNS = 5
-"""Of the whole pool while a response waits: others may have caused them."""
+"""Breakdowns of the whole pool that make a response a crash: others may have caused some."""
 START_UP_S = 60.0
-"""What a worker may take to start."""
+"""Seconds a worker may take to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
     value: float
     fault: str | None = None
-    """Why the value is a zero the response did not earn: timeout, crash, error, not a number."""
+    """Why the response has no score of its own: timeout, crash, error, or not a number."""
     detail: str = ""
-    """What exactly happened."""
+    """The fault in words."""
 
 
 class RewardPool:
     """Worker processes that score responses, for one event loop."""
 
-    def __init__(
-        self, function: RewardFunction, num_workers: int = 1, timeout_s: float = 10.0
-    ) -> None:
+    def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float) -> None:
         try:
             self._function = pickle.dumps(function)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -72,9 +70,10 @@ class RewardPool:
             ) from error
         self._num_workers = num_workers
         self._timeout_s = timeout_s
-        # The rest waits here: what a pool was given is lost with it when it breaks down.
+        # Further responses wait here: a pool that breaks down loses all responses it holds.
         self._places = asyncio.Semaphore(2 * num_workers)
-        self._stalled_s = 3 * timeout_s + START_UP_S
+        self.stall_timeout_s = 3 * timeout_s + START_UP_S
+        """Seconds without an answer after which a pool counts as broken."""
         self._pool = self._started()
         self._closed = False
         self.faults: Counter[str] = Counter()
@@ -82,7 +81,7 @@ class RewardPool:
     async def score(self, problem: Problem, response: str) -> Reward:
         try:
             payload = pickle.dumps((self._function, problem, response))
-        except Exception as error:  # whatever objects an entry holds
+        except Exception as error:  # an entry may hold any object
             return self._fault("error", problem, f"cannot be sent to a process: {error}")
         async with self._places:
             return await self._score(problem, payload)
@@ -103,7 +102,7 @@ class RewardPool:
                 if deaths == MAX_DEATHS:
                     what = f"its process ended twice, with {error.exitcode}"
                     return self._fault("crash", problem, what)
-            except RuntimeError as error:  # also of a pool that was found broken
+            except RuntimeError as error:  # a broken pool raises one too
                 if self._closed:
                     raise
                 breakdowns += 1
@@ -121,16 +120,16 @@ class RewardPool:
             pool.schedule(_call, args=[payload, self._timeout_s], timeout=self._timeout_s)
         )
         try:
-            # The limit of a task counts from its start; a pool that lost it never starts it.
-            await asyncio.wait({future}, timeout=self._stalled_s)
+            # A task's time limit counts from its start, and a pool never starts a task it has lost.
+            await asyncio.wait({future}, timeout=self.stall_timeout_s)
             if not future.done():
-                raise BrokenProcessPool(f"no answer in {self._stalled_s:g} s")
+                raise BrokenProcessPool(f"no answer in {self.stall_timeout_s:g} s")
             return future.result()
         finally:
             future.cancel()
 
     def close(self) -> None:
-        """End the processes. Nothing may be waiting for a score."""
+        """End the processes. No caller may still wait for a score."""
         self._closed = True
         self._pool.stop()
         self._pool.join()
@@ -143,7 +142,7 @@ class RewardPool:
                 "rewards are computed by pebble, which is not installed; run: "
                 "pip install 'tlt-rl[train]'"
             ) from error
-        # Spawned: a fork would inherit the threads and locks of a process full of torch and Ray.
+        # Spawned, because a fork would inherit the threads and locks of torch and Ray.
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=_prepare,
@@ -152,13 +151,16 @@ class RewardPool:
         )
 
     def _replace(self, broken: Any, error: RuntimeError) -> None:
-        """A pool breaks down when an idle process of it is killed. The first to see it acts."""
+        """Replace a pool, which breaks down when one of its idle processes is killed.
+
+        The first caller that notices replaces the pool; later ones find a new one.
+        """
         if broken is not self._pool:
             return
         logger.warning("reward processes are started again: %s", error or "all ended")
         self._pool = self._started()
         broken.stop()
-        # Not here: it waits for threads and processes.
+        # In a thread, because `join` waits for threads and processes.
         threading.Thread(target=broken.join, daemon=True).start()
 
     def _fault(self, kind: str, problem: Problem, what: str) -> Reward:
@@ -168,7 +170,7 @@ class RewardPool:
 
 
 def reward_function(name: str, from_file: bool) -> RewardFunction:
-    """What `reward.function` names, for problems of a task or of a file."""
+    """Return the function that `reward.function` names, for problems of a task or of a file."""
     if name == "auto":
         name = "math" if from_file else "gym"
     if name == "gym":
@@ -190,23 +192,23 @@ def reward_function(name: str, from_file: bool) -> RewardFunction:
 
 
 def named_function(name: str) -> RewardFunction:
-    """A user's reward function, given as `module:function`."""
+    """Import a user's reward function, given as `module:function`."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(
             f"reward.function: {name!r} is not gym, exact, math or module:function; "
             "e.g. my_rewards:score"
         )
-    # Last, so that no file there hides a library. Workers get this path when they start.
+    # At the end, so that no file there hides a library. Workers inherit this path.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
             f"reward.function: {name!r}: cannot import {module_name}: "
-            f"{type(error).__name__}: {error}; it must be installed or stand in {here}"
+            f"{type(error).__name__}: {error}; install it, or put it into {here}"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -224,22 +226,22 @@ def is_number(value: Any) -> bool:
 
 
 def exact_score(problem: Problem, text: str) -> float:
-    """1 if what stands in the last <answer> tags is the answer, to the letter.
+    """Return 1 if the text in the last <answer> tags equals the answer, else 0.
 
-    The scoring of many reasoning-gym tasks gives part of the reward for answers that merely contain
-    the right one, which a policy learns to exploit.
+    Many reasoning-gym tasks give part of the reward to answers that merely contain the right one,
+    which a policy learns to exploit.
     """
     return float(answer_in(text) == problem.answer)
 
 
 def math_score(problem: Problem, text: str) -> float:
-    """1 if the response is mathematically equal to the answer, as math-verify sees it.
+    """Return 1 if math-verify finds the response equal to the answer, else 0.
 
-    It reads boxed LaTeX best: unboxed it takes 10^{20} for 10, and passes over <answer> tags.
+    math-verify reads boxed LaTeX best: unboxed, it takes 10^{20} for 10 and ignores <answer> tags.
     """
     from math_verify import parse, verify
 
-    # It warns that its own time limits, which need signals, are off: the pool has one.
+    # math-verify warns that its own time limits are off; the pool has its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = parse(f"\\boxed{{{problem.answer}}}", parsing_timeout=None)
     if not gold:
@@ -250,35 +252,35 @@ def math_score(problem: Problem, text: str) -> float:
 
 
 LIBRARIES: dict[RewardFunction, str] = {gym.score: "reasoning_gym", math_score: "math_verify"}
-"""What our own rewards import when they are first called."""
+"""Libraries that our own rewards import at their first call."""
 
 
 def _prepare(parent: int, function: bytes) -> None:
-    """In a worker, as it starts: import what it needs before any time limit runs."""
+    """Import a new worker's libraries before any time limit runs."""
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    with contextlib.suppress(Exception):  # a call will say what it is
+    with contextlib.suppress(Exception):  # the first call will report it
         library = LIBRARIES.get(pickle.loads(function))
         if library is not None:
             importlib.import_module(library)
 
 
 def _end_with(parent: int) -> None:
-    """End this process with its parent, also when that is killed and can tell nobody."""
+    """End this process once its parent has ended, even if the parent was killed."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def _call(payload: bytes, timeout_s: float) -> tuple[float | None, str]:
-    """In a worker: the value, or none and what was raised; nan for what is not a number."""
-    # The watch above needs the interpreter lock, which a regular expression may hold for ever.
+    """Return a reward and ''; None and the error; or NaN and a result that is not a number."""
+    # `_end_with` needs the interpreter lock, which a regular expression may hold forever.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, timeout_s + 10.0)
     try:
         function, problem, response = pickle.loads(payload)
         value = pickle.loads(function)(problem, response)
         return (float(value), "") if is_number(value) else (math.nan, repr(value)[:200])
-    except BaseException as error:  # SystemExit too: it would end the process
+    except BaseException as error:  # also SystemExit, which would end the process
         return None, f"{type(error).__name__}: {error}"[:500]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)

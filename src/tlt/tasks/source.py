@@ -1,7 +1,7 @@
-"""Where the problems of a run come from.
+"""Sources of a run's problems.
 
-A source has random access: which problems a step gets follows from the step's number and the
-seed, so that a run that resumes has no position to restore.
+A source has random access: the number of an RL step and the seed determine the problems of that
+step. A resumed run has no position to restore.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tlt.tasks.tail import HeavyTail
 
 class Source(Protocol):
     def batch(self, step: int, count: int) -> list[Problem]:
-        """The problems of a step, no two with the same id; `count` is the same in all steps."""
+        """Return the problems of an RL step, with unique ids. `count` must not change."""
         ...
 
     def held_out(self, count: int) -> list[Problem]:
-        """Problems that no step gets."""
+        """Return problems that no RL step gets."""
         ...
 
 
 class GymSource:
-    """New problems of a reasoning-gym task in every step."""
+    """A reasoning-gym task, with new problems in every RL step."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         assert config.name is not None
         self._config, self._name, self._seed = config, config.name, seed
         self._sizes = _sizes(config)
-        self._made(1, "check")  # refuses what is wrong before a run starts
+        self._made(1, "check")  # refuses bad settings before a run starts
 
     def batch(self, step: int, count: int) -> list[Problem]:
         return self._made(count, f"step-{step}")
@@ -58,11 +58,11 @@ class GymSource:
 
 
 class FileSource:
-    """The rows of a file, in another order each epoch; its last rows are held out.
+    """The rows of a file, in a new order every epoch. The last rows of the file are held out.
 
-    Batches go on from one epoch into the next. In the batch across that border no row comes
-    twice: the new epoch starts with rows that the end of the old one does not have in it. An
-    order thus depends on the one before, and is computed from the first epoch on.
+    A batch may span two epochs. To have no row twice in such a batch, an epoch starts with rows
+    that are not in the batch yet. The order of an epoch thus depends on the order of the epoch
+    before, and is computed from the first epoch on.
     """
 
     def __init__(self, config: TaskConfig, seed: int, num_held_out: int) -> None:
@@ -100,7 +100,7 @@ class FileSource:
         return self._held_out[:count]
 
     def _order_of(self, epoch: int, count: int) -> list[int]:
-        """The last order is kept: steps mostly ask for the same epoch, or the next."""
+        """Return the order of an epoch. The last one is cached: most calls need it or the next."""
         if count != self._count or epoch < self._epoch:
             self._count, self._epoch, self._order = count, -1, []
         while self._epoch < epoch:
@@ -109,6 +109,7 @@ class FileSource:
         return self._order
 
     def _following(self, before: list[int], epoch: int) -> list[int]:
+        """Return the order of `epoch`, given the order of the epoch before."""
         order = list(range(len(self._train)))
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         num_before = epoch * len(order) % self._count
@@ -121,7 +122,7 @@ class FileSource:
 
 
 def open_source(config: TaskConfig, seed: int, num_held_out: int) -> Source:
-    """The source that a run's settings name."""
+    """Return the source that a run's settings name."""
     if (config.name is None) == (config.path is None):
         what = "neither is" if config.name is None else "both are"
         raise ConfigError(
@@ -143,7 +144,6 @@ def _sizes(config: TaskConfig) -> HeavyTail | None:
         return None
     sizes = config.sizes
     try:
-        # A tail draws from any median and percentile, whole or not.
         return HeavyTail(sizes.median, sizes.p95, sizes.longest)
     except ConfigError as error:
         raise ConfigError(f"task.sizes: {error}") from error

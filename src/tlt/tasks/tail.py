@@ -1,4 +1,4 @@
-"""Heavy-tailed sizes: most are small, a few are very large, like answers of reasoning models."""
+"""Heavy-tailed sizes: most are small and a few very large, like answers of reasoning models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tlt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeavyTail:
-    """Log-normal with this median and 95th percentile, rounded and cut off at `longest`."""
+    """A log-normal distribution with this median and 95th percentile, cut off at `longest`."""
 
     median: float
     p95: float
@@ -28,16 +28,16 @@ class HeavyTail:
 
     @property
     def sigma(self) -> float:
-        """Of the logarithm."""
+        """Standard deviation of the logarithm."""
         return math.log(self.p95 / self.median) / 1.645
 
     def draw(self, rng: random.Random) -> int:
         return self._at(rng.gauss(0, 1))
 
     def spread(self, count: int, rng: random.Random) -> list[int]:
-        """Sizes of a batch, one from each of `count` equally likely parts of the distribution.
+        """Draw the sizes of a batch, one from each of `count` equally likely parts.
 
-        Every batch then has its share of the tail: steps are alike in work and in difficulty.
+        Every batch then has its share of the tail, so batches are alike in work and difficulty.
         """
         places = [(place + rng.uniform(0.01, 0.99)) / count for place in range(count)]
         rng.shuffle(places)
@@ -49,7 +49,7 @@ class HeavyTail:
 
 
 def length_summary(lengths: Sequence[int]) -> dict[str, int]:
-    """The figures that show a tail."""
+    """Return median, 99th percentile and maximum."""
     ordered = sorted(lengths)
     return {
         "median_tokens": ordered[len(ordered) // 2],

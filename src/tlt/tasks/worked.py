@@ -1,7 +1,7 @@
-"""Worked solutions of `reasoning-gym` problems, one line a step, the answer in tags at the end.
+"""Worked solutions of `reasoning-gym` problems: one line per step, then the answer in tags.
 
-The number of steps follows the size of the problem, so heavy-tailed sizes give heavy-tailed
-lengths. What is written is what a policy learns in its supervised start (`tlt sft`).
+The number of lines follows the size of the problem, so heavy-tailed sizes give heavy-tailed
+lengths. A policy learns these solutions in its supervised start (`tlt sft`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Metadata = Mapping[str, Any]
 
 
 def chain_sum(metadata: Metadata) -> list[str]:
-    """`4 - 1 - 7`: the running total after each term."""
+    """Write the running total after each term of a sum such as `4 - 1 - 7`."""
     first, *rest = metadata["expression"].split()
     total = int(first)
     lines = []
@@ -26,7 +26,7 @@ def chain_sum(metadata: Metadata) -> list[str]:
 
 
 def gcd(metadata: Metadata) -> list[str]:
-    """Euclid's remainders, number by number."""
+    """Write Euclid's remainders, number by number."""
     current, *rest = metadata["numbers"]
     lines = []
     for number in rest:
@@ -40,7 +40,7 @@ def gcd(metadata: Metadata) -> list[str]:
 
 
 def letter_counting(metadata: Metadata) -> list[str]:
-    """The count in each word and so far."""
+    """Write the count in each word and the total so far."""
     letter = metadata["target_letter"]
     total = 0
     lines = []
@@ -59,4 +59,5 @@ WORKED: dict[str, Callable[[Metadata], list[str]]] = {
 
 
 def worked_solution(task: str, metadata: Metadata, answer: str) -> str:
+    """Return the solution of a problem, with the answer in tags at the end."""
     return "\n".join([*WORKED[task](metadata), f"<answer>{answer}</answer>"])

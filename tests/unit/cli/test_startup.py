@@ -1,4 +1,4 @@
-"""`import tlt` and `tlt --help` are quick and leave torch alone."""
+"""`import tlt` and `tlt --help` are quick and import no heavy library."""
 
 import subprocess
 import sys

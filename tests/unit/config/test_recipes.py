@@ -1,4 +1,4 @@
-"""Every recipe that is shipped loads, and its engines and ranks have places."""
+"""Every shipped recipe loads, and its engines and ranks can be placed."""
 
 import tomllib
 from pathlib import Path
@@ -36,9 +36,11 @@ def test_recipes_that_did_not_run_say_so(path: Path) -> None:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_settings_that_are_commented_out_would_load_too(path: Path) -> None:
-    """Such as a drafter, for when there is one."""
+    """Check settings that wait for a drafter."""
     lines = path.read_text().splitlines()
-    lines = [line[2:] if line.startswith(("# drafter =", "# policy =")) else line for line in lines]
+    lines = [
+        line[2:] if line.startswith(("# drafter =", "# strategy =")) else line for line in lines
+    ]
     tree = tomllib.loads("\n".join(lines))
     config = TrainConfig.model_validate(tree)
     if config.engine.drafter is not None:
@@ -48,4 +50,4 @@ def test_settings_that_are_commented_out_would_load_too(path: Path) -> None:
         engine = EngineConfig(model=config.policy.model, **config.engine.model_dump())
         engine_args(engine)
         room = config.engine.engine_args["max_model_len"] - config.sampling.max_tokens
-        assert room - max_draft_tokens(engine) - 1 >= 2048  # of prompt, as the recipes say
+        assert room - max_draft_tokens(engine) - 1 >= 2048  # prompt tokens, as the recipes say

@@ -13,13 +13,13 @@ from tlt.learner.gap import FIRST_LIMITS, FLOOR, MAX_IN_A_ROW, GapAlarm, GapWatc
 
 
 def test_without_history_only_what_no_rounding_explains_is_alarming() -> None:
-    assert GapWatch(4.0, "float32", 1.0).limit() == FIRST_LIMITS["float32"] == 1e-3
-    assert GapWatch(4.0, "bfloat16", 1.0).limit() == FIRST_LIMITS["bfloat16"] == 0.1
+    assert GapWatch(4.0, "float32", temperature=1.0).limit() == FIRST_LIMITS["float32"] == 1e-3
+    assert GapWatch(4.0, "bfloat16", temperature=1.0).limit() == FIRST_LIMITS["bfloat16"] == 0.1
 
 
 def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
-    """As it was seen: float32 gaps of 4.5e-7, and 1e-4 or more in the steps of a swap."""
-    watch = GapWatch(4.0, "float32", 1.0)
+    """An observed fault: float32 gaps of 4.5e-7, but at least 1e-4 after a drafter swap."""
+    watch = GapWatch(4.0, "float32", temperature=1.0)
     rng = random.Random(0)
     for _ in range(5):
         watch.observe(4.5e-7 * rng.uniform(0.5, 2))
@@ -27,8 +27,8 @@ def test_a_drafter_swap_that_changed_the_policy_is_alarming() -> None:
 
 
 def test_the_noise_of_bfloat16_is_not_alarming() -> None:
-    """Gaps of 24 steps of SmolLM2 (benchmarks/results/train/metrics.jsonl) raise none."""
-    watch = GapWatch(4.0, "bfloat16", 1.0)
+    """Gaps of a SmolLM2 run (benchmarks/results/train/metrics.jsonl) raise no alarm."""
+    watch = GapWatch(4.0, "bfloat16", temperature=1.0)
     for gap in (0.0064, 0.0100, 0.0069, 0.0062, 0.0081, 0.0102, 0.0044, 0.0108, 0.0043, 0.0111):
         assert gap < watch.limit()
         watch.observe(gap)
@@ -36,26 +36,26 @@ def test_the_noise_of_bfloat16_is_not_alarming() -> None:
 
 
 def test_what_is_no_number_does_not_become_history() -> None:
-    watch = GapWatch(4.0, "bfloat16", 1.0)
+    watch = GapWatch(4.0, "bfloat16", temperature=1.0)
     watch.observe(0.01)
     watch.observe(float("nan"))
     assert watch.limit() == 0.04
 
 
 def test_alarming_steps_in_a_row_are_counted() -> None:
-    watch = GapWatch(4.0, "bfloat16", 1.0)
+    watch = GapWatch(4.0, "bfloat16", temperature=1.0)
     found = [watch.step_ended(alarming) for alarming in (True, True, False, True)]
     assert found == [1, 2, 0, 1]
 
 
 def test_the_first_limit_follows_the_settings() -> None:
-    assert GapWatch(8.0, "float32", 1.0).limit() == 2e-3
+    assert GapWatch(8.0, "float32", temperature=1.0).limit() == 2e-3
     assert GapWatch(4.0, "bfloat16", temperature=0.5).limit() == 0.2
     assert GapWatch(4.0, "bfloat16", temperature=1.5).limit() == 0.1
 
 
 def test_history_follows_a_policy_that_changes() -> None:
-    watch = GapWatch(4.0, "bfloat16", 1.0)
+    watch = GapWatch(4.0, "bfloat16", temperature=1.0)
     gap = 0.002
     for _ in range(60):
         assert gap < watch.limit()

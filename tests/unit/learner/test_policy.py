@@ -1,6 +1,7 @@
-"""The policy over packed rows: as if every sample were alone, whatever shares a row or a prompt."""
+"""A packed row gives every sample the same result as a forward pass of that sample alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make(out, hidden_size=64, num_layers=6)
 
 
-def load(model: Path):  # type: ignore[no-untyped-def]
+def load(model: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
 
@@ -41,8 +42,8 @@ def samples() -> list[TrainSample]:
     return made
 
 
-def alone(policy, sample: TrainSample, temperature: float):  # type: ignore[no-untyped-def]
-    """The reference: one plain forward pass of the whole sample."""
+def alone(policy: Any, sample: TrainSample, temperature: float) -> Any:
+    """Return the reference: log-probabilities from one forward pass of the whole sample."""
     ids = torch.tensor([sample.prompt_ids + sample.response_ids])
     logits = policy(ids).logits[0] / temperature
     first = len(sample.prompt_ids)

@@ -1,17 +1,18 @@
-"""Advantages and the policy loss against small references, written out."""
+"""Advantages and the policy loss against small references."""
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tlt.config.train import AlgorithmConfig
 from tlt.learner.advantage import ADVANTAGES, dr_grpo, grpo, rloo
 
 torch = pytest.importorskip("torch")
 
-from tlt.learner.policy_loss import PolicyLossSettings, policy_loss  # noqa: E402
+from tlt.learner.policy_loss import policy_loss  # noqa: E402
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
@@ -40,11 +41,8 @@ def test_rloo_is_dr_grpo_stretched(rewards: list[float]) -> None:
     assert rloo(rewards) == pytest.approx([stretch * a for a in dr_grpo(rewards)], abs=1e-6)
 
 
-SETTINGS = PolicyLossSettings(clip_low=0.2, clip_high=0.28, kl_weight=0.0, max_importance=2.0)
-
-
-def reference(token: dict[str, float], settings: PolicyLossSettings) -> float:
-    """One token, in plain numbers."""
+def reference(token: dict[str, float], settings: AlgorithmConfig) -> float:
+    """Return the loss of one token, in plain Python."""
     ratio = math.exp(token["new"] - token["old"])
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     gain = min(ratio * token["advantage"], min(max(ratio, low), high) * token["advantage"])
@@ -69,7 +67,7 @@ TOKEN = st.fixed_dictionaries(
 
 @given(st.lists(TOKEN, min_size=1, max_size=8), st.sampled_from([0.0, 0.1]))
 def test_loss_equals_the_reference(tokens: list[dict[str, float]], kl_weight: float) -> None:
-    settings = replace(SETTINGS, kl_weight=kl_weight)
+    settings = AlgorithmConfig(kl_weight=kl_weight)
     column = {
         name: torch.tensor([t[name] for t in tokens], dtype=torch.float64) for name in tokens[0]
     }
@@ -91,7 +89,7 @@ def test_beyond_the_clip_nothing_is_learned_in_the_same_direction() -> None:
     new = torch.tensor([0.5, 0.5, -0.5, -0.5], dtype=torch.float64, requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     one = torch.ones(4, dtype=torch.float64)
-    result = policy_loss(new, old, old, advantage, one, SETTINGS)
+    result = policy_loss(new, old, old, advantage, one, AlgorithmConfig())
     result.total.backward()
     assert new.grad is not None
     assert (new.grad != 0).tolist() == [False, True, True, False]
@@ -102,7 +100,7 @@ def test_the_gap_between_engine_and_learner_is_seen_and_its_weight_capped() -> N
     zero = torch.zeros(2)
     engine = torch.tensor([-0.5, -3.0])
     one = torch.ones(2)
-    result = policy_loss(zero, zero, engine, one, one, SETTINGS)
+    result = policy_loss(zero, zero, engine, one, one, AlgorithmConfig(max_importance=2.0))
     assert result.gap_sum == pytest.approx(3.5)
     assert result.capped_tokens == 1
     assert result.total.item() == pytest.approx(-(math.exp(0.5) + 2.0))
@@ -112,9 +110,10 @@ def test_splitting_a_batch_does_not_change_the_sum() -> None:
     generator = torch.Generator().manual_seed(0)
     columns = [torch.randn(40, generator=generator) * 0.3 for _ in range(4)]
     weight = torch.rand(40, generator=generator)
-    whole = policy_loss(*columns, weight, SETTINGS).total
-    parts = sum(
-        policy_loss(*(c[part] for c in columns), weight[part], SETTINGS).total
-        for part in (slice(0, 7), slice(7, 40))
-    )
-    torch.testing.assert_close(whole, parts)
+    settings = AlgorithmConfig()
+
+    def loss(part: slice) -> Any:
+        new, old, engine, advantage = (column[part] for column in columns)
+        return policy_loss(new, old, engine, advantage, weight[part], settings).total
+
+    torch.testing.assert_close(loss(slice(0, 40)), loss(slice(0, 7)) + loss(slice(7, 40)))

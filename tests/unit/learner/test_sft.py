@@ -1,15 +1,24 @@
 """The supervised start, on a model of a few thousand weights."""
 
+from dataclasses import replace
+from math import inf
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tlt.hardware import compute_dtype  # noqa: E402
 from tlt.learner.packed_attention import use_packed_attention  # noqa: E402
 from tlt.learner.sft import SftSettings, SftStep, supervised_start  # noqa: E402
 
+SETTINGS = SftSettings(
+    num_steps=500, row_tokens=64, lr=1e-4, budget_s=inf, seed=0, dtype=compute_dtype()
+)
 
-def policy(kind: str = "Llama"):  # type: ignore[no-untyped-def]
+
+def policy(kind: str = "Llama") -> Any:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=40,
         hidden_size=32,
@@ -47,7 +56,7 @@ def test_it_learns_the_solutions_and_not_the_prompts() -> None:
         prompt = torch.randint(0, 20, (4,), generator=generator).tolist()
         samples.append((prompt + [prompt[-1] + 1 + i for i in range(length)], 4))
     steps: list[SftStep] = []
-    settings = SftSettings(num_steps=60, row_tokens=256, lr=1e-2)
+    settings = replace(SETTINGS, num_steps=60, row_tokens=256, lr=1e-2)
     supervised_start(policy(), samples, settings, steps.append)
     assert steps[0].accuracy < 0.2
     assert steps[-1].accuracy > 0.9
@@ -60,7 +69,7 @@ def test_it_keeps_to_its_time() -> None:
     supervised_start(
         policy(),
         [(list(range(10)), 2)],
-        SftSettings(num_steps=500, row_tokens=64, budget_s=30.0),
+        replace(SETTINGS, budget_s=30.0),
         steps.append,
         clock=lambda: float(next(now)),
     )

@@ -271,7 +271,7 @@ def test_the_first_finding_names_what_is_wrong(make: Run, kind: str, options: An
 
 
 def test_forced_lengths_are_not_called_too_short(make: Run) -> None:
-    config = {"sampling": {"forced_lengths": {"median": 1}}}
+    config = {"debug": {"forced_lengths": {"median": 1}}}
     view = look_at(make(response__truncated_share=1.0, config=config))
     assert "too_little_room" not in {f.kind for f in findings(view)}
 

@@ -1,4 +1,4 @@
-"""Runs that cannot work, and how each is refused before any engine starts.
+"""Runs that cannot work are refused before any engine starts.
 
 Every message names the key or file at fault and a way out. The checks are those of
 `tlt train --check`.
@@ -38,7 +38,7 @@ class Attempt:
     """A run that would work, until a case spoils it."""
 
     folder: Path
-    """Its own, and where it is started."""
+    """Folder of the attempt, in which it is started."""
     tree: dict[str, dict[str, Any]]
     overrides: list[str] = field(default_factory=list)
     resume: bool = False
@@ -52,13 +52,13 @@ class Attempt:
         return Path(self.tree["policy"]["model"])
 
     def check(self) -> None:
-        """As `tlt train --check` does."""
+        """Check the run as `tlt train --check` does."""
         config = load_config(TrainConfig, self.path, self.overrides)
         RunFolder(Path(config.run.out)).check(config, self.resume)
         prepare(config)
 
     def own_model(self) -> Path:
-        """A copy of the model, to be broken."""
+        """Return a copy of the model, to be broken."""
         copy = self.folder / "model"
         shutil.copytree(self.model, copy)
         self.overrides.append(f"policy.model={copy}")
@@ -69,12 +69,12 @@ Spoil = Callable[[Attempt], None]
 
 
 def settings(*overrides: str) -> Spoil:
-    """Wrong from the settings alone."""
+    """Override settings."""
     return lambda attempt: attempt.overrides.extend(overrides)
 
 
 def run_toml(change: Callable[[str], str | bytes | None]) -> Spoil:
-    """Wrong TOML; none removes the file."""
+    """Change the TOML file, or remove it."""
 
     def spoil(attempt: Attempt) -> None:
         text = change(attempt.path.read_text())
@@ -87,7 +87,7 @@ def run_toml(change: Callable[[str], str | bytes | None]) -> Spoil:
 
 
 def model_file(name: str, change: Callable[[bytes], bytes | None]) -> Spoil:
-    """A file of the model folder that is broken, or removed by none."""
+    """Change a file of the model folder, or remove it."""
 
     def spoil(attempt: Attempt) -> None:
         path = attempt.own_model() / name
@@ -102,7 +102,7 @@ def model_config(**changes: Any) -> Spoil:
 
 
 def drafter(config: bytes | None, weights: bool = True) -> Spoil:
-    """A drafter folder with this config.json."""
+    """Name a drafter folder with this config.json."""
 
     def spoil(attempt: Attempt) -> None:
         folder = attempt.folder / "drafter"
@@ -117,7 +117,7 @@ def drafter(config: bytes | None, weights: bool = True) -> Spoil:
 
 
 def data(content: bytes | None, *overrides: str, name: str = "data.jsonl") -> Spoil:
-    """A run on a file with this content; none has no file."""
+    """Train on a file with this content, or on a missing one."""
 
     def spoil(attempt: Attempt) -> None:
         if content is not None:
@@ -130,7 +130,7 @@ def data(content: bytes | None, *overrides: str, name: str = "data.jsonl") -> Sp
 
 
 def reward(name: str, body: str, *overrides: str) -> Spoil:
-    """A reward function of the user's, in a module of this name."""
+    """Use a reward function of a module with this name."""
 
     def spoil(attempt: Attempt) -> None:
         code = f"import time\n\ndef score(problem, text):\n    {body}\n"
@@ -141,7 +141,7 @@ def reward(name: str, body: str, *overrides: str) -> Spoil:
 
 
 def begun(*overrides: str, resume: bool, damage: str | None = None) -> Spoil:
-    """A run that is there already."""
+    """Start from a folder that holds a run."""
 
     def spoil(attempt: Attempt) -> None:
         config = load_config(TrainConfig, attempt.path)
@@ -577,7 +577,12 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"e\.g\. 60, 500, 1500",
     ),
     ("no data", data(None), r"task\.path: .*data\.jsonl does not exist", r"give a \.jsonl"),
-    ("empty data", data(b"\n"), r"task\.path: .*data\.jsonl has no problems", r"one problem a row"),
+    (
+        "empty data",
+        data(b"\n"),
+        r"task\.path: .*data\.jsonl has no problems",
+        r"one problem per row",
+    ),
     (
         "data in Latin-1",
         data(TWENTY + b"\xe4\n"),
@@ -626,7 +631,7 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         "no reward module",
         settings("reward.function=no_such_module:score"),
         r"reward\.function: .*cannot import no_such_module",
-        r"must be installed or stand in",
+        r"install it, or put it into",
     ),
     (
         "no reward function",
@@ -690,6 +695,12 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"1e-06; use that value, or start a new run\.out",
     ),
     (
+        "resumed with other lengths",
+        begun("debug.forced_lengths={median=2, p95=4, longest=8}", resume=True),
+        r"debug\.forced_lengths\.longest = 8, but the run in .*/out was started with",
+        r"use that value, or start a new run\.out",
+    ),
+    (
         "resumed from a damaged folder",
         begun(resume=True, damage="lr ="),
         r"out/config\.toml, .* is damaged",
@@ -732,6 +743,11 @@ def test_the_run_that_is_spoilt_below_is_good(attempt: Attempt) -> None:
     attempt.check()
 
 
+def test_other_settings_for_debugging_may_change_on_resume(attempt: Attempt) -> None:
+    begun("debug.core_group=other", "debug.publish_drafters=false", resume=True)(attempt)
+    attempt.check()
+
+
 def test_cases_are_many_and_have_names_of_their_own() -> None:
     assert len({name for name, *_ in WRONG}) == len(WRONG) >= 30
 
@@ -758,7 +774,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def tlt_check(attempt: Attempt, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """`tlt train --check` in a process that tells what heavy libraries it imported."""
+    """Run `tlt train --check` in a process that prints the heavy libraries it imported."""
     code = (
         "import atexit, sys\n"
         "heavy = {'vllm', 'ray'}\n"

@@ -1,4 +1,4 @@
-"""The simulator: its clock, its engine model, runs with the production policy and coordinator."""
+"""The simulator: its clock, its engine model, runs with production strategy and coordinator."""
 
 from __future__ import annotations
 
@@ -117,11 +117,12 @@ def test_lengths_of_a_run_are_taken_in_turn() -> None:
     assert [workload.of_step(n, 0).tolist() for n in (1, 2, 3)] == [[5, 6], [7, 8], [5, 6]]
 
 
-# --- the policy -----------------------------------------------------------------------------------
+# --- the strategy ---------------------------------------------------------------------------------
 
 
-def test_the_production_policy_settles_on_the_best_arm() -> None:
-    arms = [["off", 0], ["eagle3", 1], ["eagle3", 2], ["eagle3", 4]]
+def test_the_production_strategy_settles_on_the_best_arm() -> None:
+    choices = [OFF, Arm("eagle3", 1), Arm("eagle3", 2), Arm("eagle3", 4)]
+    arms = [[arm.drafter, arm.num_draft_tokens] for arm in choices]
     player = Player(build_strategy({"kind": "adaptive", "arms": arms}), ENGINE)
     for _ in range(3):
         pace = player.rollout(DRAFTING, 0, 32, 500)
@@ -130,7 +131,7 @@ def test_the_production_policy_settles_on_the_best_arm() -> None:
         return float(ENGINE.step_s(arm, running, 500)) / DRAFTING.tokens(arm)
 
     for running, arm in pace.arms.items():
-        best = min(seconds(Arm(d, n), running) for d, n in arms)  # type: ignore[arg-type]
+        best = min(seconds(choice, running) for choice in choices)
         assert seconds(arm, running) <= 1.1 * best, (running, arm)
     assert pace.ratios[1] < 0.6
 
@@ -224,7 +225,7 @@ def test_drift_and_recovery_are_found_in_runs() -> None:
 
 
 def test_the_learner_of_a_run_shares_prompts() -> None:
-    """Two of four groups teach, and compute their prompt once for eight samples."""
+    """Two of four groups are trained on, and compute their prompt once for eight samples."""
     config = {"sampling": {"prompts_per_step": 4, "group_size": 8}}
 
     def record(response: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Harvest in simulated clusters where messages are late and everything dies: what must never be.
+"""Harvest in simulated clusters where messages are late and every process may die.
 
-More of it: TLT_SIM_SEEDS=1000 pytest tests/unit/simulate/test_faults.py
+With more seeds: TLT_SIM_SEEDS=1000 pytest tests/unit/simulate/test_faults.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tlt.harvest.coordinator import CoordinatorSettings
-from tlt.harvest.leases import LeaseSettings
+from tlt.harvest.leases import Holder, LeaseSettings
 from tlt.harvest.rounds import Evaluation, Trained, TrainerGone
 from tlt.simulate import clock
 from tlt.simulate.clock import now_s
@@ -29,51 +29,55 @@ STOP_TIMEOUT_S = 2.0
 
 
 class FlakyTrainer(SimTrainer):
-    """Hears everything late, now and then starts badly, dies, or stops listening."""
+    """A trainer that hears everything late, and sometimes fails to start, dies or hangs."""
 
     def __init__(self, run: FlakyRun, worker: str) -> None:
         super().__init__(run, worker)
         self.run = run
+        self.worker = worker
+        self.leases = Holder()
         self.is_working = False
-        self._killed = asyncio.Event()
+        self.killed = asyncio.Event()
 
     async def start(self) -> None:
         if self.run.happens(0.1):
-            raise TrainerGone(self._worker)
+            raise TrainerGone(self.worker)
         await super().start()
 
     async def begin(self, lease: int, seconds: float) -> bool:
         await self.run.late()
+        self.leases.begin(lease, seconds, now_s())
         return await super().begin(lease, seconds)
 
     async def end(self, lease: int) -> None:
         await self.run.late()
+        self.leases.end(lease)
         await super().end(lease)
 
     async def train(self, lease: int, seconds: float) -> Trained:
         await self.run.late()
-        return await self._working(lease, super().train(lease, seconds))
+        return await self.working(lease, super().train(lease, seconds))
 
     async def evaluate(self, lease: int) -> Evaluation | None:
         await self.run.late()
-        return await self._working(lease, super().evaluate(lease))
+        return await self.working(lease, super().evaluate(lease))
 
     async def export(self) -> Any:
         await self.run.late()
         return await super().export()
 
-    async def _working(self, lease: int, work: Any) -> Any:
-        self._check()
-        if not self._holder.holds(lease, now_s()):
-            return await work  # it says so and does nothing
+    async def working(self, lease: int, work: Any) -> Any:
+        await self.release()  # fails if the trainer is dead
+        if not self.leases.holds(lease, now_s()):
+            return await work  # refuses and does nothing
         self.run.used_leases.add(lease)
-        assert self._worker not in self.run.generating, "it trains while its engine generates"
+        assert self.worker not in self.run.generating, "it trains while its engine generates"
         self.is_working = True
         try:
             if self.run.happens(0.03):
                 work.close()
-                await self._killed.wait()
-                raise TrainerGone(self._worker)
+                await self.killed.wait()
+                raise TrainerGone(self.worker)
             return await work
         finally:
             self.is_working = False
@@ -81,12 +85,12 @@ class FlakyTrainer(SimTrainer):
     async def kill(self) -> None:
         await super().kill()
         self.is_working = False
-        self._killed.set()
+        self.killed.set()
         self.run.kills += 1
 
 
 class FlakyRun(Simulation):
-    """Watches that nobody trains on a device that somebody else has."""
+    """A run that checks that no trainer works on a device that an engine or the learner has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,9 +109,9 @@ class FlakyRun(Simulation):
     async def late(self) -> None:
         await asyncio.sleep(self.rng.exponential(0.05))
 
-    async def _rollout(self, engine_ends: Any, sample_ends: Any) -> None:
+    async def rollout(self, engine_ends: Any, sample_ends: Any) -> None:
         started_s = now_s()
-        await super()._rollout(engine_ends, sample_ends)
+        await super().rollout(engine_ends, sample_ends)
         waited_s = now_s() - started_s - float(engine_ends.max())
         self.longest_wait_s = max(self.longest_wait_s, waited_s)
         assert not any(t.is_working for t in self.trainers), "the learner's devices are not free"
@@ -137,7 +141,7 @@ def run_flaky(seed: int, num_engines: int, num_steps: int, engine_deaths: float)
     versions = [record["drafter_version"] for record in records]
     assert versions == sorted(versions), "an old drafter was published after a newer one"
     assert not any(trainer.is_working for trainer in run.trainers), "a lease never ended"
-    # Nobody waits longer for a device than it takes to kill who does not answer.
+    # No wait for a device is longer than it takes to kill a trainer that does not answer.
     assert run.longest_wait_s < STOP_TIMEOUT_S + 0.5
     return run
 

@@ -1,4 +1,4 @@
-"""Rewards that work, crash, hang and lie."""
+"""Rewards that work, crash, hang, or return no number."""
 
 import asyncio
 import importlib.util
@@ -79,7 +79,7 @@ def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Path) -> 
 
 
 def workers() -> list[int]:
-    """Workers among this process's children; the others track what processes share."""
+    """Return the workers among this process's children; others are resource trackers."""
     return [child.pid for child in psutil.Process().children() if is_worker(child)]
 
 
@@ -106,9 +106,9 @@ def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFixture)
 
 def test_workers_that_do_not_start_end_no_run() -> None:
     async def run(pool: RewardPool) -> None:
-        pool._stalled_s = 0.0
+        pool.stall_timeout_s = 0.0
         assert (await pool.score(problem(), "1")).fault == "crash"
-        pool._stalled_s = 30.0
+        pool.stall_timeout_s = 30.0
         assert (await pool.score(problem(), "1")).value == 1.0
 
     with_pool(run)
@@ -117,7 +117,7 @@ def test_workers_that_do_not_start_end_no_run() -> None:
 
 def test_a_function_that_workers_cannot_import_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"reward\.function: other processes cannot import"):
-        RewardPool(lambda problem, response: 1.0)
+        RewardPool(lambda problem, response: 1.0, num_workers=1, timeout_s=10.0)
 
 
 def test_a_closed_pool_says_so() -> None:
@@ -158,7 +158,7 @@ def score(problem, response):
 
 
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    """Idle and hung ones. Their function comes from a file in the current directory."""
+    """Check idle and hung workers; their function is in a file of the current directory."""
     home = tmp_path / "elsewhere"
     home.mkdir()
     (home / "parent.py").write_text(PARENT)
@@ -276,7 +276,8 @@ def test_auto_takes_what_fits_the_problems() -> None:
     assert reward_function("gym", from_file=False) is score
     assert reward_function("math", from_file=False) is math_score
     assert reward_function("exact", from_file=True) is exact_score
-    assert reward_function("math:sqrt", from_file=True) is math.sqrt
+    own: object = reward_function("math:sqrt", from_file=True)
+    assert own is math.sqrt
     with pytest.raises(ConfigError, match=r"reward\.function: gym scores tasks"):
         reward_function("gym", from_file=True)
 

@@ -1,4 +1,4 @@
-"""Where problems come from: tasks and files, their order, and what is refused."""
+"""Sources of problems: tasks and files, their order, and what they refuse."""
 
 import json
 import pickle
@@ -52,7 +52,7 @@ def test_tasks_have_random_access() -> None:
 
 @pytest.mark.parametrize("name", ["basic_arithmetic", "graph_color", "sokoban", "word_ladder"])
 def test_any_task_can_be_had_and_its_problems_travel(name: str) -> None:
-    """To the processes that score them."""
+    """Problems must reach the processes that score them."""
     for problem in GymSource(TaskConfig(name=name), seed=0).batch(0, 2):
         assert isinstance(problem.answer, str)
         there = pickle.loads(pickle.dumps(problem))
@@ -72,8 +72,9 @@ def test_parameters_reach_the_task() -> None:
 @pytest.mark.parametrize("key", ["name", "path"])
 def test_the_instruction_ends_every_question(key: str, folder: Path) -> None:
     value = "chain_sum" if key == "name" else rows_file(folder, 9)
-    plain = open_source(TaskConfig(**{key: value}), 0, 3)
-    told = open_source(TaskConfig(**{key: value}, instruction="Use tags."), 0, 3)
+    config = TaskConfig.model_validate({key: value})
+    plain = open_source(config, 0, 3)
+    told = open_source(config.model_copy(update={"instruction": "Use tags."}), 0, 3)
     for before, after in [
         *zip(plain.batch(0, 3), told.batch(0, 3), strict=True),
         *zip(plain.held_out(3), told.held_out(3), strict=True),
@@ -171,13 +172,13 @@ def test_files_are_read_in_order(tmp_path: Path, suffix: str) -> None:
         {"ask": "ä?", "right": 4, "name": 7, "more": [1]},
         {"ask": "ä?", "right": 5, "name": 8, "more": []},
     ]
-    keys = {"question_key": "ask", "answer_key": "right"}
-    got = read_problems(TaskConfig(path=write(path, rows), **keys))
+    config = TaskConfig(path=write(path, rows), question_key="ask", answer_key="right")
+    got = read_problems(config)
     assert [(p.problem_id, p.question, p.answer) for p in got] == [
         ("mine/1", "ä?", "4"),
         ("mine/2", "ä?", "5"),
     ]
-    named = read_problems(TaskConfig(path=str(path), id_key="name", **keys))
+    named = read_problems(config.model_copy(update={"id_key": "name"}))
     assert [problem.problem_id for problem in named] == ["7", "8"]
 
 
@@ -273,7 +274,7 @@ def test_files_that_cannot_be_used_are_refused(
     elif name == "folder":
         path.mkdir()
     with pytest.raises(ConfigError, match=message):
-        read_problems(TaskConfig(path=str(path), **keys))
+        read_problems(TaskConfig.model_validate({"path": str(path), **keys}))
 
 
 def test_an_empty_table_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_problems_follow_from_the_seed() -> None:
 
 
 def test_a_problem_of_a_seed_stays_the_same() -> None:
-    """Policies were started from these."""
+    """These problems must not change: policies were trained on them."""
     (problem,) = problems("gcd", 1, seed=3)
     assert problem.problem_id == "gcd/train/3/0"
     assert problem.question == (

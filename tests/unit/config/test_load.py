@@ -1,0 +1,44 @@
+"""Old names of settings are refused, and the message says the new one."""
+
+from pathlib import Path
+
+import pytest
+
+from tlt.config.load import load_config
+from tlt.config.rollout import EngineConfig
+from tlt.config.train import TrainConfig
+from tlt.errors import ConfigError
+
+RECIPE = Path(__file__).parents[3] / "configs" / "tiny_tail_cpu.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("engine.policy={kind='off'}", "engine.policy is called engine.strategy now"),
+        ("engine.core_group=mine", "engine.core_group is called debug.core_group now"),
+        (
+            "sampling.forced_lengths.longest=9",
+            "sampling.forced_lengths is called debug.forced_lengths now",
+        ),
+        (
+            "tlt.harvest=unpublished",
+            "tlt.harvest = 'unpublished' is called debug.publish_drafters = false now",
+        ),
+    ],
+)
+def test_old_settings_name_the_new_ones(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TrainConfig, RECIPE, [override])
+    assert str(refused.value).startswith(f"{RECIPE}: {message}; ")
+
+
+@pytest.mark.parametrize(("value", "harvests"), [("on", True), ("off", False), ("false", False)])
+def test_harvest_is_a_switch(value: str, harvests: bool) -> None:
+    config = load_config(TrainConfig, RECIPE, ["tlt.enabled=true", f"tlt.harvest={value}"])
+    assert config.tlt.harvests is harvests
+
+
+def test_engines_alone_are_in_the_group_of_a_run() -> None:
+    config = load_config(TrainConfig, RECIPE)
+    assert config.debug.core_group == EngineConfig(model="any").core_group
