@@ -27,7 +27,7 @@ def report(
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""
     from tlt.report.page import as_html, as_json
-    from tlt.report.page import pictures as charts
+    from tlt.report.page import pictures as files
     from tlt.report.view import compare, look_at
 
     views = [look_at(run) for run in runs]
@@ -55,9 +55,8 @@ def report(
         console.print(table)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        for view in views:
-            for name, svg in charts(view).items():
-                (pictures / f"{view.name.replace('/', '-')}-{name}.svg").write_text(svg)
+        for name, svg in files(views).items():
+            (pictures / name).write_text(svg)
     page = out or runs[-1] / "report.html"
     page.write_text(as_html(views))
     console.print(f"[green]wrote[/] {page}", highlight=False, soft_wrap=True)
