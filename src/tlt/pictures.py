@@ -1,4 +1,4 @@
-"""matplotlib for files only: no display is ever looked for. Import it late, for it is slow."""
+"""matplotlib without a display, for files only. Import it late: it is slow."""
 
 import matplotlib
 

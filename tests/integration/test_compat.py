@@ -17,8 +17,8 @@ from tlt.hardware import cpu_flags
 pytestmark = pytest.mark.vllm
 
 FAULTS = """
-from tlt.cli.diagnosis import _probe
-print(_probe()["faults"])
+from tlt.cli.diagnosis import probe
+print(probe()["faults"])
 """
 
 

@@ -1,4 +1,4 @@
-"""`tlt report`: runs as one page to look at."""
+"""`tlt report`: one or several runs as one page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from tlt.cli.options import print_findings, result_table
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of `tlt train`; others are compared to the first.")
+        list[Path], typer.Argument(help="Folders of runs; the others are compared with the first.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write; by default report.html in the last run.")
+        Path | None,
+        typer.Option(help="File to write; by default report.html in the last run's folder."),
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(help="Also write the charts there, each as an SVG file.")
+        Path | None, typer.Option(help="Folder to also write every chart to, as SVG files.")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON instead of a page.")
+        bool, typer.Option("--json", help="Print the numbers as JSON, and write no page.")
     ] = False,
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""
@@ -39,7 +40,7 @@ def report(
         return
     console = Console()
     for view in views:
-        console.print(f"[bold]{view.name}[/]: {len(view.records)} steps", highlight=False)
+        console.print(f"[bold]{view.name}[/]: {len(view.records)} RL steps", highlight=False)
         print_findings(console, view)
     if len(views) > 1:
         table = result_table(f"speed-up over {views[0].name}")

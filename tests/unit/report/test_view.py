@@ -152,9 +152,9 @@ def test_samples_of_another_policy_come_first(make: Run) -> None:
     view.records[3] |= {"learner/gap_alarms": 1}
     found = findings(view)
     assert [f.kind for f in found[:3]] == ["gap_alarm", "policy_mismatch", "reward_bound"]
-    assert "In steps 1, 4 engines and learner disagreed" in found[0].says
+    assert "In RL steps 1, 4, engines and learner disagreed" in found[0].says
     assert "They were not trained on." in found[0].says
-    assert "In step 1 engines held another policy" in found[1].says
+    assert "In RL step 1, engines held another policy" in found[1].says
     trained = replace(view, config={"alarm": {"then": "warn"}})
     assert "They were trained on all the same." in findings(trained)[0].says
 
