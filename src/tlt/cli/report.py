@@ -17,7 +17,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="File to write; by default report.html in the last run's folder."),
+        typer.Option(help="Page to write; by default report.html in the last run."),
     ] = None,
     pictures: Annotated[
         Path | None, typer.Option(help="Folder to also write every chart to, as SVG files.")

@@ -29,8 +29,8 @@ def test_what_stands_beside_an_axis() -> None:
 def test_a_drawing_holds_every_shape() -> None:
     line = Line([(0, 0), (4, 1), (10, 1)], "#111111", stairs=True)
     box = Box((0, 5), (0, 1), "#222222", "half of <it>")
-    shapes, legend, marks = [line, box], {"a": "#111111"}, {5.0: "v1"}
-    svg = draw(Chart("A chart", Axis("x", 0, 10), Axis("y", 0, 1), shapes, legend, marks))
+    legend, marks = {"a": "#111111"}, {5.0: "v1"}
+    svg = draw(Chart("A chart", Axis("x", 0, 10), Axis("y", 0, 1), [line, box], legend, marks))
     assert svg.get("aria-label") == "A chart"
     (polyline,) = svg.findall("polyline")
     assert len(str(polyline.get("points")).split()) == 4  # along, up, along

@@ -75,7 +75,8 @@ def make(tmp_path: Path) -> Run:
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        settings = {"run": {"out": name}, "tlt": {"enabled": False}} | (config or {})
+        settings: dict[str, Any] = {"run": {"out": name}, "tlt": {"enabled": False}}
+        settings |= config or {}
         (folder / "config.toml").write_text(tomli_w.dumps(settings))
         metrics, lines = MetricsLog(folder / "metrics.jsonl"), StepLog(folder / "lengths.jsonl")
         log = TimelineLog(folder / "timeline.json", ["engine-0", "engine-1"])
