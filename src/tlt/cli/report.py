@@ -44,7 +44,7 @@ def report(
         print_findings(console, view)
     if len(views) > 1:
         table = result_table(f"speed-up over {views[0].name}")
-        for heading in ("run", "all steps", "a step", "its rollout", "rollout, per token"):
+        for heading in ("run", "all RL steps", "RL step", "rollout", "rollout per token"):
             table.add_column(heading, justify="left" if heading == "run" else "right")
         for other in views[1:]:
             found = compare(views[0], other)

@@ -20,14 +20,10 @@ STAGE_COLOURS = dict(zip(STAGES, COLOURS, strict=False)) | {"other": GREY}
 _STATES = ("#3b6fb6", "#4b9d5b", "#e5e0d3", "#e08a2e", "#b6455b", GREY, "#666a70")
 STATE_COLOURS = dict(zip(STATES, _STATES, strict=True))
 ARM_COLOURS = {"off": GREY, "ngram": "#e08a2e", "eagle3": "#4b9d5b"}
-SHADES = (0.45, 0.6, 0.75, 0.9, 1.0)
-"""Strength of an arm's colour, by the number of draft tokens."""
-MAX_BARS = 300
-"""Longer runs show every second RL step, or fewer."""
+SHADES = (0.45, 0.6, 0.75, 0.9, 1.0)  # strength of an arm's colour, by its draft tokens
+MAX_BARS = 300  # longer runs show every second RL step, or fewer
 MAX_STRIPS, MAX_WORKERS, NUM_BINS = 6, 12, 24
-NO_TIMELINE = (
-    "Nothing to show: the run has no timeline.json. Set metrics.timeline = true to record one."
-)
+NO_TIMELINE = "Nothing to show: only runs with metrics.timeline = true have a timeline.json."
 
 
 def charts_of(views: Sequence[RunView]) -> list[dict[str, Chart]]:

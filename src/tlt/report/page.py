@@ -75,11 +75,11 @@ def _comparison(views: Sequence[RunView]) -> list[Element]:
     rows = []
     for other in others:
         found = compare(base, other)
-        rewards = [found["reward"][view.name].get("last_fifth", math.nan) for view in (base, other)]
+        rewards = (found["reward"][view.name].get("last_fifth", math.nan) for view in (base, other))
         ratios = [_spread(found[name]) for name in ("step", "rollout", "rollout_per_token")]
-        ends = f"{rewards[0]:.3f} / {rewards[1]:.3f}"
+        ends = " / ".join(f"{reward:.3f}" for reward in rewards)
         rows.append([other.name, f"{found['whole']:.2f}x", *ratios, ends])
-    headings = ("run", "all steps", "a step", "its rollout", "rollout, per token", "reward at end")
+    headings = ("run", "all RL steps", "RL step", "rollout", "rollout per token", "final reward")
     note = (
         "Each figure is the median of the ratios of equal RL steps; 80% of the ratios lie in the "
         "range behind it. Where response lengths differ by chance, compare rollouts per token."
@@ -104,13 +104,12 @@ def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:
         for row in found["stages"]
     ]
     table = _table(("stage", "median s", "share"), stages, numbers=2)
-    settings = [[key, str(value)] for key, value in found["settings"].items()]
     sections = [
         *(_picture(c, table if name == "stages" else "") for name, c in charts.items()),
         _section("Seconds of the workers", *_seconds(found)),
         _section("Arms", _arms(found)),
         _section("Drafters", *_drafters(found)),
-        _section("Settings", _table((), settings)),
+        _section("Settings", _table((), [[key, str(v)] for key, v in found["settings"].items()])),
     ]
     return [
         element("h2", view.name),
@@ -177,17 +176,15 @@ def _drafters(found: Mapping[str, Any]) -> list[Element]:
 
 def _prose(text: str) -> list[Element]:
     """Return the pieces of a text, with what stands between backticks as code."""
-    pieces = enumerate(text.split("`"))
-    return [element("code" if place % 2 else "span", piece) for place, piece in pieces]
+    return [element("code" if n % 2 else "span", piece) for n, piece in enumerate(text.split("`"))]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> Element:
     """Return a table whose last `numbers` columns are aligned to the right."""
 
     def row(tag: str, cells: Sequence[str]) -> Element:
-        right = len(cells) - numbers
         made = [element(tag, cell) for cell in cells]
-        for cell in made[right:]:
+        for cell in made[len(made) - numbers :]:
             cell.set("class", "n")
         return element("tr", *made)
 

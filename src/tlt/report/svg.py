@@ -16,11 +16,8 @@ WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 36
 MAX_DOTS = 40  # points of a longer line are not marked
 
-INK = "currentColor"
-"""The colour of text: dark on a light page, light on a dark one."""
-COLOURS = (
-    *("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6"),
-)
+INK = "currentColor"  # that of text: dark on a light page, light on a dark one
+COLOURS = ("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6")
 STYLE = (
     "svg{color:#3c434b}text{font:11px system-ui,sans-serif;fill:currentColor}"
     "line{stroke:currentColor}.rule{opacity:.15}.axis{opacity:.6}.mark{stroke-dasharray:3 3}"
@@ -125,9 +122,9 @@ def element(tag: str, /, *inside: Element | str, **attributes: float | str) -> E
 def draw(chart: Chart) -> Element:
     """Return the chart as an `svg` element, with its legend below it."""
     legend, height = _legend(chart)
-    shapes = [part for shape in chart.shapes for part in _parts(chart, shape)]
     return element(
-        "svg", element("style", STYLE), *shapes, *_axes(chart), *legend,
+        "svg", element("style", STYLE),
+        *(part for shape in chart.shapes for part in _parts(chart, shape)), *_axes(chart), *legend,
         xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", role="img",
         aria_label=chart.title,
     )  # fmt: skip
@@ -201,9 +198,6 @@ def _legend(chart: Chart) -> tuple[list[Element], int]:
         parts.append(element("text", name, x=x + 15, y=y))
         x += width
     return parts, y + 8 if parts else chart.height
-
-
-# --- numbers on axes ------------------------------------------------------------------------------
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
