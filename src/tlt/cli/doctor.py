@@ -1,4 +1,4 @@
-"""`tlt doctor`: what is here, what works, and what to do about what does not."""
+"""`tlt doctor`: what this machine has, what works, and how to fix the rest."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tlt.cli.options import print_findings
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Option(help="Folder of a `tlt train`: say what holds it back.")
+        Path | None, typer.Option(help="Folder of a run: say what holds the run back.")
     ] = None,
 ) -> None:
-    """Check hardware, engine and features of this machine; or, with --run, a run."""
+    """Check the hardware, the engine and the features of this machine, or a run with --run."""
     console = Console()
     if run is not None:
         from tlt.report.view import look_at
 
         print_findings(console, look_at(run))
         return
-    with console.status("looking around; loading vLLM takes a few seconds"):
+    with console.status("checking this machine; loading vLLM takes a few seconds"):
         findings = diagnose()
     marks = {Status.OK: "[green]ok[/]", Status.INFO: "[blue]--[/]", Status.BAD: "[red]missing[/]"}
     table = Table(show_header=True, header_style="bold")

@@ -1,4 +1,4 @@
-"""The progress of long commands: a bar in a terminal, a line now and then in a log."""
+"""The progress of long commands: a bar in a terminal, a line every 30 seconds in a log."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ LOG_EVERY_S = 30.0
 
 @contextmanager
 def progress_bar(console: Console) -> Iterator[ShowProgress]:
+    """Show the progress of a command while the context lasts."""
     if not console.is_terminal:
         yield _logged(console)
         return

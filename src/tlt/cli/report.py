@@ -1,4 +1,4 @@
-"""`tlt report`: runs as one page to look at."""
+"""`tlt report`: one or several runs as one page."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from tlt.cli.options import print_findings, result_table
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Folders of `tlt train`; others are compared to the first.")
+        list[Path], typer.Argument(help="Folders of runs; the others are compared with the first.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write; by default report.html in the last run.")
+        Path | None,
+        typer.Option(help="Page to write; by default report.html in the last run."),
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(help="Also write the charts there, each as an SVG file.")
+        Path | None, typer.Option(help="Folder to also write every chart to, as SVG files.")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON instead of a page.")
+        bool, typer.Option("--json", help="Print the numbers as JSON, and write no page.")
     ] = False,
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""
     from tlt.report.page import as_html, as_json
-    from tlt.report.page import pictures as charts
+    from tlt.report.page import pictures as files
     from tlt.report.view import compare, look_at
 
     views = [look_at(run) for run in runs]
@@ -39,11 +40,11 @@ def report(
         return
     console = Console()
     for view in views:
-        console.print(f"[bold]{view.name}[/]: {len(view.records)} steps", highlight=False)
+        console.print(f"[bold]{view.name}[/]: {len(view.records)} RL steps", highlight=False)
         print_findings(console, view)
     if len(views) > 1:
         table = result_table(f"speed-up over {views[0].name}")
-        for heading in ("run", "all steps", "a step", "its rollout", "rollout, per token"):
+        for heading in ("run", "all RL steps", "RL step", "rollout", "rollout per token"):
             table.add_column(heading, justify="left" if heading == "run" else "right")
         for other in views[1:]:
             found = compare(views[0], other)
@@ -55,9 +56,8 @@ def report(
         console.print(table)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        for view in views:
-            for name, svg in charts(view).items():
-                (pictures / f"{view.name.replace('/', '-')}-{name}.svg").write_text(svg)
+        for name, svg in files(views).items():
+            (pictures / name).write_text(svg)
     page = out or runs[-1] / "report.html"
     page.write_text(as_html(views))
     console.print(f"[green]wrote[/] {page}", highlight=False, soft_wrap=True)

@@ -22,7 +22,7 @@ COLOURS = {
 }
 MAX_ROWS = 24
 STALE_S = 15.0
-"""A live file older than this is of a run that was killed."""
+"""Age at which `live.json` is that of a killed run."""
 LAST_STEP = (
     ("reward", "reward/mean", "{:.3f}"),
     ("acceptance length", "rollout/acceptance_length", "{:.2f}"),
@@ -33,16 +33,16 @@ LAST_STEP = (
 )
 
 ALARMS = {
-    "learner/gap_alarms": "engines and learner disagree about the samples of this step",
+    "learner/gap_alarms": "engines and learner disagree about the samples of this RL step",
     "rollout/policy_mismatches": "an engine held another policy than the learner's",
 }
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="Folder of a `tlt train` in progress.")],
-    once: Annotated[bool, typer.Option("--once", help="Show it once and end.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of a run in progress.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
 ) -> None:
-    """Watch a run: what every worker does now, how long the tail will take, what comes out."""
+    """Watch a run: what every worker does, how long the tail will take, the last RL step."""
     from rich.live import Live
 
     from tlt.errors import ConfigError
@@ -59,7 +59,7 @@ def watch(
             while True:
                 going_on = _read(run) is not None
                 seen = seen or going_on
-                # Starting takes minutes: wait for it, unless the run is over.
+                # A run takes minutes to start: wait, unless it is over.
                 if not going_on and (seen or (run / "summary.json").exists()):
                     break
                 time.sleep(0.5)
@@ -70,7 +70,7 @@ def watch(
 
 
 def _read(run: Path) -> dict[str, Any] | None:
-    """What the run says of itself; None when it says nothing, or was killed."""
+    """Return the contents of `live.json`; None if there is none or the run was killed."""
     try:
         found: dict[str, Any] = json.loads((run / "live.json").read_text())
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _workers(workers: Mapping[str, Mapping[str, Any]], total: float) -> Table:
     for heading in ("worker", "state", "requests", ""):
         table.add_column(heading, justify="right" if heading == "requests" else "left")
     most = max([1, *(worker["running"] for worker in workers.values())])
-    # The busiest first where there are too many to show.
+    # Too many workers: show the busiest.
     shown = list(workers.items())
     if len(shown) > MAX_ROWS:
         shown = sorted(shown, key=lambda item: -item[1]["running"])[:MAX_ROWS]
@@ -118,9 +118,9 @@ def _workers(workers: Mapping[str, Mapping[str, Any]], total: float) -> Table:
 
 def _last(record: Mapping[str, float]) -> Text:
     if "reward/mean" not in record:
-        return Text("no step is done yet", style="dim")
+        return Text("no RL step is done yet", style="dim")
     cells = [f"{title} {form.format(record[n])}" for title, n, form in LAST_STEP if n in record]
-    text = Text(f"step {record['step']:.0f}: " + ", ".join(cells))
+    text = Text(f"RL step {record['step']:.0f}: " + ", ".join(cells))
     for name, says in ALARMS.items():
         if record.get(name):
             text.append(f"\n{says}: see `tlt doctor --run`", style="bold red")

@@ -1,125 +1,111 @@
-"""Every metric of a training step, declared once; `docs/metrics.md` is generated from here.
+"""Every metric of an RL step, declared once; `docs/metrics.md` is generated from here.
 
-A name is `area/name_unit`; what has no unit is a count, a share of 1, or explained. A record is a
-mapping from such names to numbers and always holds `step`. What a step did not do (evaluate,
-capture) it leaves out.
+A name is `area/name_unit`. A metric without a unit is a count, a share of 1, or explained. A record
+is a mapping from such names to numbers and always holds `step`. A record leaves out the metrics of
+work that its RL step did not do (evaluation, capture).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    name: str
-    meaning: str
-
-
-_DECLARED = (
-    Metric("step", "RL step, from 1; what is measured before the first step has 0"),
-    Metric("policy_version", "Version of the policy that the step ended with"),
-    Metric("drafter_version", "Version of the drafter that the step's samples were drafted with"),
-    Metric("reward/mean", "Mean reward of the step's samples"),
-    Metric("reward/std", "Standard deviation of their rewards"),
-    Metric("reward/groups_with_signal_share", "Share of groups whose rewards are not all the same"),
-    Metric("reward/faults", "Samples counted as 0 because the reward failed or took too long"),
-    Metric("prompt/mean_tokens", "Mean length of the samples' prompts"),
-    Metric("response/mean_tokens", "Mean length of the responses"),
-    Metric("response/median_tokens", "Median length"),
-    Metric("response/p99_tokens", "Length that one response in a hundred exceeds"),
-    Metric("response/longest_tokens", "Longest response"),
-    Metric("response/truncated_share", "Share of responses cut off at `sampling.max_tokens`"),
-    Metric("rollout/output_tokens", "Tokens generated"),
-    Metric("rollout/tokens_per_s", "Tokens generated per second of rollout, by all engines"),
-    Metric("rollout/acceptance_length", "Mean tokens per pass of the policy under speculation"),
-    Metric("rollout/drafter_hit_share", "Share of the drafter's drafts whose first token is taken"),
-    Metric("rollout/engine_restarts", "Engines that were lost and started again"),
-    Metric("rollout/broken_samples", "Samples that ended by abort or error, generated again"),
-    Metric(
-        "rollout/policy_mismatches",
-        "Engines whose policy was wrong: mended or replaced",
-    ),
-    Metric("rollout/fingerprint_s", "Engine seconds spent on comparing policies, all engines"),
-    Metric("rollout/idle_share", "Share of the engines' seconds without a running request"),
-    Metric("learner/loss", "Policy loss, mean over the step's updates"),
-    Metric("learner/grad_norm", "Norm of the gradient before it is scaled down"),
-    Metric("learner/skipped_updates", "Updates left out because their gradient was not finite"),
-    Metric("learner/lr", "Learning rate of the last update"),
-    Metric("learner/kl", "Divergence from the first policy, per token"),
-    Metric("learner/clipped_share", "Share of tokens whose probability ratio was clipped"),
-    Metric("learner/gap_mean", "Mean distance between engines' and learner's log probabilities"),
-    Metric("learner/gap_alarms", "Updates whose gap was far above the run's history"),
-    Metric("learner/capped_share", "Share of tokens at `algorithm.max_importance`"),
-    Metric("learner/tokens_per_s", "Tokens trained on per second of update"),
-    Metric("learner/tokens", "Tokens trained on, each sample's prompt included"),
-    Metric("learner/shared_share", "Share of them computed once for several samples of a prompt"),
-    Metric("learner/rows", "Packed micro-batches"),
-    Metric("learner/row_fill_share", "Share of the micro-batches' room that held tokens"),
-    Metric("learner/restarts", "Times the ranks were lost and started again"),
-    Metric("capture/samples", "Samples whose hidden states were kept for the drafter"),
-    Metric("capture/bytes", "Size of these hidden states"),
-    Metric("harvest/enabled", "1 while idle workers may train the drafter, 0 when given up"),
-    Metric("harvest/idle_s", "Worker seconds with nothing to generate while others had"),
-    Metric("harvest/coverable_s", "Those of them in spells long enough for a lease"),
-    Metric("harvest/used_s", "Worker seconds of drafter training, judging and merging"),
-    Metric(
-        "harvest/trained_tokens",
-        "Tokens the drafter was trained on",
-    ),
-    Metric("harvest/loss", "Loss of the drafter in its last piece of training"),
-    Metric("harvest/held_out_length", "Tokens per draft expected of it on held-out samples"),
-    Metric("harvest/published", "Drafters that were better, and so for the engines"),
-    Metric("harvest/refused", "Results that were no better than the drafter in use"),
-    Metric("harvest/merges", "Results of several trainers that were averaged"),
-    Metric("harvest/swap_s", "How long engines stood still for new drafters"),
-    Metric("harvest/release_s", "How long the run waited for its devices"),
-    Metric("harvest/stop_max_s", "Longest time so far from calling a lease back to a free device"),
-    Metric("harvest/faults", "Failures of trainers, which cost nothing but their work"),
-    Metric("harvest/kills", "Trainers that did not stop in time and were killed"),
-    Metric("harvest/trainer_restarts", "Trainers that were started again"),
-    Metric("harvest/coordinator_restarts", "Times the coordinator was lost"),
-    Metric("harvest/alarms", "Drafter accepted hardly ever: engines do without it"),
-    Metric("eval/reward_mean", "Mean reward of the held-out problems"),
-    Metric("eval/mean_tokens", "Mean length of their responses"),
-    Metric("time/step_s", "The whole step; the stages below add up to it"),
-    Metric("time/rollout_s", "From the first request to the last sample"),
-    Metric("time/reward_wait_s", "From the last sample to the last reward"),
-    Metric("time/update_s", "Policy update after the rollout"),
-    Metric("time/sync_s", "New weights into the engines"),
-    Metric("time/checkpoint_s", "How long the step stood still for a checkpoint"),
-    Metric("time/eval_s", "Evaluation"),
-    Metric("time/other_s", "What no other stage accounts for"),
-)
-
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _DECLARED}
+METRICS: dict[str, str] = {
+    "step": "RL step, from 1; 0 marks measurements before the first RL step.",
+    "policy_version": "Version of the policy at the end of the RL step.",
+    "drafter_version": "Version of the drafter that drafted the RL step's samples.",
+    "reward/mean": "Mean reward of the samples.",
+    "reward/std": "Standard deviation of the samples' rewards.",
+    "reward/groups_with_signal_share": "Share of groups whose rewards differ.",
+    "reward/faults": "Samples scored 0 because the reward function failed or timed out.",
+    "prompt/mean_tokens": "Mean prompt length.",
+    "response/mean_tokens": "Mean response length.",
+    "response/median_tokens": "Median response length.",
+    "response/p99_tokens": "99th percentile of the response lengths.",
+    "response/longest_tokens": "Length of the longest response.",
+    "response/truncated_share": "Share of responses cut off at `sampling.max_tokens`.",
+    "rollout/output_tokens": "Tokens generated by all engines.",
+    "rollout/tokens_per_s": "Tokens that all engines generated per second of rollout.",
+    "rollout/acceptance_length": "Mean tokens per draft: accepted draft tokens plus one.",
+    "rollout/drafter_hit_share": "Share of the draft model's drafts whose first token is accepted.",
+    "rollout/engine_restarts": "Engines that were lost and restarted.",
+    "rollout/broken_samples": "Samples that ended by abort or error and were generated again.",
+    "rollout/policy_mismatches": "Engines that held a wrong policy and were repaired or replaced.",
+    "rollout/fingerprint_s": "Seconds that all engines spent on fingerprints of their weights.",
+    "rollout/idle_share": "Share of the engines' seconds without a running request.",
+    "learner/loss": "Policy loss, averaged over the optimizer steps.",
+    "learner/grad_norm": "Gradient norm before clipping.",
+    "learner/skipped_updates": "Optimizer steps skipped because the gradient was not finite.",
+    "learner/lr": "Learning rate of the last optimizer step.",
+    "learner/kl": "KL divergence from the first policy, per token.",
+    "learner/clipped_share": "Share of tokens whose probability ratio was clipped.",
+    "learner/gap_mean": "Mean distance between the engines' and the learner's log probabilities.",
+    "learner/gap_alarms": "Optimizer steps whose gap was far above the run's history.",
+    "learner/capped_share": "Share of tokens weighted by the cap, `algorithm.max_importance`.",
+    "learner/tokens_per_s": "Tokens trained per second of policy update.",
+    "learner/tokens": "Tokens trained, counting the prompt of every sample.",
+    "learner/shared_share": "Share of the trained tokens that several samples of a prompt shared.",
+    "learner/rows": "Packed micro-batches.",
+    "learner/row_fill_share": "Share of the micro-batches' capacity filled with tokens.",
+    "learner/restarts": "Times the learner's ranks were lost and restarted.",
+    "capture/samples": "Samples whose hidden states were stored for drafter training.",
+    "capture/bytes": "Size of the stored hidden states.",
+    "harvest/enabled": "1 while idle workers may train the drafter, 0 after harvest gave up.",
+    "harvest/idle_s": "Worker seconds with nothing to generate while other workers generated.",
+    "harvest/coverable_s": "Idle worker seconds in spells long enough for a lease.",
+    "harvest/used_s": "Worker seconds spent on training, evaluating and merging drafters.",
+    "harvest/trained_tokens": "Tokens the drafter was trained on.",
+    "harvest/loss": "Drafter loss at the end of the last training.",
+    "harvest/held_out_length": "Expected acceptance length of the drafter on held-out samples.",
+    "harvest/published": "Drafters published to engines.",
+    "harvest/refused": "Trained drafters that were no better than the drafter in use.",
+    "harvest/merges": "Times the drafters of several trainers were averaged.",
+    "harvest/swap_s": "Seconds that engines paused for drafter swaps.",
+    "harvest/release_s": "Longest wait of the run for trainers to free its devices.",
+    "harvest/stop_max_s": "Longest time of the run so far from recalling a lease to a free device.",
+    "harvest/faults": "Trainer failures; each loses only the trainer's own work.",
+    "harvest/kills": "Trainers killed because they did not stop in time.",
+    "harvest/trainer_restarts": "Trainers that were restarted.",
+    "harvest/coordinator_restarts": "Times the harvest coordinator was lost and restarted.",
+    "harvest/alarms": "Times the drafter was reported broken: hardly any draft was accepted.",
+    "eval/reward_mean": "Mean reward of the held-out problems.",
+    "eval/mean_tokens": "Mean response length on the held-out problems.",
+    "time/step_s": "Duration of the RL step, the sum of the stages below.",
+    "time/rollout_s": "Time from the first request to the last sample.",
+    "time/reward_wait_s": "Time from the last sample to the last reward.",
+    "time/update_s": "Time of the policy update after the rollout.",
+    "time/sync_s": "Time of the weight sync: the policy's weights into the engines.",
+    "time/checkpoint_s": "Time that the RL step paused for a checkpoint.",
+    "time/eval_s": "Time of the evaluation on held-out problems.",
+    "time/other_s": "Time that no other stage accounts for.",
+}
+"""What each metric says, by its name."""
 
 STAGES = ("rollout", "reward_wait", "update", "sync", "checkpoint", "eval", "other")
-"""Where the time of a step goes, in order; `time/<stage>_s` each."""
+"""Stages of an RL step, in order; `time/<stage>_s` is the metric of each."""
 
 HEADER = """# Metrics
 
-What every step of `tlt train` records, generated from `src/tlt/observe/metrics.py`
-(`python -m tlt.observe.metrics > docs/metrics.md`; a test keeps this page in step).
+Every metric that `tlt train` records in an RL step. The page is generated from
+`src/tlt/observe/metrics.py` (`python -m tlt.observe.metrics > docs/metrics.md`), and a test keeps
+it current.
 
-They stand in `metrics.jsonl` of the run's folder, one line a step, and go to the places that
-[`metrics`](configuration.md) names. TensorBoard and Weights & Biases show them under these names;
-Prometheus under `tlt_` and the name with `_` for `/`: `tlt_reward_mean`. Restarts, faults and
-tokens count within the step. What a step did not do, it leaves out.
+The run's folder holds the metrics in `metrics.jsonl`, one line per RL step. The config section
+[`metrics`](configuration.md) names further places to send them to. TensorBoard and Weights & Biases
+show them under these names. Prometheus shows `reward/mean` as `tlt_reward_mean`. Counts are those
+of the RL step alone. A record leaves out the metrics of work that its RL step did not do.
 """
 
 
 def check_names(record: Iterable[str]) -> None:
-    """Every name of a record is declared."""
+    """Fail if a name of the record is not declared."""
     unknown = sorted(set(record) - METRICS.keys())
     assert not unknown, f"undeclared metrics: {', '.join(unknown)}"
 
 
 def reference() -> str:
-    """The page as Markdown."""
-    rows = [f"| `{metric.name}` | {metric.meaning} |\n" for metric in METRICS.values()]
-    return f"{HEADER}\n| metric | what it says |\n|---|---|\n{''.join(rows)}"
+    """Return the reference page as Markdown."""
+    rows = [f"| `{name}` | {meaning} |\n" for name, meaning in METRICS.items()]
+    return f"{HEADER}\n| metric | meaning |\n|---|---|\n{''.join(rows)}"
 
 
 if __name__ == "__main__":

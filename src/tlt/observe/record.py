@@ -1,9 +1,9 @@
-"""A run's records on disk, one line a step, each step once: `metrics.jsonl`, `lengths.jsonl`.
+"""A run's records on disk, one line per RL step: `metrics.jsonl`, `lengths.jsonl`.
 
-A line is on disk when `append` returns. A killed writer leaves at most one torn last line, which
-readers skip and the next writer drops. A resumed run calls `rewind` with the step it goes on from,
-so that steps that are done again are not there twice. A value that is not finite is written as
-Python's json does (`NaN`): a diverged run should show.
+A line is on disk when `append` returns. A killed writer leaves at most one torn last line; readers
+skip it and the next writer drops it. A resumed run calls `rewind` with the RL step it continues
+from, so that no RL step is recorded twice. Values that are not finite are written as Python's json
+does (`NaN`), so that a diverged run is visible.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from tlt.observe.metrics import check_names
 
 Lines = list[tuple[bytes, dict[str, Any]]]
-"""As they stand in the file, and what they say."""
+"""The bytes of each line, and the record in it."""
 
 
 class StepLog:
-    """The one writer of a file."""
+    """The only writer of a file of records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,10 +36,11 @@ class StepLog:
 
     @property
     def last_step(self) -> int | None:
-        """Of the last record; None before the first."""
+        """RL step of the last record; None before the first."""
         return self._last_step
 
     def append(self, record: Mapping[str, Any]) -> None:
+        """Write the record of an RL step later than all others."""
         step = int(record["step"])
         assert self._last_step is None or step > self._last_step, (
             f"step {step} after step {self._last_step}"
@@ -51,12 +52,12 @@ class StepLog:
                 raise OSError(f"{self._path}: the disk is full")
             os.fsync(self._file.fileno())
         except OSError:
-            self._file.truncate(size)  # or the next line would go on in the middle of this one
+            self._file.truncate(size)  # or the next line would continue this one
             raise
         self._last_step = step
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step`; -1 drops all. A crash meanwhile leaves all there."""
+        """Drop the records after `step`; -1 drops all. A crash meanwhile loses no record."""
         lines = _complete(self._path.read_bytes(), self._path)
         kept = [(line, record) for line, record in lines if record["step"] <= step]
         if len(kept) != len(lines):
@@ -70,7 +71,7 @@ class StepLog:
 
 
 class MetricsLog(StepLog):
-    """Of records whose every name is declared."""
+    """A log that accepts only declared metrics."""
 
     def append(self, record: Mapping[str, Any]) -> None:
         check_names(record)
@@ -78,12 +79,12 @@ class MetricsLog(StepLog):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All records but a torn last one. Safe while a run writes."""
+    """Return all records but a torn last one. Safe while a run writes."""
     return [record for _, record in _complete(path.read_bytes(), path)]
 
 
 def _open(path: Path) -> FileIO:
-    # Unbuffered: a record is one write, and there is nothing to flush.
+    # Unbuffered: a record is one write, without a flush.
     return path.open("ab", buffering=0)
 
 

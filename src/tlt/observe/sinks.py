@@ -1,8 +1,8 @@
 """Where metrics go besides the run's own file: TensorBoard, Weights & Biases, Prometheus.
 
-A sink that cannot be opened is a mistake in the settings and stops a run before it starts. A sink
-that fails later is logged and dropped: `metrics.jsonl` has everything, a run does not end for it.
-The libraries are optional and imported when a sink is opened.
+A sink that cannot be opened is a mistake in the settings and stops the run before it starts. A sink
+that fails later is logged and dropped; the run goes on, and `metrics.jsonl` has every metric. The
+libraries are optional and imported when a sink is opened.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
+    """A receiver of records."""
+
     def log(self, record: dict[str, float]) -> None:
-        """Pass on the record of a step."""
+        """Send the record of an RL step."""
 
     def close(self) -> None:
-        """Nothing is logged any more."""
+        """Send what is left, and release all resources."""
 
 
 class TensorBoardSink:
-    """An event file in `folder`. With `purge_step`, what earlier files say of that step and later
-    ones no longer counts."""
+    """An event file in `folder`. It replaces what earlier files say of `purge_step` and later."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -45,8 +46,8 @@ class TensorBoardSink:
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        # Not TensorBoard's EventFileWriter: it writes in a thread, and when that dies of a full
-        # disk, flush() waits for ever.
+        # TensorBoard's EventFileWriter writes in a thread. If a full disk ends that thread, its
+        # flush() never returns.
         self._writer = RecordWriter((folder / name).open("xb"))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
@@ -76,11 +77,11 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run whose id stays in `run_dir`, so that a resumed run continues it.
+    """A W&B run. Its id is kept in `run_dir`, so that a resumed run continues it.
 
-    Steps that are done again are there twice, at the same place of the `step` axis: W&B forgets
-    nothing. Output, code and git state are not uploaded. W&B sends in the background, and `close`
-    waits for the rest: give back engines first.
+    W&B cannot delete records: RL steps that a resumed run repeats appear twice, at the same place
+    of the `step` axis. Output, code and git state are not uploaded. W&B sends in the background,
+    and `close` waits for the rest: shut down engines first.
     """
 
     def __init__(self, project: str, run_dir: Path, name: str) -> None:
@@ -106,11 +107,12 @@ class WandbSink:
                 f"metrics.wandb_project: {error} "
                 "To go on without a connection, set WANDB_MODE=offline and `wandb sync` later."
             ) from error
-        # W&B's own step may not go back, as ours does on resume.
+        # W&B's own step only rises; ours falls back when a run resumes.
         self._run.define_metric("*", step_metric="step")
 
     @property
     def id(self) -> str:
+        """Id of the W&B run."""
         return str(self._run.id)
 
     def log(self, record: dict[str, float]) -> None:
@@ -121,7 +123,7 @@ class WandbSink:
 
 
 class PrometheusSink:
-    """Serves the latest value of every metric over HTTP at `host` only; port 0 takes a free one."""
+    """An HTTP server of every metric's latest value, on `host` only; port 0 takes a free port."""
 
     def __init__(self, host: str, port: int) -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -143,16 +145,16 @@ class PrometheusSink:
             ) from error
 
     @property
-    def port(self) -> int:
-        return int(self._server.server_port)
+    def address(self) -> tuple[str, int]:
+        """Host and port that the server listens on."""
+        host, port = self._server.server_address[:2]
+        return str(host), int(port)
 
     def log(self, record: dict[str, float]) -> None:
         for name, value in record.items():
-            if name not in self._gauges:  # not before: a gauge without a value would say 0
+            if name not in self._gauges:  # not earlier: a gauge without a value shows 0
                 self._gauges[name] = self._gauge(
-                    f"tlt_{name.replace('/', '_')}",
-                    METRICS[name].meaning,
-                    registry=self._registry,
+                    f"tlt_{name.replace('/', '_')}", METRICS[name], registry=self._registry
                 )
             self._gauges[name].set(value)
 
@@ -163,7 +165,7 @@ class PrometheusSink:
 
 
 class Sinks:
-    """Several sinks as one that never fails."""
+    """Several sinks as one that never raises."""
 
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = list(sinks)
@@ -172,7 +174,7 @@ class Sinks:
         for sink in list(self._sinks):
             try:
                 sink.log(record)
-            except Exception:  # foreign code; what can go wrong there is not ours to know
+            except Exception:  # third-party code may raise anything
                 logger.exception(
                     "%s failed at step %s and is dropped", type(sink).__name__, record["step"]
                 )
@@ -192,11 +194,12 @@ def _close(sink: Sink) -> None:
 
 
 def open_sinks(config: MetricsConfig, run_dir: Path, resume_step: int) -> list[Sink]:
-    """The sinks that the settings ask for. `resume_step` is the last step that counts; 0 is a new
-    run."""
+    """Open the sinks of the settings. `resume_step` is the last valid RL step; 0 for a new run."""
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if config.tensorboard:
-        purge_step = resume_step + 1 if resume_step else 0  # a try that left no checkpoint
+        purge_step = (
+            resume_step + 1 if resume_step else 0
+        )  # also purges an attempt without checkpoint
         wanted.append(("tensorboard", lambda: TensorBoardSink(run_dir / "tensorboard", purge_step)))
     if config.prometheus_port is not None:
         port = config.prometheus_port

@@ -1,4 +1,4 @@
-"""A run in a few numbers, from its records. Pure; values that are not finite are left out."""
+"""A run in a few numbers, from its records. Pure; skips values that are not finite."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ TOTALS = (
 
 
 def series(records: Iterable[Record], name: str) -> tuple[list[float], list[float]]:
-    """Steps that have the metric, and its values."""
+    """Return the RL steps that have the metric, and its values."""
     points = [(r["step"], r[name]) for r in records if math.isfinite(r.get(name, math.nan))]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def stage_table(records: Iterable[Record]) -> list[tuple[str, float, float]]:
-    """Stage, its median seconds in the steps that had it, its share of all steps' time."""
+    """Return each stage, its median seconds where it took time, and its share of all time."""
     records = list(records)
     seconds = {stage: series(records, f"time/{stage}_s")[1] for stage in STAGES}
     total_s = sum(sum(values) for values in seconds.values())
@@ -50,7 +50,7 @@ def stage_table(records: Iterable[Record]) -> list[tuple[str, float, float]]:
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """What a run came to. Metrics that no step has are left out."""
+    """Return rewards, totals and medians of a run, without metrics that no RL step has."""
     records = list(records)
     rewards = series(records, "reward/mean")[1]
     evaluations = series(records, "eval/reward_mean")[1]

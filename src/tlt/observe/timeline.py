@@ -1,10 +1,10 @@
 """A run's timeline: `timeline.json`, Chrome trace events that https://ui.perfetto.dev opens.
 
-One row for the run's stages, one for every worker, one for a learner with devices of its own; a
-graph of running requests for every engine. Every moment of a step has exactly one state in each
-row. The file holds one line a step, so that steps can be dropped from either end: those that a
-resumed run does again, and the oldest ones when it has grown too large. A trace may lack its last
-bracket, so the file is complete after every line.
+The trace has one row for the run's stages, one for every worker, and one for a learner with devices
+of its own. A graph shows the running requests of every engine. Every moment of an RL step has
+exactly one state in each row. The file holds one line per RL step: a resumed run drops the last
+lines, and a file that has grown too large loses its oldest ones. The trace format allows a missing
+last bracket, so the file is valid after every line.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tlt.spans import STATES, Span, State, covered
 
 MAX_BYTES = 64 * 2**20
 MAX_STEP_SPANS = 4096
-"""Of all engines together; with many engines each gets fewer."""
+"""Most spans of all engines in an RL step; with many engines each gets fewer."""
 MIN_ENGINE_SPANS = 8
 RUN, LEARNER = "run", "learner"
 
 Stages = Sequence[tuple[str, float, float]]
-"""Name, start and end of what the run did, one after the other."""
+"""Name, start and end of the stages of an RL step, in order."""
 
 
 @dataclass(slots=True)
 class StepTimeline:
-    """One step: the run's stages, and what every worker did meanwhile."""
+    """One RL step: the stages of the run, and the states of every worker."""
 
     step: int
     start_s: float
@@ -39,7 +39,7 @@ class StepTimeline:
     rows: dict[str, list[Span]] = field(default_factory=dict)
 
     def seconds(self, state: State) -> dict[str, float]:
-        """Of every worker in this state."""
+        """Return the seconds of every worker in this state."""
         return {
             worker: sum(span.seconds for span in spans if span.state == state)
             for worker, spans in self.rows.items()
@@ -56,9 +56,9 @@ def step_timeline(
     leases: Mapping[str, Iterable[Span]],
     updates: Iterable[Span] | None = None,
 ) -> StepTimeline:
-    """Every moment of a step, for every worker.
+    """Return the timeline of an RL step, with a state for every moment of every worker.
 
-    `updates` are those of a learner with devices of its own; without, workers update the policy.
+    `updates` are the spans of a learner with devices of its own; None if workers update the policy.
     """
     whole = _whole(start_s, end_s, stages)
     own = updates is not None
@@ -75,7 +75,7 @@ def step_timeline(
 
 
 def _whole(start_s: float, end_s: float, stages: Stages) -> list[tuple[str, float, float]]:
-    """The stages, and `other` between them."""
+    """Return the stages, with `other` in the gaps between them."""
     whole: list[tuple[str, float, float]] = []
     at_s = start_s
     for stage, begin_s, stage_end_s in [*stages, ("", end_s, end_s)]:
@@ -95,6 +95,7 @@ def _state_in(stage: str, learner_has_own_devices: bool) -> State:
 
 
 def max_engine_spans(num_engines: int) -> int:
+    """Return the most spans that each of so many engines may report for an RL step."""
     return max(MIN_ENGINE_SPANS, MAX_STEP_SPANS // max(1, num_engines))
 
 
@@ -102,16 +103,16 @@ def max_engine_spans(num_engines: int) -> int:
 
 
 class TimelineLog:
-    """The one writer of the file."""
+    """The only writer of the file."""
 
     def __init__(self, path: Path, workers: Sequence[str], max_bytes: int = MAX_BYTES) -> None:
         self._path = path
-        # A resumed run may have other engines: a row keeps its number, whoever else is there.
+        # A resumed run may have other engines: each keeps the number of its row.
         self._ids = {RUN: 0, LEARNER: 1} | {worker: _row(worker) for worker in workers}
         self._max_bytes = max_bytes
 
     def rewind(self, step: int) -> float | None:
-        """Drop what comes after this step; -1 drops all. When the last step kept has ended."""
+        """Drop the RL steps after this one; -1 drops all. Return when the last one kept ended."""
         kept: list[str] = []
         last: list[dict[str, Any]] = []
         if self._path.exists():
@@ -126,6 +127,7 @@ class TimelineLog:
         return _read_step(last, _names(self._header())).end_s if last else None
 
     def append(self, timeline: StepTimeline) -> None:
+        """Write the timeline of an RL step."""
         line = ",".join(json.dumps(e, separators=(",", ":")) for e in self._events(timeline))
         size = self._path.stat().st_size
         try:
@@ -133,7 +135,7 @@ class TimelineLog:
                 file.write(f"{line},\n")
                 new_size = file.tell()
         except OSError:
-            os.truncate(self._path, size)  # or the next line would go on in the middle of this one
+            os.truncate(self._path, size)  # or the next line would continue this one
             raise
         if new_size > self._max_bytes:
             self._drop_oldest()
@@ -190,7 +192,7 @@ class TimelineLog:
 
 
 def _graph(worker: str, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
-    """The running requests of an engine."""
+    """Yield the running requests of an engine as counter events."""
     last = -1
     for span in spans:
         if round(span.running) != last:
@@ -206,12 +208,12 @@ def _us(seconds: float) -> int:
 
 
 def _row(worker: str) -> int:
-    """Of an engine; those of the run and the learner come first."""
+    """Return the row of an engine; the rows of the run and the learner come first."""
     return 2 + int(worker.rsplit("-", 1)[-1])
 
 
 def _names(header: str) -> dict[int, str]:
-    """Rows and their names; none of a header that cannot be read."""
+    """Return the names of the rows; empty if the header cannot be read."""
     try:
         events = json.loads(f"{header.rstrip().rstrip(',')}]")
     except ValueError:
@@ -220,7 +222,7 @@ def _names(header: str) -> dict[int, str]:
 
 
 def _events_of(line: str) -> list[dict[str, Any]] | None:
-    """Those of a step, which begin with its first stage; None of a line that is torn."""
+    """Return the events of an RL step, its first stage first; None if the line is torn."""
     if not line.endswith(",\n"):
         return None
     try:
@@ -232,7 +234,7 @@ def _events_of(line: str) -> list[dict[str, Any]] | None:
 
 
 def read_timeline(path: Path) -> list[StepTimeline]:
-    """All steps of a file; one that is just being written is left out."""
+    """Return all RL steps of a file but one that is just being written."""
     if not path.exists():
         return []
     header, *lines = path.read_text().splitlines(keepends=True) or [""]
@@ -261,7 +263,7 @@ def _read_step(events: Sequence[Mapping[str, Any]], names: Mapping[int, str]) ->
 
 
 def worker_seconds(timelines: Iterable[StepTimeline]) -> dict[str, dict[str, float]]:
-    """Seconds of every worker in every state, over all steps."""
+    """Return the seconds of every worker in every state, over all RL steps."""
     total: dict[str, dict[str, float]] = {}
     for timeline in timelines:
         for state in STATES:

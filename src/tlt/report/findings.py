@@ -1,6 +1,6 @@
-"""What holds a run back, in words, and what to change. Pure; every limit stands here.
+"""What holds a run back, and what to change. Pure; every threshold stands here.
 
-A finding comes from what was measured in the run, never from its settings alone.
+Each finding rests on measurements of the run, never on its settings alone.
 """
 
 from __future__ import annotations
@@ -16,32 +16,38 @@ UPDATE_SHARE = 0.50
 SYNC_SHARE = 0.15
 CHECKPOINT_SHARE = 0.10
 EVAL_SHARE = 0.25
-"""Shares of the time above which a stage is worth a word."""
+"""Shares of the run time above which a stage is reported."""
 TAIL = 0.30
-"""A rollout that spends less of its time in its tail has little to win there."""
+"""Smallest share of the rollout time in the tail that makes speculation worth a try."""
 EVEN = 2.0
-"""Longest response over the median, below which there is no tail."""
+"""Ratio of the longest to the median response below which there is no tail."""
 MIN_DRAFTS = 100
+"""Fewest drafts that say something about a drafter."""
 WEAK_LENGTH = 1.4
-"""Tokens per draft of a draft model below which drafting hardly pays anywhere."""
+"""Acceptance length of a draft model below which drafting hardly ever pays."""
 GAIN = 1.03
-"""Speculation that is not this much faster than none is not worth its cost."""
+"""Smallest speed-up that makes speculation worth its cost."""
 MIN_COMPARED_S = 0.3
+"""Fewest seconds of plain decoding to compare speculation with."""
 TRUNCATED_SHARE = 0.10
+"""Share of truncated responses above which the length limit is reported."""
 SIGNAL_SHARE = 0.10
+"""Share of groups with different rewards below which the missing signal is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
+    """One finding: what was measured, and what to change."""
+
     kind: str
     says: str
     change: str
     weight: float = 0.0
-    """About which share of the time is at stake."""
+    """Share of the run time at stake, estimated."""
 
 
 def findings(view: RunView) -> list[Bottleneck]:
-    """Everything that stands out, what matters most first; never empty."""
+    """Return all findings of a run, the costliest first; at least one."""
     whole, view = view, _warmed_up(view)
     found = [*_trust(whole), *(bottleneck for rule in RULES for bottleneck in rule(view))]
     if not found:
@@ -49,16 +55,16 @@ def findings(view: RunView) -> list[Bottleneck]:
         found = [
             Bottleneck(
                 "nothing",
-                f"Nothing stands out: rollout {shares.get('rollout', 0):.0%}, update "
-                f"{shares.get('update', 0):.0%} of the time.",
-                "More speed takes more devices, or a better drafter over a longer run.",
+                f"Nothing stands out: the rollout takes {shares.get('rollout', 0):.0%} of the "
+                f"time, the update {shares.get('update', 0):.0%}.",
+                "More speed takes more devices, or a longer run that improves the drafter.",
             )
         ]
     return sorted(found, key=lambda f: -f.weight)
 
 
 def _warmed_up(view: RunView) -> RunView:
-    """Without the first step, which also loads and compiles, if there are others."""
+    """Return the run without its first RL step, which loads and compiles, if there are others."""
     if len(view.records) < 3:
         return view
     first = view.records[0]["step"]
@@ -79,7 +85,7 @@ def _mean(view: RunView, name: str) -> float:
 
 
 def _trust(view: RunView) -> Iterator[Bottleneck]:
-    """Samples of another policy come before everything that is only slow."""
+    """Report samples of a wrong policy: these findings come before all that concern speed."""
     steps = _steps_with(view, "learner/gap_alarms")
     if steps:
         then = view.setting("alarm.then", "drop")
@@ -88,40 +94,41 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "gap_alarm",
             f"In {steps} engines and learner disagreed about the samples' probabilities far more "
             f"than before: the samples may come from another policy. They were {follows}.",
-            "See the log for engines that were mended or replaced in these steps. If there are "
-            "none, compare engine.engine_args with stock vLLM's, and report it.",
+            "See the log for engines that were repaired or replaced in these RL steps. If there "
+            "are none, compare engine.engine_args with stock vLLM's defaults, and file an issue.",
             2.0,
         )
     steps = _steps_with(view, "rollout/policy_mismatches")
     if steps:
         yield Bottleneck(
             "policy_mismatch",
-            f"In {steps} engines held another policy than the learner's after new weights. They "
-            "loaded it again or were replaced before the next engine step; no sample was affected.",
+            f"In {steps} engines held another policy than the learner's after a weight sync. The "
+            "engines loaded the weights again or were replaced before the next engine step; no "
+            "sample was affected.",
             "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
-            "report it.",
+            "file an issue.",
             1.5,
         )
 
 
 def _steps_with(view: RunView, name: str) -> str:
-    """Name the steps in which something was counted; empty when there is none."""
+    """Return the RL steps in which the metric is not 0, in words; empty if there are none."""
     steps = [
         f"{step:.0f}" for step, count in zip(*series(view.records, name), strict=True) if count
     ]
     shown = ", ".join(steps[:8]) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
-    return f"step{'s' if len(steps) > 1 else ''} {shown}" if steps else ""
+    return f"RL step{'s' if len(steps) > 1 else ''} {shown}," if steps else ""
 
 
 def _rewards(view: RunView) -> Iterator[Bottleneck]:
-    # The same stage also waits for trainers to stop.
+    # The stage also includes the wait for trainers to stop.
     released_s = sum(series(view.records, "harvest/release_s")[1])
     total_s = max(1e-9, sum(series(view.records, "time/step_s")[1]))
     share = _shares(view).get("reward_wait", 0.0) - released_s / total_s
     if share > REWARD_SHARE:
         yield Bottleneck(
             "reward_bound",
-            f"{share:.0%} of the time every sample is there and the run waits for rewards.",
+            f"The run waits for rewards, with all samples finished, {share:.0%} of the time.",
             f"Raise reward.num_workers (now {view.setting('reward.num_workers', 1)}), make the "
             f"reward faster, or lower reward.timeout_s "
             f"(now {view.setting('reward.timeout_s', 10.0):g}).",
@@ -146,8 +153,8 @@ def _learner(view: RunView) -> Iterator[Bottleneck]:
 def _stages(view: RunView) -> Iterator[Bottleneck]:
     shares = _shares(view)
     for kind, stage, limit, says, change in (
-        ("sync_bound", "sync", SYNC_SHARE, "bringing new weights into the engines",
-         "Fewer, larger steps: raise sampling.prompts_per_step."),
+        ("sync_bound", "sync", SYNC_SHARE, "weight syncs",
+         "Make RL steps fewer and larger: raise sampling.prompts_per_step."),
         ("checkpoint_bound", "checkpoint", CHECKPOINT_SHARE, "waiting for checkpoints",
          "Raise checkpoint.every_steps, or write to a faster disk."),
         ("eval_bound", "eval", EVAL_SHARE, "evaluation",
@@ -166,19 +173,19 @@ def _tail(view: RunView) -> Iterator[Bottleneck]:
     if found["longest_over_median"] < EVEN:
         yield Bottleneck(
             "no_tail",
-            f"Responses are of much the same length (median {found['median']:.0f}, longest "
-            f"{found['longest']:.0f} tokens): all engines are done at about the same time, with "
-            "full batches to the end. There is no tail to tame.",
-            "Speculation pays at small batches: more engines with fewer requests each, or more "
-            "tokens for hard problems (sampling.max_tokens).",
+            f"Responses have similar lengths (median {found['median']:.0f}, longest "
+            f"{found['longest']:.0f} tokens): all engines finish at about the same time, with "
+            "full batches to the end. There is no tail to shorten.",
+            "Speculation pays at small batches: run more engines with fewer requests each, or "
+            "allow more tokens for hard problems (sampling.max_tokens).",
             0.2 * rollout,
         )
     elif share > TAIL and view.setting("tlt.enabled", False) is False and not _speculates(view):
         reach = reclaimed(view)
         yield Bottleneck(
             "no_speculation",
-            f"{share:.0%} of the rollout is its tail, with at most an eighth of the requests "
-            f"running and nobody speculating; workers were idle for {reach['idle_s']:.0f} s.",
+            f"{share:.0%} of the rollout time is tail: at most an eighth of the requests run, and "
+            f"no engine speculates. Workers were idle for {reach['idle_s']:.0f} s.",
             "Set tlt.enabled = true.",
             share * rollout,
         )
@@ -189,7 +196,7 @@ def _speculates(view: RunView) -> bool:
 
 
 def _drafter(view: RunView) -> Iterator[Bottleneck]:
-    # The later half: what it was like before it was trained is past.
+    # Only the later half of the run: the drafter may have been trained since.
     found = arms(replace(view, timelines=view.timelines[len(view.timelines) // 2 :]))
     model = [of for name, of in found.items() if name.startswith("eagle3")]
     drafts, accepted = sum(of["drafts"] for of in model), sum(of["accepted"] for of in model)
@@ -198,24 +205,25 @@ def _drafter(view: RunView) -> Iterator[Bottleneck]:
     length = 1 + accepted / drafts
     if length < WEAK_LENGTH:
         used = sum(of["seconds"] for of in model) / sum(of["seconds"] for of in found.values())
-        advice = "Give it time: harvest improves it while workers are idle."
+        advice = "Let the run go on: idle workers train the drafter."
         if not view.setting("tlt.enabled"):
-            advice = "Set tlt.enabled = true: idle workers train it."
+            advice = "Set tlt.enabled = true: idle workers then train the drafter."
         elif not view.setting("tlt.harvest", True):
-            advice = "Set tlt.harvest = true: idle workers train it."
+            advice = "Set tlt.harvest = true: idle workers then train the drafter."
         elif not view.setting("debug.publish_drafters", True):
             advice = "Set debug.publish_drafters = true: engines then get what idle workers train."
         yield Bottleneck(
             "weak_drafter",
-            f"The drafter is too weak: {length:.2f} tokens per draft, of which one comes anyway.",
-            f"{advice} Or start from one that is trained for this policy: `tlt drafter train`, "
-            "then engine.drafter.",
+            f"The drafter is too weak: its acceptance length is {length:.2f} tokens per draft, of "
+            "which one comes without it.",
+            f"{advice} Or start from a drafter trained for this policy: run `tlt drafter train` "
+            "and set engine.drafter.",
             0.05 + 0.4 * _shares(view).get("rollout", 0.0) * used,
         )
 
 
 def _hardware(view: RunView) -> Iterator[Bottleneck]:
-    """Speculation against plain decoding, at the same number of requests, in the same run."""
+    """Compare speculation with plain decoding of as many requests in the same run."""
     speeds = _speeds(view)
     speculating_s = compared_s = made = plainly = 0.0
     for (arm, running), (seconds, tokens) in speeds.items():
@@ -227,22 +235,22 @@ def _hardware(view: RunView) -> Iterator[Bottleneck]:
             compared_s += seconds
             made += tokens
             plainly += seconds * plain[1] / plain[0]
-    # Where an adaptive policy gains, it leaves little to compare with: then nothing is said.
+    # Where speculation pays, an adaptive strategy hardly ever decodes plainly: no comparison.
     if compared_s < max(MIN_COMPARED_S, speculating_s / 2):
         return
     if made < GAIN * plainly:
         yield Bottleneck(
             "speculation_does_not_pay",
-            f"Speculation does not pay on this hardware: it made {made / plainly:.2f}x the tokens "
-            "of plain decoding with as many requests.",
-            "If the acceptance length is above 2, verifying costs too much here: leave it off "
-            "(tlt.enabled = false). If not, train the drafter further.",
+            "Speculation does not pay on this hardware: with as many requests, it generated "
+            f"{made / plainly:.2f}x the tokens of plain decoding in the same time.",
+            "If the acceptance length is above 2, verification costs too much here: turn "
+            "speculation off (tlt.enabled = false). Otherwise train the drafter further.",
             0.3 * _shares(view).get("rollout", 0.0),
         )
 
 
 def _speeds(view: RunView) -> dict[tuple[str, int], tuple[float, float]]:
-    """Seconds and tokens of every arm at every number of running requests."""
+    """Return seconds and tokens of every arm at every number of running requests."""
     found: dict[tuple[str, int], tuple[float, float]] = {}
     for timeline in view.timelines:
         for spans in timeline.rows.values():
@@ -260,8 +268,8 @@ def _length_limit(view: RunView) -> Iterator[Bottleneck]:
         limit = view.setting("sampling.max_tokens", 0)
         yield Bottleneck(
             "too_little_room",
-            f"{share:.0%} of the responses were cut off at sampling.max_tokens = {limit}: their "
-            "rewards say little, and the tail is a wall.",
+            f"{share:.0%} of the responses were cut off at sampling.max_tokens = {limit}. Their "
+            "rewards say little, and many long requests end together.",
             "Raise sampling.max_tokens, and engine.engine_args.max_model_len with it (prompt + "
             "max_tokens + drafts must fit).",
             0.4 * share,
@@ -273,9 +281,9 @@ def _signal(view: RunView) -> Iterator[Bottleneck]:
     if share < SIGNAL_SHARE and view.setting("debug.forced_lengths") is None:
         yield Bottleneck(
             "no_signal",
-            f"Only {share:.0%} of the groups have different rewards: the others teach nothing.",
-            "Choose problems the policy solves sometimes (task.parameters), or start from `tlt "
-            "sft`.",
+            f"Only {share:.0%} of the groups have different rewards; the others give no gradient.",
+            "Choose problems that the policy sometimes solves (task.parameters), or start from "
+            "`tlt sft`.",
             0.1,
         )
 
@@ -286,9 +294,9 @@ def _losses(view: RunView) -> Iterator[Bottleneck]:
     if engines or learners:
         yield Bottleneck(
             "restarts",
-            f"{engines:.0f} engines and {learners:.0f} times the learner were lost and started "
-            "again; their work was done twice.",
-            "See the log for why; memory is the usual cause (engine.kv_cache_gib, "
+            f"Engines were lost and restarted {engines:.0f} times, the learner {learners:.0f} "
+            "times; their work was done twice.",
+            "See the log for the cause. It is usually memory (engine.kv_cache_gib, "
             "learner.row_tokens).",
             0.1,
         )

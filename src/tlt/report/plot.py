@@ -1,4 +1,4 @@
-"""The picture of a training run."""
+"""`run.png`: four panels that show a training run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from tlt.observe.metrics import STAGES
 from tlt.observe.summary import Record, series
 
-FEW_STEPS = 40  # a point for each step can be told apart
+FEW_STEPS = 40  # up to here, every RL step gets a marker
 
 
 def plot_run(records: list[Record], out: Path, title: str) -> Path:
-    """Rewards, response lengths, where the time goes, and speed, step by step."""
+    """Plot rewards, response lengths, stages and speed over the RL steps, and return the file."""
     if not records:
         raise ValueError("no step is recorded yet: there is nothing to plot")
     from matplotlib.ticker import MaxNLocator
@@ -30,7 +30,7 @@ def plot_run(records: list[Record], out: Path, title: str) -> Path:
     steps = [record["step"] for record in records]
     for panel in axes.flat:
         panel.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
-        panel.set_xlabel("step")
+        panel.set_xlabel("RL step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(title)
     figure.savefig(out, dpi=120)
@@ -41,24 +41,14 @@ def plot_run(records: list[Record], out: Path, title: str) -> Path:
 def _plot_reward(panel: Any, records: list[Record]) -> None:
     steps, values = series(records, "reward/mean")
     window = 2 * (len(values) // 40 + 1) + 1
-    panel.plot(
-        steps,
-        values,
-        color="C0",
-        alpha=0.35,
-        linewidth=1,
-        marker=_marker(values),
-        markersize=4,
-        label="each step",
-    )
-    panel.plot(
-        steps, smoothed(values, window), color="C0", linewidth=2, label=f"mean of {window} steps"
-    )
+    faint = {"color": "C0", "alpha": 0.35, "linewidth": 1, "markersize": 4}
+    panel.plot(steps, values, marker=_marker(values), label="each RL step", **faint)
+    label = f"mean of {window} RL steps"
+    panel.plot(steps, smoothed(values, window), color="C0", linewidth=2, label=label)
     steps, values = series(records, "eval/reward_mean")
     if values:
-        panel.plot(
-            steps, values, color="C1", linestyle="--", marker="D", markersize=5, label="held out"
-        )
+        dashed = {"color": "C1", "linestyle": "--", "marker": "D", "markersize": 5}
+        panel.plot(steps, values, label="held out", **dashed)
     panel.set_ylabel("reward")
     panel.set_title("Reward")
     panel.grid(alpha=0.25)
@@ -78,7 +68,7 @@ def _plot_lengths(panel: Any, records: list[Record]) -> None:
 
 def _plot_stages(panel: Any, records: list[Record]) -> None:
     steps = [record["step"] for record in records]
-    # A record's bar reaches to the next one's.
+    # Each bar reaches to the next record's bar.
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     below = [0.0] * len(records)
     for index, stage in enumerate(STAGES):
@@ -110,8 +100,8 @@ def _plot_speed(panel: Any, records: list[Record]) -> None:
         steps, values = series(records, "learner/gap_mean")
         panel.plot(steps, values, color="C4", marker=_marker(values), markersize=3)
         panel.set_ylim(0, max(values, default=0) * 1.1 or 1)
-        panel.set_ylabel("mean distance of log probabilities")
-        panel.set_title("Engines and learner apart")
+        panel.set_ylabel("mean log-probability gap")
+        panel.set_title("Gap between engines and learner")
         panel.grid(alpha=0.25)
 
 
@@ -127,7 +117,7 @@ def _plot_on_log_axis(
         panel.plot(steps, values, color=color, marker=_marker(values), markersize=3, label=label)
         shown += [value for value in values if value > 0]
     panel.set_yscale("log")
-    if shown:  # wide enough for one of 1, 2, 5 to be in it
+    if shown:  # wide enough for a tick at 1, 2 or 5
         panel.set_ylim(min(shown) / 1.6, max(shown) * 1.6)
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(StrMethodFormatter("{x:,.4g}"))
@@ -141,6 +131,6 @@ def _marker(values: list[float]) -> str:
 
 
 def smoothed(values: list[float], window: int) -> list[float]:
-    """Means over `window` values, an odd number, around each; over fewer at both ends."""
+    """Return means over `window` values (odd) around each value; over fewer at both ends."""
     half = window // 2
     return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]

@@ -1,156 +1,207 @@
-"""Small charts as SVG text, for pages that must work alone. Pure."""
+"""Charts as values, and the one function that draws them as SVG. Pure.
+
+A `Chart` says what to show, in the units of its axes; `draw` alone knows about pixels. Text and
+lines follow the reader's light or dark theme.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from xml.etree.ElementTree import Element
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 36
+MAX_DOTS = 40  # points of a longer line are not marked
 
-COLOURS = (
-    *("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6"),
-)
-
+INK = "currentColor"  # that of text: dark on a light page, light on a dark one
+COLOURS = ("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6")
 STYLE = (
-    "text{font:11px system-ui,sans-serif;fill:#3c434b}"
-    "line.rule{stroke:#e4e7ea}line.axis{stroke:#8d949c}"
+    "svg{color:#3c434b}text{font:11px system-ui,sans-serif;fill:currentColor}"
+    "line{stroke:currentColor}.rule{opacity:.15}.axis{opacity:.6}.mark{stroke-dasharray:3 3}"
+    "@media (prefers-color-scheme:dark){svg{color:#d5dae0}}"
 )
 
 Points = Sequence[tuple[float, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line through points. In `stairs`, each value holds until the next point."""
+
+    points: Points
+    colour: str
+    dashed: bool = False
+    stairs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A filled rectangle; `says` is its tooltip."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    colour: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis measures, and its range."""
+
+    label: str = ""
+    low: float = math.inf
+    high: float = -math.inf
+    log: bool = False
+    numbers_from: float = -math.inf
+    """Smallest value with a number beside it."""
+    names: Mapping[float, str] = field(default_factory=dict)
+    """Names that stand at values instead of numbers."""
+
+    def share(self, value: float) -> float:
+        """Return where a value lies between the ends, from 0 to 1."""
+        low, high, value = self.low, self.high, min(max(value, self.low), self.high)
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / ((high - low) or 1.0)
+
+    def labels(self, about: int) -> Mapping[float, str]:
+        """Return what to write at which values: the names, or about so many round numbers."""
+        low = max(self.low, self.numbers_from)
+        values = log_ticks(low, self.high) if self.log else ticks(low, self.high, about)
+        return self.names or {value: number(value) for value in values}
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
-    """A plot area with two axes. Draw with its methods, then take `svg()`."""
+    """A picture of data on two axes. A chart without data has no shapes; its note says why."""
 
-    def __init__(
-        self,
-        x: tuple[float, float],
-        y: tuple[float, float],
-        x_label: str,
-        y_label: str,
-        log_x: bool = False,
-        height: int = HEIGHT,
-        y_names: Mapping[float, str] | None = None,
-    ) -> None:
-        self._x, self._y, self._log_x = x, (y[0], y[1] if y[1] > y[0] else y[0] + 1), log_x
-        self._height = height
-        self._y_names = y_names
-        self._parts: list[str] = []
-        self._axes(x_label, y_label)
+    title: str
+    x: Axis = Axis()
+    y: Axis = Axis()
+    shapes: Sequence[Line | Box] = ()
+    legend: Mapping[str, str] = field(default_factory=dict)
+    """Names and their colours."""
+    marks: Mapping[float, str] = field(default_factory=dict)
+    """Labels of vertical lines, by their place on the x axis."""
+    note: str = ""
 
-    # --- where things are ---------------------------------------------------------------------
+    @property
+    def height(self) -> int:
+        """Pixels without the legend."""
+        return 60 + 26 * len(self.y.names) if self.y.names else HEIGHT
 
-    def at_x(self, value: float) -> float:
-        low, high = self._x
-        if self._log_x:
-            low, high, value = math.log(low), math.log(high), math.log(max(value, low))
-        share = (value - low) / (high - low) if high > low else 0.5
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
 
-    def at_y(self, value: float) -> float:
-        low, high = self._y
-        share = (min(max(value, low), high) - low) / (high - low)
-        return self._height - BOTTOM - share * (self._height - TOP - BOTTOM)
+def on_same_axes(charts: Sequence[Chart]) -> list[Chart]:
+    """Give charts of the same quantities the same ranges. Axes with names keep theirs."""
 
-    # --- drawing ------------------------------------------------------------------------------
+    def widened(axis: Axis, others: Sequence[Axis]) -> Axis:
+        low, high = min(other.low for other in others), max(other.high for other in others)
+        return axis if axis.names else replace(axis, low=low, high=high)
 
-    def line(self, points: Points, colour: str, dashed: bool = False, dots: bool = True) -> None:
-        shown = [(self.at_x(x), self.at_y(y)) for x, y in points if math.isfinite(y)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in shown)
-        dash = ' stroke-dasharray="5 4"' if dashed else ""
-        self._parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
-        )
-        if dots and len(shown) <= 40:
-            self._parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in shown
-            ]
+    xs, ys = [chart.x for chart in charts], [chart.y for chart in charts]
+    return [replace(chart, x=widened(chart.x, xs), y=widened(chart.y, ys)) for chart in charts]
 
-    def stairs(self, points: Points, end: float, colour: str) -> None:
-        """Each value holds until the next point; the last until `end`."""
-        corners: list[tuple[float, float]] = []
-        for (x, y), until in zip(points, [*(x for x, _ in points[1:]), end], strict=True):
-            corners += [(self.at_x(x), self.at_y(y)), (self.at_x(until), self.at_y(y))]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
-        self._parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        )
 
-    def box(self, x: tuple[float, float], y: tuple[float, float], colour: str, says: str) -> None:
-        left, right = sorted((self.at_x(x[0]), self.at_x(x[1])))
-        top, bottom = sorted((self.at_y(y[0]), self.at_y(y[1])))
-        self._parts.append(
-            f'<rect shape-rendering="crispEdges" x="{left:.1f}" y="{top:.1f}" '
-            f'width="{max(0.3, right - left):.1f}" height="{max(0.3, bottom - top):.1f}" '
-            f'fill="{colour}"><title>{escape(says)}</title></rect>'
-        )
+# --- drawing --------------------------------------------------------------------------------------
 
-    def mark(self, x: float, says: str) -> None:
-        """A vertical line with a word on it."""
-        at = self.at_x(x)
-        left = at > WIDTH * 0.6
-        self._parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{self._height - BOTTOM}" '
-            'stroke="#555" stroke-dasharray="3 3"/>'
-            f'<text x="{at + (-5 if left else 5):.1f}" y="{TOP + 11}" '
-            f'text-anchor="{"end" if left else "start"}">{escape(says)}</text>'
-        )
 
-    def svg(self, says: str, names: Mapping[str, str] | None = None) -> str:
-        """The picture, with names and their colours below it."""
-        legend, height = self._legend(names or {})
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-            f'aria-label="{escape(says)}"><style>{STYLE}</style>{"".join(self._parts)}{legend}</svg>'
-        )
+def element(tag: str, /, *inside: Element | str, **attributes: float | str) -> Element:
+    """Return an element of SVG or HTML. Attributes are written with `_` for `-`, and `class_`."""
+    found = Element(tag)
+    for name, value in attributes.items():
+        text = f"{value:.1f}" if isinstance(value, float) else str(value)
+        found.set(name.rstrip("_").replace("_", "-"), text)
+    found.text = "".join(piece for piece in inside if isinstance(piece, str))
+    found.extend(piece for piece in inside if not isinstance(piece, str))
+    return found
 
-    def _legend(self, names: Mapping[str, str]) -> tuple[str, int]:
-        parts, x, y = [], LEFT, self._height + 10
-        for name, colour in names.items():
-            width = 17 + round(6.3 * len(name)) + 12
-            if x > LEFT and x + width > WIDTH:
-                x, y = LEFT, y + 17
-            parts.append(
-                f'<rect x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{colour}"/>'
-                f'<text x="{x + 15}" y="{y}">{escape(name)}</text>'
-            )
-            x += width
-        return "".join(parts), y + 8 if names else self._height
 
-    # --- axes ---------------------------------------------------------------------------------
+def draw(chart: Chart) -> Element:
+    """Return the chart as an `svg` element, with its legend below it."""
+    legend, height = _legend(chart)
+    return element(
+        "svg", element("style", STYLE),
+        *(part for shape in chart.shapes for part in _parts(chart, shape)), *_axes(chart), *legend,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", role="img",
+        aria_label=chart.title,
+    )  # fmt: skip
 
-    def _axes(self, x_label: str, y_label: str) -> None:
-        bottom = self._height - BOTTOM
-        names = self._y_names or {v: number(v) for v in ticks(*self._y, 4)}
-        for value, name in names.items():
-            y = self.at_y(value)
-            if self._y_names is None:
-                self._parts.append(
-                    f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
-                    'class="rule"/>'
-                )
-            self._parts.append(
-                f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{escape(name)}</text>'
-            )
-        values = log_ticks(*self._x) if self._log_x else ticks(*self._x, 6)
-        for value in values:
-            x = self.at_x(value)
-            self._parts.append(
-                f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{number(value)}</text>'
-            )
-        self._parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}" class="axis"/>'
-            f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{self._height - 5}" text-anchor="middle">'
-            f"{escape(x_label)}</text>"
-            f'<text transform="translate(11 {(TOP + bottom) / 2}) rotate(-90)" '
-            f'text-anchor="middle">{escape(y_label)}</text>'
-        )
+
+def _x(chart: Chart, value: float) -> float:
+    return LEFT + chart.x.share(value) * (WIDTH - LEFT - RIGHT)
+
+
+def _y(chart: Chart, value: float) -> float:
+    return chart.height - BOTTOM - chart.y.share(value) * (chart.height - TOP - BOTTOM)
+
+
+def _parts(chart: Chart, shape: Line | Box) -> list[Element]:
+    if isinstance(shape, Line):
+        return _line(chart, shape)
+    left, right = (_x(chart, value) for value in shape.x)
+    bottom, top = (_y(chart, value) for value in shape.y)
+    size = {"width": max(0.3, right - left), "height": max(0.3, bottom - top)}
+    look = {"fill": shape.colour, "shape_rendering": "crispEdges"}
+    return [element("rect", element("title", shape.says), x=left, y=top, **size, **look)]
+
+
+def _line(chart: Chart, line: Line) -> list[Element]:
+    places = [(_x(chart, x), _y(chart, y)) for x, y in line.points if math.isfinite(y)]
+    dots = [] if line.stairs or len(places) > MAX_DOTS else places
+    if line.stairs:
+        places = [corner for a, b in pairwise(places) for corner in (a, (b[0], a[1]))]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    look = {"fill": "none", "stroke": line.colour, "stroke_width": "1.5" if line.stairs else "2"}
+    dash = {"stroke_dasharray": "5 4"} if line.dashed else {}
+    return [
+        element("polyline", points=path, **look, **dash),
+        *(element("circle", cx=x, cy=y, r=2.5, fill=line.colour) for x, y in dots),
+    ]
+
+
+def _axes(chart: Chart) -> list[Element]:
+    right, bottom = WIDTH - RIGHT, chart.height - BOTTOM
+    turned = f"translate(11 {(TOP + bottom) / 2}) rotate(-90)"
+    place = {"x": (LEFT + right) / 2, "y": chart.height - 5}
+    parts = [
+        element("line", class_="axis", x1=LEFT, x2=right, y1=bottom, y2=bottom),
+        element("text", chart.x.label, text_anchor="middle", **place),
+        element("text", chart.y.label, text_anchor="middle", transform=turned),
+    ]
+    for value, name in chart.x.labels(6).items():
+        x = _x(chart, value)
+        parts.append(element("text", name, text_anchor="middle", x=x, y=bottom + 15))
+    for value, name in chart.y.labels(4).items():
+        y = _y(chart, value)
+        parts.append(element("text", name, text_anchor="end", x=LEFT - 5, y=y + 4))
+        if not chart.y.names:
+            parts.append(element("line", class_="rule", x1=LEFT, x2=right, y1=y, y2=y))
+    for value, says in chart.marks.items():
+        x = _x(chart, value)
+        offset, anchor = (-5, "end") if x > WIDTH * 0.6 else (5, "start")
+        parts.append(element("line", class_="mark", x1=x, x2=x, y1=TOP, y2=bottom))
+        parts.append(element("text", says, x=x + offset, y=TOP + 11, text_anchor=anchor))
+    return parts
+
+
+def _legend(chart: Chart) -> tuple[list[Element], int]:
+    """Return the legend, and the height of the picture with it."""
+    parts, x, y = [], LEFT, chart.height + 10
+    for name, colour in chart.legend.items():
+        width = 17 + round(6.3 * len(name)) + 12
+        if x > LEFT and x + width > WIDTH:
+            x, y = LEFT, y + 17
+        parts.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, fill=colour))
+        parts.append(element("text", name, x=x + 15, y=y))
+        x += width
+    return parts, y + 8 if parts else chart.height
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from low to high."""
+    """Return about so many round numbers from low to high."""
     if not high > low:
         return [low]
     rough = (high - low) / about
@@ -161,12 +212,11 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten between low and high, or the powers alone."""
     found = [m * 10**e for e in range(-3, 8) for m in (1, 2, 5) if low <= m * 10**e <= high]
     return found if len(found) <= 8 else [v for v in found if f"{v:e}".startswith("1")]
 
 
 def number(value: float) -> str:
-    """As short as it can be read."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    """Return a number in three digits, or whole where it is large."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

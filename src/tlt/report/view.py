@@ -1,14 +1,13 @@
-"""What a run's folder says about it: the numbers behind `tlt report`. Reads files, nothing else.
+"""The numbers behind `tlt report`, from the files in a run's folder.
 
-`look_at` turns a folder into a `RunView`; everything that is shown, as a page, as JSON or in words,
-is computed from it.
+`look_at` reads a folder into a `RunView`. The page, the JSON and the findings are computed from it.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,24 +20,25 @@ from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline, worker_se
 from tlt.spans import Span
 
 TAIL_SHARE = 1 / 8
-"""A rollout is in its tail when no more than this share of its requests is left."""
+"""A rollout is in its tail while at most this share of its requests runs."""
 
 
 @dataclass(slots=True)
 class RunView:
-    """One run, as it lies on disk."""
+    """The records of one run."""
 
     name: str
     config: dict[str, Any]
     records: list[Record]
-    """Of steps; what was measured before the first is not among them."""
+    """One record per RL step, from step 1 on."""
     all_records: list[Record]
+    """All records, with the measurements before the first RL step."""
     lengths: list[int]
-    """Of all responses."""
+    """Tokens of every response."""
     timelines: list[StepTimeline] = field(default_factory=list)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """A setting of the run, by its dotted name."""
+        """Return a setting of the run by its dotted name."""
         found: Any = self.config
         for part in key.split("."):
             if not isinstance(found, dict) or part not in found:
@@ -48,7 +48,7 @@ class RunView:
 
 
 def look_at(folder: Path) -> RunView:
-    """Read a run. One that has not finished a step yet has nothing to show."""
+    """Read a run that has finished at least one RL step."""
     metrics = folder / "metrics.jsonl"
     if not (folder / "config.toml").exists() or not metrics.exists():
         raise ConfigError(
@@ -75,15 +75,14 @@ def look_at(folder: Path) -> RunView:
 
 
 def describe(view: RunView) -> dict[str, Any]:
-    """Everything that the report says in numbers, ready for JSON."""
-    records = view.records
+    """Return all numbers of the report, ready for JSON."""
     return {
         "name": view.name,
         "settings": settings(view),
-        **summary(records),
+        **summary(view.records),
         "stages": [
             {"stage": stage, "median_s": middle_s, "share": share}
-            for stage, middle_s, share in stage_table(records)
+            for stage, middle_s, share in stage_table(view.records)
         ],
         "lengths": lengths(view),
         "workers": worker_seconds(view.timelines),
@@ -96,6 +95,7 @@ def describe(view: RunView) -> dict[str, Any]:
 
 
 def settings(view: RunView) -> dict[str, Any]:
+    """Return the settings that distinguish runs most often."""
     keys = (
         *("policy.model", "task.name", "sampling.prompts_per_step", "sampling.group_size"),
         *("sampling.max_tokens", "pool.num_engines", "placement.kind", "tlt.enabled"),
@@ -105,6 +105,7 @@ def settings(view: RunView) -> dict[str, Any]:
 
 
 def lengths(view: RunView) -> dict[str, float]:
+    """Return the distribution of response lengths in a few numbers; empty without lengths."""
     ordered = sorted(view.lengths)
     if not ordered:
         return {}
@@ -119,11 +120,12 @@ def lengths(view: RunView) -> dict[str, float]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least this share of the values does not exceed."""
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def reclaimed(view: RunView) -> dict[str, float]:
-    """Idle seconds, and how many of them trained the drafter."""
+    """Return the idle seconds of all workers, and how many of them trained the drafter."""
     seconds = worker_seconds(view.timelines).values()
     idle_s = sum(worker["idle"] for worker in seconds)
     training_s = sum(worker["training"] for worker in seconds)
@@ -136,7 +138,7 @@ def reclaimed(view: RunView) -> dict[str, float]:
 
 
 def tail_share(view: RunView) -> float:
-    """Share of the rollouts' time with at most an eighth of the most requests running."""
+    """Return the share of the rollouts' time that is tail: few requests, after the peak."""
     tail_s = total_s = 0.0
     for timeline in view.timelines:
         for start_s, end_s in rollouts(timeline):
@@ -153,18 +155,17 @@ def tail_share(view: RunView) -> float:
 
 
 def rollouts(timeline: StepTimeline) -> list[tuple[float, float]]:
+    """Return start and end of every rollout of an RL step."""
     return [(start, end) for stage, start, end in timeline.stages if stage == "rollout"]
 
 
 def running(timeline: StepTimeline, start_s: float, end_s: float) -> list[tuple[float, float]]:
-    """(seconds since the start, requests that all engines run), from each moment on."""
+    """Return (seconds since the start, requests running from then on) of all engines together."""
     changes: dict[float, float] = {start_s: 0.0}
     for span in _generated(timeline):
         if span.start_s < end_s and span.end_s > start_s:
-            for at_s, change in (
-                (max(start_s, span.start_s), span.running),
-                (span.end_s, -span.running),
-            ):
+            begin_s = max(start_s, span.start_s)
+            for at_s, change in ((begin_s, span.running), (span.end_s, -span.running)):
                 changes[at_s] = changes.get(at_s, 0.0) + change
     curve: list[tuple[float, float]] = []
     count = 0.0
@@ -176,49 +177,37 @@ def running(timeline: StepTimeline, start_s: float, end_s: float) -> list[tuple[
 
 
 def _generated(timeline: StepTimeline) -> list[Span]:
-    return [
-        s
-        for w, spans in timeline.rows.items()
-        if w != LEARNER
-        for s in spans
-        if s.state == "generating"
-    ]
+    engines = (spans for worker, spans in timeline.rows.items() if worker != LEARNER)
+    return [span for spans in engines for span in spans if span.state == "generating"]
 
 
 def arms(view: RunView) -> dict[str, dict[str, float]]:
-    """What every way of decoding did: seconds, tokens, and tokens per draft."""
+    """Return seconds, tokens, drafts and acceptance length of every arm, the most used first."""
     found: dict[str, dict[str, float]] = {}
     for timeline in view.timelines:
         for span in _generated(timeline):
-            arm = found.setdefault(
-                span.arm, {"seconds": 0.0, "tokens": 0, "drafts": 0, "accepted": 0}
-            )
-            arm["seconds"] += span.seconds
-            arm["tokens"] += span.tokens
-            arm["drafts"] += span.drafts
-            arm["accepted"] += span.accepted
+            names = ("seconds", "tokens", "drafts", "accepted")
+            arm = found.setdefault(span.arm, dict.fromkeys(names, 0))
+            for name in names:
+                arm[name] += getattr(span, name)
     for arm in found.values():
         arm["acceptance_length"] = 1 + arm["accepted"] / arm["drafts"] if arm["drafts"] else 1.0
     return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))
 
 
 def drafters(view: RunView) -> list[dict[str, float]]:
-    """The drafters that engines got, with the step that used each first."""
+    """Return the drafters that engines used, each with the first RL step that used it."""
     found: list[dict[str, float]] = []
     for record in view.records:
         version = record.get("drafter_version", 0)
+        length = record.get("harvest/held_out_length", 0.0)
         if not found or found[-1]["version"] != version:
-            found.append(
-                {
-                    "version": version,
-                    "step": record["step"],
-                    "held_out_length": record.get("harvest/held_out_length", 0.0),
-                }
-            )
+            found.append({"version": version, "step": record["step"], "held_out_length": length})
     return found if len(found) > 1 or found[0]["version"] else []
 
 
 def harvest(view: RunView) -> dict[str, float]:
+    """Return the totals of harvest over the run; empty for a run without harvest."""
     if not any("harvest/used_s" in record for record in view.records):
         return {}
     names = ("idle_s", "coverable_s", "used_s", "trained_tokens", "published", "refused", "faults")
@@ -229,29 +218,22 @@ def harvest(view: RunView) -> dict[str, float]:
 
 
 def compare(base: RunView, other: RunView) -> dict[str, Any]:
-    """How much faster the other run is, step by step where both have the step.
+    """Return how much faster the other run is, over the RL steps that both runs have.
 
-    Where lengths differ by chance, `rollout_per_token` is the fair figure.
+    Where response lengths differ by chance, `rollout_per_token` is the fair figure.
     """
     theirs = {record["step"]: record for record in other.records}
     pairs = [(r, theirs[r["step"]]) for r in base.records if r["step"] in theirs]
 
-    def ratios(value: Any) -> dict[str, float]:
-        found = sorted(
-            value(mine) / value(yours)
-            for mine, yours in pairs
-            if value(mine) > 0 and value(yours) > 0
-        )
+    def ratios(value: Callable[[Record], float]) -> dict[str, float]:
+        values = [(value(mine), value(yours)) for mine, yours in pairs]
+        found = sorted(mine / yours for mine, yours in values if mine > 0 and yours > 0)
         if not found:
             return {}
-        return {
-            "median": median(found),
-            "low": quantile(found, 0.1),
-            "high": quantile(found, 0.9),
-        }
+        low, high = quantile(found, 0.1), quantile(found, 0.9)
+        return {"median": median(found), "low": low, "high": high}
 
-    total = [sum(series([r for r, _ in pairs], "time/step_s")[1])]
-    total.append(sum(series([r for _, r in pairs], "time/step_s")[1]))
+    total = [sum(series(run, "time/step_s")[1]) for run in zip(*pairs, strict=True)] or [0.0, 0.0]
     return {
         "base": base.name,
         "run": other.name,

@@ -15,9 +15,10 @@ import tomli_w
 from tlt.errors import ConfigError
 from tlt.observe.record import MetricsLog, StepLog
 from tlt.observe.timeline import TimelineLog, step_timeline
+from tlt.report.charts import charts_of, comparison
 from tlt.report.findings import findings
-from tlt.report.page import as_html, as_json
-from tlt.report.svg import Chart, log_ticks, number, ticks
+from tlt.report.page import as_html, as_json, pictures
+from tlt.report.svg import Box, Line
 from tlt.report.view import compare, describe, look_at, running, tail_share
 from tlt.spans import Span
 
@@ -74,7 +75,8 @@ def make(tmp_path: Path) -> Run:
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        settings = {"run": {"out": name}, "tlt": {"enabled": False}} | (config or {})
+        settings: dict[str, Any] = {"run": {"out": name}, "tlt": {"enabled": False}}
+        settings |= config or {}
         (folder / "config.toml").write_text(tomli_w.dumps(settings))
         metrics, lines = MetricsLog(folder / "metrics.jsonl"), StepLog(folder / "lengths.jsonl")
         log = TimelineLog(folder / "timeline.json", ["engine-0", "engine-1"])
@@ -151,9 +153,9 @@ def test_samples_of_another_policy_come_first(make: Run) -> None:
     view.records[3] |= {"learner/gap_alarms": 1}
     found = findings(view)
     assert [f.kind for f in found[:3]] == ["gap_alarm", "policy_mismatch", "reward_bound"]
-    assert "In steps 1, 4 engines and learner disagreed" in found[0].says
+    assert "In RL steps 1, 4, engines and learner disagreed" in found[0].says
     assert "They were not trained on." in found[0].says
-    assert "In step 1 engines held another policy" in found[1].says
+    assert "In RL step 1, engines held another policy" in found[1].says
     trained = replace(view, config={"alarm": {"then": "warn"}})
     assert "They were trained on all the same." in findings(trained)[0].says
 
@@ -223,18 +225,46 @@ def test_json_says_what_the_page_says(make: Run) -> None:
 # --- charts ---------------------------------------------------------------------------------------
 
 
-def test_round_numbers_on_axes() -> None:
-    assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
-    assert ticks(3, 3, 4) == [3]
-    assert log_ticks(10, 1000) == [10, 20, 50, 100, 200, 500, 1000]
-    assert number(12345.0) == "12,345"
+def test_charts_hold_what_was_measured(make: Run) -> None:
+    view = look_at(make())
+    (charts,) = charts_of([view])
+    curve, *strips = charts["rollout"].shapes
+    assert isinstance(curve, Line)
+    assert [(round(at, 3), count) for at, count in curve.points] == [(0, 32), (2, 1), (10, 1)]
+    assert len(strips) == 3  # two arms of one engine, one of the other
+    boxes = [shape for shape in charts["stages"].shapes if isinstance(shape, Box)]
+    assert max(box.y[1] for box in boxes) == pytest.approx(view.records[0]["time/step_s"])
+    assert list(charts["stages"].legend) == ["rollout", "reward wait", "update", "sync", "other"]
+    assert list(charts["workers"].y.names.values()) == ["engine-0", "engine-1"]
+    assert charts["lengths"].marks == {40: "median 40", 600: "95%: 600"}
+    assert sum(box.y[1] for box in charts["lengths"].shapes if isinstance(box, Box)) == 4 * 16
+    (reward,) = charts["reward"].shapes
+    assert isinstance(reward, Line)
+    assert [y for _, y in reward.points] == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
-def test_charts_stay_within_their_area() -> None:
-    chart = Chart((0, 10), (0, 1), "x", "y")
-    assert chart.at_y(5) == chart.at_y(1)
-    assert chart.at_x(0) < chart.at_x(10)
-    assert "<svg" in chart.svg("a chart")
+def test_runs_that_are_compared_have_the_same_axes(make: Run) -> None:
+    views = [look_at(make("off")), look_at(make("tlt", time__rollout_s=5.0, steps=6))]
+    slow, fast = charts_of(views)
+    for name, chart in slow.items():
+        assert fast[name].x == chart.x, name
+        assert fast[name].y == chart.y, name
+    assert slow["rollout"].x.high == pytest.approx(10)
+    seconds, reward = comparison(views)
+    assert [len(line.points) for line in seconds.shapes if isinstance(line, Line)] == [4, 6]
+    assert list(reward.legend) == ["off", "tlt"]
+    assert set(pictures(views)) == {f"{run}-{name}.svg" for run in ("off", "tlt") for name in slow}
+
+
+def test_a_chart_without_data_says_why(make: Run) -> None:
+    folder = make("bare")
+    (folder / "timeline.json").unlink()
+    views = [look_at(folder), look_at(make("whole"))]
+    bare, whole = charts_of(views)
+    assert not bare["rollout"].shapes
+    assert "metrics.timeline = true" in bare["rollout"].note
+    assert whole["rollout"].x.high == pytest.approx(10)
+    assert "bare-rollout.svg" not in pictures(views)
 
 
 # --- what holds a run back ------------------------------------------------------------------------

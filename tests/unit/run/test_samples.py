@@ -23,13 +23,14 @@ from tlt.tasks.rewards import Reward
 PROBLEMS = [Problem(f"p{number}", str(number), "") for number in range(12)]
 
 
-def config(**sampling: Any) -> TrainConfig:
+def config(forced_lengths: Any = None, **sampling: Any) -> TrainConfig:
     return TrainConfig.model_validate(
         {
             "run": {"out": "out", "num_steps": 1, "seed": 3},
             "policy": {"model": "model"},
             "task": {"name": "gcd"},
             "sampling": {"prompts_per_step": 12, "group_size": 11, "max_tokens": 64, **sampling},
+            "debug": {"forced_lengths": forced_lengths},
         }
     )
 

@@ -1,0 +1,207 @@
+"""The charts of a report: from the numbers of runs to `Chart` values. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from tlt.contracts import OFF, Arm
+from tlt.observe.metrics import STAGES
+from tlt.observe.summary import series, stage_table
+from tlt.observe.timeline import LEARNER, StepTimeline
+from tlt.report.svg import COLOURS, INK, Axis, Box, Chart, Line, Points, on_same_axes
+from tlt.report.view import RunView, drafters, lengths, rollouts, running, tail_share
+from tlt.spans import STATES
+
+GREY = "#c4c7cc"
+STAGE_COLOURS = dict(zip(STAGES, COLOURS, strict=False)) | {"other": GREY}
+_STATES = ("#3b6fb6", "#4b9d5b", "#e5e0d3", "#e08a2e", "#b6455b", GREY, "#666a70")
+STATE_COLOURS = dict(zip(STATES, _STATES, strict=True))
+ARM_COLOURS = {"off": GREY, "ngram": "#e08a2e", "eagle3": "#4b9d5b"}
+SHADES = (0.45, 0.6, 0.75, 0.9, 1.0)  # strength of an arm's colour, by its draft tokens
+MAX_BARS = 300  # longer runs show every second RL step, or fewer
+MAX_STRIPS, MAX_WORKERS, NUM_BINS = 6, 12, 24
+NO_TIMELINE = "Nothing to show: only runs with metrics.timeline = true have a timeline.json."
+
+
+def charts_of(views: Sequence[RunView]) -> list[dict[str, Chart]]:
+    """Return the charts of every run by name. Charts of the same name have the same axes."""
+    makers = {"stages": _stages, "rollout": _rollout, "workers": _workers}
+    makers |= {"lengths": _lengths, "acceptance": _acceptance, "reward": _reward}
+    columns = [on_same_axes([make(view) for view in views]) for make in makers.values()]
+    return [dict(zip(makers, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def comparison(views: Sequence[RunView]) -> list[Chart]:
+    """Return the charts that show all runs at once."""
+    runs = list(zip(views, COLOURS, strict=False))
+
+    def lines(name: str) -> dict[str, Line]:
+        return {view.name: Line(_points(view, name), colour) for view, colour in runs}
+
+    return [
+        _over_steps("Seconds of an RL step", "seconds", lines("time/step_s")),
+        _over_steps("Reward", "mean reward", lines("reward/mean")),
+    ]
+
+
+def _stages(view: RunView) -> Chart:
+    boxes = []
+    for record in view.records[:: len(view.records) // MAX_BARS + 1]:
+        step, below = record["step"], 0.0
+        for stage in STAGES:
+            seconds = max(0.0, record.get(f"time/{stage}_s", 0.0))
+            if seconds:
+                says = f"RL step {step:.0f}: {stage.replace('_', ' ')} {seconds:.2f} s"
+                x, y = (step - 0.42, step + 0.42), (below, below + seconds)
+                boxes.append(Box(x, y, STAGE_COLOURS[stage], says))
+                below += seconds
+    first, last = view.records[0]["step"], view.records[-1]["step"]
+    top = max((box.y[1] for box in boxes), default=1.0)
+    used = [stage for stage, _, _ in stage_table(view.records)]
+    return Chart(
+        "Where the seconds of an RL step go",
+        Axis("RL step", first - 0.5, last + 0.5),
+        Axis("seconds", 0, top),
+        boxes,
+        {stage.replace("_", " "): STAGE_COLOURS[stage] for stage in used},
+    )
+
+
+def _typical(view: RunView) -> StepTimeline | None:
+    """Return the RL step whose rollout took the median time."""
+    timed = [timeline for timeline in view.timelines if rollouts(timeline)]
+    timed.sort(key=lambda timeline: sum(end - start for start, end in rollouts(timeline)))
+    return timed[len(timed) // 2] if timed else None
+
+
+def _rollout(view: RunView) -> Chart:
+    title = "Running requests of one rollout, and the arms that engines used"
+    timeline = _typical(view)
+    if timeline is None:
+        return Chart(title, note=NO_TIMELINE)
+    start_s, end_s = rollouts(timeline)[0]
+    curve = running(timeline, start_s, end_s)
+    most = max((count for _, count in curve), default=1.0)
+    strip = most * 0.09
+    engines = [worker for worker in timeline.rows if worker != LEARNER][:MAX_STRIPS]
+    boxes, shown = [], {}
+    for place, worker in enumerate(engines):
+        top = -strip * (place + 0.5)
+        for span in timeline.rows[worker]:
+            begin, end = max(span.start_s, start_s), min(span.end_s, end_s)
+            if span.state == "generating" and end > begin:
+                shown[span.arm] = _arm_colour(span.arm)
+                says = f"{worker}: {span.arm}, {span.running:.0f} running"
+                x, y = (begin - start_s, end - start_s), (top - strip * 0.8, top)
+                boxes.append(Box(x, y, shown[span.arm], says))
+    below = "one strip per engine shows" if len(engines) > 1 else "a strip shows"
+    return Chart(
+        title,
+        Axis("seconds since the rollout began", 0, end_s - start_s),
+        Axis("running requests", -strip * (len(engines) + 0.5), most, numbers_from=0),
+        [Line([*curve, (end_s - start_s, curve[-1][1])], INK, stairs=True), *boxes],
+        dict(sorted(shown.items())),
+        note=f"RL step {timeline.step}. Below the curve, {below} the drafter and its draft length.",
+    )
+
+
+def _arm_colour(text: str) -> str:
+    arm = Arm.parse(text)
+    base = ARM_COLOURS.get(arm.drafter, "#7a62b3")
+    if arm == OFF:
+        return base
+    share = SHADES[min(len(SHADES) - 1, arm.num_draft_tokens - 1)]
+    parts = [int(base[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(255 - (255 - part) * share):02x}" for part in parts)
+
+
+def _workers(view: RunView) -> Chart:
+    title = "What every worker did in that RL step"
+    timeline = _typical(view)
+    if timeline is None:
+        return Chart(title, note=NO_TIMELINE)
+    workers = list(timeline.rows)[:MAX_WORKERS]
+    boxes, used = [], set()
+    for place, worker in enumerate(workers):
+        top = len(workers) - place
+        for span in timeline.rows[worker]:
+            used.add(span.state)
+            x = span.start_s - timeline.start_s, span.end_s - timeline.start_s
+            says = f"{worker}: {span.state} {span.seconds:.2f} s"
+            boxes.append(Box(x, (top - 0.82, top - 0.1), STATE_COLOURS[span.state], says))
+    names = {len(workers) - place - 0.46: worker for place, worker in enumerate(workers)}
+    return Chart(
+        title,
+        Axis("seconds since the RL step began", 0, timeline.end_s - timeline.start_s),
+        Axis("", 0, len(workers), names=names),
+        boxes,
+        {state: STATE_COLOURS[state] for state in STATES if state in used},
+        note=f"RL step {timeline.step}. ui.perfetto.dev shows the whole run: open timeline.json.",
+    )
+
+
+def _lengths(view: RunView) -> Chart:
+    title = "Response lengths"
+    if not view.lengths:
+        return Chart(title, note="Nothing to show: the run has no lengths.jsonl.")
+    found = lengths(view)
+    middle, tail_from = found["median"], found["p95"]
+    low, high = max(1, min(view.lengths)), max(view.lengths) + 1
+    width = math.log(high / low) / NUM_BINS
+    places = (int(math.log(max(tokens, low) / low) / width) for tokens in view.lengths)
+    counts = Counter(min(NUM_BINS - 1, place) for place in places)
+    boxes = []
+    for place, count in sorted(counts.items()):
+        left, right = low * math.exp(place * width), low * math.exp((place + 1) * width)
+        colour = COLOURS[3 if left >= tail_from else 0]
+        boxes.append(Box((left, right), (0, count), colour, f"{left:.0f} to {right:.0f}: {count}"))
+    marks = {middle: f"median {middle:.0f}"}
+    if tail_from > middle * 1.3:
+        marks[tail_from] = f"95%: {tail_from:.0f}"
+    return Chart(
+        title,
+        Axis("tokens", low, high, log=True),
+        Axis("responses", 0, max(counts.values())),
+        boxes,
+        marks=marks,
+        note=f"The longest response has {found['longest']:,} tokens, "
+        f"{found['longest_over_median']:.1f}x the median. For {tail_share(view):.0%} of the "
+        "rollout time, at most an eighth of the requests ran.",
+    )
+
+
+def _acceptance(view: RunView) -> Chart:
+    lines = {"": Line(_points(view, "rollout/acceptance_length"), COLOURS[0])}
+    new = {d["step"]: f"v{d['version']:.0f}" for d in drafters(view) if d["version"]}
+    chart = _over_steps("Acceptance length", "tokens per draft", lines, low=1.0, high=2.0)
+    return replace(chart, legend={}, marks=new)
+
+
+def _reward(view: RunView) -> Chart:
+    lines = {"samples": Line(_points(view, "reward/mean"), COLOURS[0])}
+    held_out = list(zip(*series(view.all_records, "eval/reward_mean"), strict=True))
+    if held_out:
+        lines["held out"] = Line(held_out, COLOURS[1], dashed=True)
+    return _over_steps("Reward", "mean reward", lines)
+
+
+def _points(view: RunView, name: str) -> Points:
+    return list(zip(*series(view.records, name), strict=True))
+
+
+def _over_steps(
+    title: str, label: str, lines: Mapping[str, Line], low: float = 0.0, high: float = 0.0
+) -> Chart:
+    """Return a chart of named lines over RL steps whose y axis covers `low` to `high` at least."""
+    points = [point for line in lines.values() for point in line.points] or [(1.0, low)]
+    steps, values = [x for x, _ in points], [y for _, y in points]
+    return Chart(
+        title,
+        Axis("RL step", min(steps) - 0.5, max(steps) + 0.5),
+        Axis(label, min(low, *values), max(high, 1.05 * max(values)) or 1.0),
+        [*lines.values()],
+        {name: line.colour for name, line in lines.items()},
+    )
