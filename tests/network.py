@@ -40,7 +40,7 @@ class TwoHosts:
         self._link: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TwoHosts:
-        devices = []
+        devices: list[int] = []
         for name, address in zip(self._names, ADDRESSES, strict=True):
             device = f"tun{len(devices)}-{os.getpid()}"[:15]
             devices.append(_open_device(device))

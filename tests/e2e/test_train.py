@@ -36,8 +36,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
 def samples_made(record: dict[str, float]) -> dict[str, float]:
     """Everything of a step that is not about time, or about who died."""
-    skipped = ("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts")
-    skipped += ("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s")
+    skipped = (
+        *("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts"),
+        *("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s"),
+    )
     return {name: value for name, value in record.items() if not name.startswith(skipped)}
 
 
@@ -163,6 +165,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], wh
         time.sleep(0.05)
 
 
+def wait_for_step(step: int, run: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_for(lambda: len(records(run)) >= step, process, f"step {step}")
+
+
 def children(process: subprocess.Popen[bytes], title: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -191,8 +197,7 @@ def kill_in_rounds(
     run = policy / "runs" / name
     with running(policy, name) as process:
         for round_ in range(ROUNDS):
-            done = 1 + 4 * round_
-            wait_for(lambda done=done: len(records(run)) >= done, process, f"step {done}")
+            wait_for_step(1 + 4 * round_, run, process)
             wait_for(lambda: len(victims(process)) >= num_whole, process, "a victim")
             time.sleep(rng.uniform(0, 1))
             rng.choice(victims(process)).kill()
@@ -212,8 +217,7 @@ def test_killed_drivers_resume_and_end_exactly_as_undisturbed(
     run = policy / "runs" / "driver"
     for round_ in range(ROUNDS):
         with running(policy, "driver", "--resume" if round_ else "") as process:
-            done = 1 + 4 * round_
-            wait_for(lambda done=done: len(records(run)) >= done, process, f"step {done}")
+            wait_for_step(1 + 4 * round_, run, process)
             time.sleep(rng.uniform(0, 1.5))  # anywhere in a step
             os.kill(process.pid, signal.SIGKILL)
             process.wait()

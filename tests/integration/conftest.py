@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from engine_process import EngineProcess
 from workloads import TINY_ARGS, EngineFactory
 
@@ -93,12 +89,12 @@ def engines() -> Iterator[EngineFactory]:
     def start(
         environment: dict[str, str] | None = None, begin: bool = True, **settings: Any
     ) -> EngineProcess:
-        settings = {
+        defaults: dict[str, Any] = {
             "kv_cache_gib": 0.5,
             "engine_args": TINY_ARGS,
             "core_group": f"test-{len(running)}",
-        } | settings
-        engine = EngineProcess(EngineConfig(**settings), environment)
+        }
+        engine = EngineProcess(EngineConfig(**(defaults | settings)), environment)
         running.append(engine)
         if begin:
             engine.start()

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from tlt.config.reference import SECTIONS, reference
 from tlt.config.train import TrainConfig
@@ -21,7 +22,7 @@ def test_every_section_is_on_the_settings_page() -> None:
 
 
 @pytest.mark.parametrize("schema", [schema for _, schema in SECTIONS])
-def test_every_setting_is_documented(schema) -> None:  # type: ignore[no-untyped-def]
+def test_every_setting_is_documented(schema: type[BaseModel]) -> None:
     assert all(field.description for field in schema.model_fields.values())
 
 
@@ -48,7 +49,7 @@ def test_commands_exist(page: Path) -> None:
     commands = [line.split("#")[0].split()[1:] for line in lines if line.startswith("tlt ")]
     for words in commands:
         command = get_command(app)
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]
+        while words and words[0] in (known := getattr(command, "commands", {})):
+            command = known[words.pop(0)]
         options = {name for parameter in command.params for name in parameter.opts}
         assert {w for w in words if w.startswith("--")} <= options | {"--help"}, words

@@ -7,7 +7,7 @@ import pytest
 from tlt.cli.diagnosis import first_error
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig, written_out
-from tlt.hardware import compute_dtype, thread_environment, why_dtype
+from tlt.hardware import Dtype, compute_dtype, thread_environment, why_dtype
 
 AMX = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
 OLDER = frozenset({"avx2", "avx512f"})
@@ -22,9 +22,9 @@ def test_bfloat16_where_the_processor_multiplies_it() -> None:
 
 
 @pytest.mark.parametrize("choice", ["bfloat16", "float32"])
-def test_a_choice_of_the_user_stands(choice: str) -> None:
-    assert compute_dtype(choice, flags=AMX) == choice  # type: ignore[arg-type]
-    assert compute_dtype(choice, flags=OLDER) == choice  # type: ignore[arg-type]
+def test_a_choice_of_the_user_stands(choice: Dtype) -> None:
+    assert compute_dtype(choice, flags=AMX) == choice
+    assert compute_dtype(choice, flags=OLDER) == choice
 
 
 def test_the_reason_is_said() -> None:
