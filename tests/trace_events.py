@@ -8,9 +8,9 @@ from typing import Any
 
 
 def check_trace(path: Path, holes: int = 0) -> dict[str, dict[str, float]]:
-    """By the trace-event format alone: pairs match, rows never overlap and have no holes.
+    """Check that spans are closed and never overlap, and return the seconds of each row and state.
 
-    So many holes are allowed in each row. Returns seconds of every row in every state.
+    Each row may have up to `holes` holes.
     """
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
     names: dict[int, str] = {}

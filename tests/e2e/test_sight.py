@@ -40,7 +40,7 @@ SLOW_RUNS = {
     """'engine.strategy={kind="random",seed=0,arms=[["off",0],["ngram",24]]}'""",
     "too_little_room": "sampling.max_tokens=6 sampling.prompts_per_step=32",
 }
-"""Runs that are slow in one way each, and what must be said of them."""
+"""Findings that must come first, each with the settings of a run that is slow in that way."""
 
 
 @pytest.mark.parametrize("kind", SLOW_RUNS)
@@ -57,7 +57,7 @@ def test_what_holds_a_run_back_is_named(
     found = json.loads(tlt(f"report {run} --json", policy))["runs"][0]
     assert found["findings"][0]["kind"] == kind, found["findings"]
     assert found["findings"][0]["change"].split(".")[0] in tlt(f"doctor --run {run}", policy)
-    # Seconds by the file's own format are those of the report.
+    # The timeline file and the report agree about seconds.
     seconds = check_trace(run / "timeline.json")
     for worker, of in found["workers"].items():
         for state, value in of.items():
@@ -65,7 +65,7 @@ def test_what_holds_a_run_back_is_named(
 
 
 def test_two_runs_side_by_side(policy: Path) -> None:
-    """After the ones above: whatever they were, they can be compared."""
+    """Compare the runs of the tests above."""
     runs = [policy / "runs" / name for name in ("no_speculation", "weak_drafter")]
     output = tlt(f"report {runs[0]} {runs[1]} --out page.html", policy)
     assert "speed-up over no_speculation" in output

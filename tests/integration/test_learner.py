@@ -1,4 +1,4 @@
-"""The learner as Ray actors: ranks agree, states are captured, checkpoints give back what was."""
+"""The learner as Ray actors: ranks agree, states are captured, checkpoints restore the learner."""
 
 import os
 import random
@@ -79,7 +79,7 @@ async def weights(learner: LearnerGroup) -> dict[str, torch.Tensor]:
 
 
 async def train(learner: LearnerGroup, seeds: range, cut: int | None = None) -> list[float]:
-    """Updates, each batch handed over whole or in two parts; the gradients' norms."""
+    """Train on one batch per seed, handed over whole or in two parts; return the gradient norms."""
     norms = []
     for seed in seeds:
         samples = batch(seed)

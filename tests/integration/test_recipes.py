@@ -29,8 +29,8 @@ def cluster() -> Iterator[None]:
     import ray
     from ray.cluster_utils import Cluster
 
-    # A folder of its own: the cluster leaves its address there for any ray.init() to find, and
-    # other runs on this machine shall not. Short, because sockets are in it.
+    # A folder of its own: the cluster writes its address there, and other runs on this machine
+    # must not find it. A short path, because sockets are in it.
     folder = tempfile.mkdtemp(prefix="tlt-ray-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
@@ -73,7 +73,7 @@ def nodes_of_bundles() -> dict[int, str]:
 
 
 async def probe(options: dict[str, Any], **asked: float) -> tuple[str, list[str]]:
-    """Node and GPUs of an actor with these options; it stays until its bundle is released."""
+    """Return node and GPUs of a new actor, which stays until its bundle is released."""
     import ray
 
     class Probe:  # in here it travels by value: workers cannot import this file

@@ -80,7 +80,7 @@ def test_greedy_tokens_logprobs_and_ranks_by_hand() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_sequences_follow_the_target(temperature: float) -> None:
-    """60,000 requests with two drafts each: every position, by a chi-squared test."""
+    """Test every position of 60,000 requests with two drafts each, by chi-squared."""
     from scipy.stats import chisquare
 
     lean = sampler()

@@ -1,4 +1,4 @@
-"""What follows from the processor, and what is said of a process that failed."""
+"""Settings that depend on the processor, and the error shown for a failed process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rows of a token budget."""
+"""Packing of sequences into rows of a token budget."""
 
 import itertools
 import random
