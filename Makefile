@@ -36,8 +36,11 @@ lint:
 figures:
 	$(BIN)/python benchmarks/figures.py
 
+# mypy refuses two modules of one name, so each conftest has a run of its own.
 type:
 	$(BIN)/mypy
+	$(BIN)/mypy tests/unit/conftest.py
+	$(BIN)/mypy tests/integration/conftest.py
 
 # The site, in site/; a link that leads nowhere fails.
 docs:

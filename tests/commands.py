@@ -1,4 +1,4 @@
-"""The `tlt` command, as a user runs it, and what a run has recorded so far."""
+"""The `tlt` command as a user runs it, and the records of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tlt(arguments: str, cwd: Path) -> str:
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a run's metrics; none before it has written any."""
+    """Return the records of a run; none before the run has written a whole line."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

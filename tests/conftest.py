@@ -1,6 +1,6 @@
-"""Tests that run side by side have a core each, before torch starts its threads.
+"""Time limits that follow the machine's speed (`speed`), and one core for each parallel worker.
 
-Limits of time follow the machine's speed (`speed`).
+A worker is bound to its core before torch starts threads.
 """
 
 import os
@@ -10,7 +10,7 @@ import pytest
 from speed import limit, slowness
 
 TIMEOUT_S = 900.0
-"""No test may take longer, on a machine of the slowest kind meant."""
+"""Time limit of one test on the slowest supported kind of machine."""
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     _cores = sorted(os.sched_getaffinity(0))
@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"limits of time x {slowness():.1f}"
+    return f"time limits x {slowness():.1f}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

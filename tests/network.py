@@ -1,9 +1,9 @@
 """Two hosts on one machine: network namespaces, joined by a link that delays and can be cut.
 
-The link is a process that carries packets between a TUN device of each namespace, as slowly as it
-is told. A cut link loses packets without a word, as a pulled cable does. Needs root and `ip`.
+The link is a process that carries packets between a TUN device of each namespace, with a delay. A
+cut link drops packets silently, as a pulled cable does. Needs root and `ip`.
 
-    python network.py DELAY_S   # carries packets of the devices whose descriptors it inherits
+    python network.py DELAY_S DEVICE DEVICE   # DEVICE: an inherited file descriptor
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 def possible() -> bool:
-    """Whether this machine lets us make namespaces and devices."""
+    """Return whether this machine allows new namespaces and devices."""
     return bool(shutil.which("ip")) and os.geteuid() == 0 and os.access("/dev/net/tun", os.W_OK)
 
 
 class TwoHosts:
-    """Hosts 0 and 1, each with an address and a way to run commands there."""
+    """Hosts 0 and 1, each with its own address and its own commands."""
 
     def __init__(self, delay_s: float) -> None:
         self._names = [f"tlt-{os.getpid()}-{host}" for host in range(2)]
@@ -40,7 +40,7 @@ class TwoHosts:
         self._link: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TwoHosts:
-        devices = []
+        devices: list[int] = []
         for name, address in zip(self._names, ADDRESSES, strict=True):
             device = f"tun{len(devices)}-{os.getpid()}"[:15]
             devices.append(_open_device(device))
@@ -50,7 +50,7 @@ class TwoHosts:
                 f"-n {name} address add {address}/24 dev {device}",
                 f"-n {name} link set {device} mtu {PACKET_BYTES} up",
                 f"-n {name} link set lo up",
-                # Leads nowhere, but by it programs find out which address is theirs.
+                # Leads nowhere, but programs find their own address through it.
                 f"-n {name} route add default dev {device}",
             ):
                 subprocess.run(["ip", *command.split()], check=True)
@@ -83,11 +83,11 @@ class TwoHosts:
         self._link.stdin.flush()
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs it on that host."""
+        """Return the command line that runs `command` on a host."""
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def host_of(self, pid: int) -> int | None:
-        """Where a process runs; None for one that is on neither, or gone."""
+        """Return the host of a process; None if it is on neither host, or gone."""
         try:
             own = Path(f"/proc/{pid}/ns/net").stat().st_ino
         except OSError:
@@ -105,7 +105,7 @@ def _open_device(name: str) -> int:
 
 
 def carry(delay_s: float, devices: Sequence[int]) -> None:
-    """Packets from each device to the other, until killed or told by `x` and `o` on stdin."""
+    """Carry packets between two devices until stdin ends; `x` on stdin cuts, `o` mends."""
     waiting: deque[tuple[float, int, bytes]] = deque()
     is_cut = False
     while True:

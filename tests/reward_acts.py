@@ -1,4 +1,4 @@
-"""A reward that does what the response says. Workers import this module, so it stays light."""
+"""A reward that obeys the response. Workers import this module, so it stays light."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from tlt.tasks.gym import Problem
 
 
 class Awkward(Exception):
-    """Cannot be unpickled: it wants two arguments and says it has one."""
+    """Exception that cannot be unpickled: it needs two arguments and pickles one."""
 
     def __init__(self, one: str, two: str) -> None:
         super().__init__(one)
 
 
 def act(problem: Problem, response: str) -> float:
-    """A reward that does what the response says."""
+    """Do what the response says, and return the reward in it."""
     what, _, argument = response.partition(" ")
     if what == "hang":
         time.sleep(60)

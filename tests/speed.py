@@ -1,8 +1,7 @@
-"""How slow this machine is, and how much of the tests it is to run.
+"""The speed of this machine, and the time limits and sizes of tests.
 
-The speed is measured once, and limits of time follow it. A limit is written for the slowest kind of
-machine the tests are meant for, two quiet cores without bfloat16 instructions; `limit` stretches it
-where even less is to be had: a slower processor, or one that others use too.
+Time limits are written for the slowest supported kind of machine: two quiet cores without bfloat16
+instructions. `limit` stretches them on a slower or a busy machine. The speed is measured once.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import statistics
 import time
 
 QUIET_S = 0.12
-"""What `_work` takes on such a machine."""
+"""Seconds of `_work` on the slowest supported kind of machine."""
 KNOWN = "TLT_TEST_SLOWNESS"
 
 
 def _work() -> float:
-    """Some of what tests wait for: interpreted code and small matrix products; its seconds."""
+    """Return the seconds of typical work of tests: interpreted code and small matrix products."""
     import numpy as np
 
     matrix = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
@@ -31,8 +30,8 @@ def _work() -> float:
 
 
 def slowness() -> float:
-    """Return how many times as long things take here, at least 1."""
-    if KNOWN not in os.environ:  # child processes and workers of pytest-xdist inherit it
+    """Return how many times as long work takes on this machine, at least 1."""
+    if KNOWN not in os.environ:  # child processes and workers of pytest-xdist inherit the value
         measured_s = statistics.median(_work() for _ in range(5))
         os.environ[KNOWN] = str(max(1.0, measured_s / QUIET_S))
     return float(os.environ[KNOWN])
@@ -44,5 +43,5 @@ def by_size(gate: int, all_: int) -> int:
 
 
 def limit(seconds: float) -> float:
-    """Return a limit of time for this machine."""
+    """Return a time limit stretched for this machine."""
     return seconds * slowness()

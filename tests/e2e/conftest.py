@@ -11,7 +11,7 @@ from commands import tlt
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `models/tiny-sft` in it; runs go there too."""
+    """Return a folder that holds `models/tiny-sft`; runs go there too."""
     folder = tmp_path_factory.mktemp("train")
     tlt("models tiny --out models/tiny", folder)
     tlt(

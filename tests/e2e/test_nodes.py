@@ -25,7 +25,7 @@ PORT = 6399
 DELAY_S = 0.005
 FOLDER = Path(tempfile.gettempdir()) / f"tlt-nodes-{os.getpid()}"
 LIMIT_S = limit(240.0)
-"""No step may take longer, whatever happens to the other node."""
+"""Time limit of an RL step, whatever happens to the other node."""
 
 pytestmark = [
     pytest.mark.vllm,
@@ -42,14 +42,14 @@ RAY = {
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "5",
 }
-"""A node is given up after some 5 s of silence."""
+"""Ray gives up a node after about 5 s of silence."""
 
 
 @contextmanager
 def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
-    """A Ray node of one core; host 0 is the head."""
+    """Run a Ray node of one core on a host; host 0 is the head."""
     head = network.ADDRESSES[0]
-    # Its own folder: in the usual one it would tell others of this machine where the cluster is.
+    # A folder of its own: in the default one other programs of this machine would find the cluster.
     where = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={FOLDER}"]
     options = where if host == 0 else [f"--address={head}:{PORT}"]
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=1"]
@@ -80,7 +80,7 @@ def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
 
 
 def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Process]:
-    """Processes of this kind on a host."""
+    """Return the processes of a kind on a host."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -92,7 +92,7 @@ def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Pr
 
 
 class Training:
-    """A run on host 0."""
+    """A training run on host 0."""
 
     def __init__(self, hosts: network.TwoHosts, settings: str, folder: Path, run: Path) -> None:
         self._log = folder / "nodes.log"

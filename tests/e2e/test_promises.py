@@ -14,7 +14,7 @@ RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS = 10
 SETTINGS = f"{RECIPE} tlt.enabled=true run.num_steps={STEPS} debug.core_group=test-promises"
 NO_GAP = 1e-5
-"""Engines and learner in float32 differ by less, with the same weights."""
+"""Upper bound of the gap between engines and learner with equal float32 weights."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
@@ -41,9 +41,10 @@ def test_harvest_publishes_and_the_run_stays_on_its_policy(policy: Path) -> None
 def test_a_policy_that_drafter_swaps_change_is_caught(
     policy: Path, skipped: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's sharing of equal heads, left in: every swap writes into the policy.
+    """With vLLM's sharing of equal heads left in, every drafter swap writes into the policy.
 
-    The fingerprint finds it in the swap and mends it; without it, the gap does after the step.
+    The fingerprint finds and repairs the policy during the swap. Without the fingerprint, the gap
+    finds the damage after the RL step.
     """
     monkeypatch.setenv("TLT_COMPAT_SKIP", skipped)
     run = policy / "runs" / f"caught-{skipped.replace(',', '-')}"

@@ -23,7 +23,7 @@ def commands(page: str) -> list[str]:
 
 def test_what_readers_type_works(tmp_path: Path) -> None:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    # In the order in which a reader meets them, each once.
+    # Each command once, in the order in which a reader meets it.
     found = dict.fromkeys([*commands("docs/quickstart.md"), *commands("README.md")])
     assert len(found) >= 6
     printed = {}

@@ -57,7 +57,7 @@ def test_what_holds_a_run_back_is_named(
     found = json.loads(tlt(f"report {run} --json", policy))["runs"][0]
     assert found["findings"][0]["kind"] == kind, found["findings"]
     assert found["findings"][0]["change"].split(".")[0] in tlt(f"doctor --run {run}", policy)
-    # Seconds by the file's own format are those of the report.
+    # The timeline file and the report agree about seconds.
     seconds = check_trace(run / "timeline.json")
     for worker, of in found["workers"].items():
         for state, value in of.items():

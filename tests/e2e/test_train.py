@@ -20,24 +20,26 @@ from trace_events import check_trace
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 SEEDS = range(int(os.environ.get("TLT_SEEDS", "1")))
-"""Of the recipe that must learn; three take nine minutes."""
+"""Seeds of the recipe that must learn; three take nine minutes."""
 ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "1"))
-"""Kills of each kind; five take a quarter of an hour."""
+"""Kills of each kind of process; five take a quarter of an hour."""
 STEPS = by_size(gate=4 * ROUNDS, all_=4 * (ROUNDS + 1))
 SHORT = (
     f"run.num_steps={STEPS} sampling.prompts_per_step=8 sampling.group_size=4 "
     "sampling.seeded=true checkpoint.every_steps=1 eval.every_steps=0 "
     "pool.max_restarts=20 learner.max_restarts=20 debug.core_group=test-train"
 )
-"""Seeded and small: two runs of it are equal to the last bit."""
+"""Settings of a small seeded run: two such runs are bit-equal."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
 
 def samples_made(record: dict[str, float]) -> dict[str, float]:
-    """Everything of a step that is not about time, or about who died."""
-    skipped = ("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts")
-    skipped += ("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s")
+    """Return the metrics of a record that depend neither on time nor on restarts."""
+    skipped = (
+        *("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts"),
+        *("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s"),
+    )
     return {name: value for name, value in record.items() if not name.startswith(skipped)}
 
 
@@ -66,7 +68,7 @@ def test_reward_rises(policy: Path, seed: int) -> None:
 def test_separate_devices_stream_to_the_same_update(
     policy: Path, undisturbed: list[dict[str, float]]
 ) -> None:
-    """Gradients of complete groups, computed while others are generated, are the same sum."""
+    """Gradients of complete groups, computed during rollout, add up to the same sum."""
     tlt(
         f"train {RECIPE} run.out=runs/separate {SHORT} run.num_steps=3 pool.num_engines=1 "
         "placement.kind=separate learner.row_tokens=256",
@@ -163,6 +165,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], wh
         time.sleep(0.05)
 
 
+def wait_for_step(step: int, run: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_for(lambda: len(records(run)) >= step, process, f"step {step}")
+
+
 def children(process: subprocess.Popen[bytes], title: str) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -175,7 +181,7 @@ def children(process: subprocess.Popen[bytes], title: str) -> list[psutil.Proces
 
 
 def reward_workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Direct children that multiprocessing spawned."""
+    """Return the direct children that multiprocessing spawned."""
     direct = psutil.Process(process.pid).children()
     return [c for c in children(process, "spawn_main") if c in direct]
 
@@ -186,13 +192,12 @@ def kill_in_rounds(
     victims: Callable[[subprocess.Popen[bytes]], list[psutil.Process]],
     num_whole: int = 1,
 ) -> list[dict[str, float]]:
-    """One run, in which a victim is killed at a random moment, `ROUNDS` times."""
+    """Kill a victim at a random moment of a run, `ROUNDS` times, and return the run's records."""
     rng = random.Random(name)
     run = policy / "runs" / name
     with running(policy, name) as process:
         for round_ in range(ROUNDS):
-            done = 1 + 4 * round_
-            wait_for(lambda done=done: len(records(run)) >= done, process, f"step {done}")
+            wait_for_step(1 + 4 * round_, run, process)
             wait_for(lambda: len(victims(process)) >= num_whole, process, "a victim")
             time.sleep(rng.uniform(0, 1))
             rng.choice(victims(process)).kill()
@@ -212,8 +217,7 @@ def test_killed_drivers_resume_and_end_exactly_as_undisturbed(
     run = policy / "runs" / "driver"
     for round_ in range(ROUNDS):
         with running(policy, "driver", "--resume" if round_ else "") as process:
-            done = 1 + 4 * round_
-            wait_for(lambda done=done: len(records(run)) >= done, process, f"step {done}")
+            wait_for_step(1 + 4 * round_, run, process)
             time.sleep(rng.uniform(0, 1.5))  # anywhere in a step
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
@@ -251,13 +255,13 @@ def test_killed_reward_workers_change_nothing(
 
 
 def assert_same(found: list[dict[str, float]], reference: list[dict[str, float]]) -> None:
-    """The same samples and updates; the last bits depend on which requests share an engine step."""
+    """Compare samples and updates; the last bits depend on how engines batch requests."""
     for mine, other in zip(found, reference, strict=True):
         assert samples_made(mine) == pytest.approx(samples_made(other), rel=1e-3, abs=1e-6)
 
 
 def assert_close(found: list[dict[str, float]], reference: list[dict[str, float]]) -> None:
-    """Within the noise of sampling: seeds are the same, batches in the engines are not."""
+    """Compare rewards within the noise of sampling: engines batch requests differently."""
 
     def late_reward(run: list[dict[str, float]]) -> float:
         return sum(r["reward/mean"] for r in run[STEPS // 2 :]) / (STEPS - STEPS // 2)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from engine_process import EngineProcess
 from workloads import TINY_ARGS, EngineFactory, save_fresh_drafter
 
@@ -28,7 +24,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def made_once(path: Path) -> Iterator[bool]:
-    """Let one worker make what all of them use; whether it is still missing."""
+    """Let one worker make what all workers use; yield whether it is still missing."""
     done = path.with_suffix(".done")
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -45,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter that knows the tiny model a little: trained for some 20 seconds."""
+    """Return a drafter trained on the tiny model for about 20 seconds."""
     import torch
     from learning import tiny_samples, train_tiny
 
@@ -61,7 +57,7 @@ def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def fresh_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter that knows nothing yet, for tests that do not ask what it drafts."""
+    """Return an untrained drafter, for tests that do not depend on its drafts."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
-"""What every engine imports, once for all engines of a test process. Starts no thread.
+"""Imports that all engines of a test process share. They start no thread.
 
-Not imported: what reads settings at import (`tlt.rollout.vllm.worker` loads numba, whose modules
-must come after vLLM's start-up), and what a fork must not share (Ray).
+Two kinds of modules are left out. Some read settings at import: `tlt.rollout.vllm.worker` loads
+numba, which must come after vLLM's start-up. Others must not be shared by a fork: Ray.
 """
 
 import os

@@ -1,6 +1,5 @@
 """The learner as Ray actors: ranks agree, states are captured, checkpoints give back what was."""
 
-import asyncio
 import math
 import os
 import random
@@ -96,7 +95,7 @@ async def train(learner: LearnerGroup, seeds: range, cut: int | None = None) -> 
     return norms
 
 
-def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -> None:
+async def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -> None:
     async def run(num_ranks: int, cut: int | None, row_tokens: int) -> dict[str, torch.Tensor]:
         learner = LearnerGroup(plan(tiny, num_ranks, row_tokens=row_tokens))
         try:
@@ -107,9 +106,9 @@ def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -
             await learner.stop()
 
     norms: list[list[float]] = []
-    reference = asyncio.run(run(1, None, 4096))
+    reference = await run(1, None, 4096)
     for num_ranks, cut, row_tokens in ((2, None, 256), (1, 7, 100), (2, 11, 128)):
-        other = asyncio.run(run(num_ranks, cut, row_tokens))
+        other = await run(num_ranks, cut, row_tokens)
         assert norms[-1] == pytest.approx(norms[0], rel=1e-4)
         for name, tensor in reference.items():
             # Adam divides by the gradient's size: where that is rounding noise, lr is the bound.
@@ -119,73 +118,66 @@ def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -
 
 
 @pytest.mark.gate
-def test_samples_of_another_policy_change_nothing(tiny: Path) -> None:
+async def test_samples_of_another_policy_change_nothing(tiny: Path) -> None:
     """The made-up log-probabilities of the batch are far from the learner's own."""
 
-    async def run() -> None:
-        learner = LearnerGroup(plan(tiny))
-        try:
-            await learner.start()
-            before = await weights(learner)
-            samples = batch(0)
-            await learner.accumulate(samples, 0)
-            refused, _, _ = await learner.step(denominator(samples), max_gap=1e-3)
-            assert refused.refused
-            assert refused.sums.gap / refused.sums.learned_tokens > 1
-            after = await weights(learner)
-            assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-            await learner.accumulate(samples, 1)
-            taken, _, _ = await learner.step(denominator(samples), max_gap=100.0)
-            assert not taken.refused
-            assert taken.grad_norm == pytest.approx(refused.grad_norm, rel=1e-5)
-            after = await weights(learner)
-            assert not all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-        finally:
-            await learner.stop()
-
-    asyncio.run(run())
-
-
-def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tiny: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        learner = LearnerGroup(plan(tiny))
+    learner = LearnerGroup(plan(tiny))
+    try:
         await learner.start()
-        await train(learner, range(2))
-        await learner.save(tmp_path)
-        expected = await train(learner, range(2, 4))  # beside the writing
-        await learner.wait_saved(tmp_path, None, 2)
-        reference = await weights(learner)
+        before = await weights(learner)
+        samples = batch(0)
+        await learner.accumulate(samples, 0)
+        refused, _, _ = await learner.step(denominator(samples), max_gap=1e-3)
+        assert refused.refused
+        assert refused.sums.gap / refused.sums.learned_tokens > 1
+        after = await weights(learner)
+        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+        await learner.accumulate(samples, 1)
+        taken, _, _ = await learner.step(denominator(samples), max_gap=100.0)
+        assert not taken.refused
+        assert taken.grad_norm == pytest.approx(refused.grad_norm, rel=1e-5)
+        after = await weights(learner)
+        assert not all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    finally:
         await learner.stop()
-        await learner.start(tmp_path)
-        assert await train(learner, range(2, 4)) == expected
-        again = await weights(learner)
-        await learner.stop()
-        for name, tensor in reference.items():
-            assert torch.equal(tensor, again[name]), name
-
-    asyncio.run(run())
 
 
-def test_a_checkpoint_of_two_ranks_is_restored_by_one(tiny: Path, tmp_path: Path) -> None:
-    async def run() -> None:
-        two = LearnerGroup(plan(tiny, 2))
-        await two.start()
-        await train(two, range(2))
-        await two.save(tmp_path)
-        await two.wait_saved(tmp_path, None, 2)
-        reference = await weights(two)
-        await two.stop()
-        one = LearnerGroup(plan(tiny, 1))
-        await one.start(tmp_path)
-        again = await weights(one)
-        await one.stop()
-        for name, tensor in reference.items():
-            assert torch.equal(tensor, again[name]), name
+async def test_a_restored_learner_goes_on_as_if_nothing_had_happened(
+    tiny: Path, tmp_path: Path
+) -> None:
+    learner = LearnerGroup(plan(tiny))
+    await learner.start()
+    await train(learner, range(2))
+    await learner.save(tmp_path)
+    expected = await train(learner, range(2, 4))  # beside the writing
+    await learner.wait_saved(tmp_path, None, 2)
+    reference = await weights(learner)
+    await learner.stop()
+    await learner.start(tmp_path)
+    assert await train(learner, range(2, 4)) == expected
+    again = await weights(learner)
+    await learner.stop()
+    for name, tensor in reference.items():
+        assert torch.equal(tensor, again[name]), name
 
-    asyncio.run(run())
+
+async def test_a_checkpoint_of_two_ranks_is_restored_by_one(tiny: Path, tmp_path: Path) -> None:
+    two = LearnerGroup(plan(tiny, 2))
+    await two.start()
+    await train(two, range(2))
+    await two.save(tmp_path)
+    await two.wait_saved(tmp_path, None, 2)
+    reference = await weights(two)
+    await two.stop()
+    one = LearnerGroup(plan(tiny, 1))
+    await one.start(tmp_path)
+    again = await weights(one)
+    await one.stop()
+    for name, tensor in reference.items():
+        assert torch.equal(tensor, again[name]), name
 
 
-def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
+async def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
     tiny: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -200,22 +192,19 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
     base = replace(base, rank=replace(base.rank, aux_layer_ids=layers))
     samples = batch(0)
 
-    async def run() -> None:
-        learner = LearnerGroup(base)
-        await learner.start()
-        await learner.accumulate(samples, 7)
-        _, kept, num_bytes = await learner.step(denominator(samples), math.inf)
-        await learner.save(tmp_path / "saved")
-        await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
-        await learner.wait_saved(tmp_path / "saved", None, 7)
-        await learner.stop()
-        SampleBuffer(settings).clear()
-        await learner.start(tmp_path / "saved")
-        await learner.stop()
-        assert num_bytes > 0
-        assert kept <= len(samples)
-
-    asyncio.run(run())
+    learner = LearnerGroup(base)
+    await learner.start()
+    await learner.accumulate(samples, 7)
+    _, kept, num_bytes = await learner.step(denominator(samples), math.inf)
+    await learner.save(tmp_path / "saved")
+    await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
+    await learner.wait_saved(tmp_path / "saved", None, 7)
+    await learner.stop()
+    SampleBuffer(settings).clear()
+    await learner.start(tmp_path / "saved")
+    await learner.stop()
+    assert num_bytes > 0
+    assert kept <= len(samples)
     buffer = SampleBuffer(settings)
     entries = buffer.entries()
     assert len(entries) == len(samples)
@@ -236,7 +225,7 @@ def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_several_updates_of_one_batch_clip_against_the_first_policy(
+async def test_several_updates_of_one_batch_clip_against_the_first_policy(
     tiny: Path, num_ranks: int
 ) -> None:
     async def run() -> list[float]:
@@ -258,39 +247,33 @@ def test_several_updates_of_one_batch_clip_against_the_first_policy(
         await learner.stop()
         return clipped
 
-    first, second, on_policy = asyncio.run(run())
+    first, second, on_policy = await run()
     assert first == 0  # nothing has moved yet
     assert second > 0
     assert on_policy == 0
 
 
-def test_a_killed_rank_is_a_lost_learner_that_starts_again(tiny: Path) -> None:
-    async def run() -> None:
-        learner = LearnerGroup(plan(tiny, 2))
-        pids = await learner.start()
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(LearnerLost):
-            await train(learner, range(1))
-        await learner.stop()
-        await learner.start()
+async def test_a_killed_rank_is_a_lost_learner_that_starts_again(tiny: Path) -> None:
+    learner = LearnerGroup(plan(tiny, 2))
+    pids = await learner.start()
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(LearnerLost):
         await train(learner, range(1))
-        await learner.stop()
+    await learner.stop()
+    await learner.start()
+    await train(learner, range(1))
+    await learner.stop()
 
-    asyncio.run(run())
 
-
-def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path) -> None:
-    async def run() -> None:
-        learner = LearnerGroup(plan(tiny))
-        await learner.start()
-        before = await weights(learner)
-        broken = [replace(sample, advantage=float("inf")) for sample in batch(0)]
-        await learner.accumulate(broken, 1)
-        report, _, _ = await learner.step(denominator(broken), math.inf)
-        assert report.skipped
-        after = await weights(learner)
-        await learner.stop()
-        for name, tensor in before.items():
-            assert torch.equal(tensor, after[name]), name
-
-    asyncio.run(run())
+async def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path) -> None:
+    learner = LearnerGroup(plan(tiny))
+    await learner.start()
+    before = await weights(learner)
+    broken = [replace(sample, advantage=float("inf")) for sample in batch(0)]
+    await learner.accumulate(broken, 1)
+    report, _, _ = await learner.step(denominator(broken), math.inf)
+    assert report.skipped
+    after = await weights(learner)
+    await learner.stop()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name

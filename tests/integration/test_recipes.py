@@ -29,8 +29,8 @@ def cluster() -> Iterator[None]:
     import ray
     from ray.cluster_utils import Cluster
 
-    # A folder of its own: the cluster leaves its address there for any ray.init() to find, and
-    # other runs on this machine shall not. Short, because sockets are in it.
+    # A folder of its own: the cluster writes its address there, and other runs on this machine
+    # must not find it. A short path, because sockets are in it.
     folder = tempfile.mkdtemp(prefix="tlt-ray-", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", folder)
@@ -63,16 +63,17 @@ async def reserved(plan: PlacementPlan) -> AsyncIterator[Reservation]:
         reservation.release()  # ends the actors in it, too
 
 
-def nodes_of_bundles(reservation: Reservation) -> dict[int, str]:
+def nodes_of_bundles() -> dict[int, str]:
+    """Return the node of each bundle of the only reservation there is."""
     import ray
 
-    table: dict[str, Any] = ray.util.placement_group_table(reservation._group)
-    assert table["state"] == "CREATED"
-    return table["bundles_to_node_id"]
+    tables = ray.util.placement_group_table().values()
+    (created,) = [table for table in tables if table["state"] == "CREATED"]
+    return created["bundles_to_node_id"]
 
 
 async def probe(options: dict[str, Any], **asked: float) -> tuple[str, list[str]]:
-    """Node and GPUs of an actor with these options; it stays until its bundle is released."""
+    """Return node and GPUs of a new actor, which stays until its bundle is released."""
     import ray
 
     class Probe:  # in here it travels by value: workers cannot import this file
@@ -85,48 +86,42 @@ async def probe(options: dict[str, Any], **asked: float) -> tuple[str, list[str]
         return await actor.where.remote()
 
 
-def test_one_node_with_engines_and_ranks_in_turn() -> None:
-    async def main() -> None:
-        plan = plan_of("qwen2_5_7b_math_8gpu")
-        async with reserved(plan) as reservation:
-            places = nodes_of_bundles(reservation)
-            assert len(places) == 8
-            assert len(set(places.values())) == 1
-            reports = []
-            for name in ("engine-0", "engine-7"):
-                node, gpus = await probe(reservation.engine(name), num_cpus=1, num_gpus=1)
-                assert node == places[plan.engine_bundles[int(name[-1])]]
-                assert len(gpus) == 1
-                reports.append((name, gpus))
-            assert reports[0][1] != reports[1][1]
-            reservation.gpus_of_engines(reports)
-            for name, gpus in reports:
-                # While the engine holds its device: a rank asks Ray for none and is told which.
-                options = reservation.rank(int(name[-1]), on_gpu=True, num_cores=None)
-                assert options.pop("gpu") == gpus[0]
-                node, _ = await probe(options)
-                assert node == places[plan.rank_bundles[int(name[-1])]]
-
-    asyncio.run(main())
-
-
-def test_four_nodes_with_devices_of_their_own() -> None:
-    async def main() -> None:
-        plan = plan_of("qwen2_5_32b_math_4nodes")
-        async with reserved(plan) as reservation:
-            places = nodes_of_bundles(reservation)
-            used: Counter[str] = Counter()
-            for index, bundle in enumerate(plan.bundles):
-                used[places[index]] += int(bundle["GPU"])
-            assert list(used.values()) == [8] * NUM_NODES  # all of them, none twice
-            node, gpus = await probe(reservation.engine("engine-3"), num_cpus=1, num_gpus=4)
-            assert node == places[plan.engine_bundles[3]]
-            assert len(set(gpus)) == 4
-            node, gpus = await probe(reservation.rank(15, on_gpu=True, num_cores=None))
-            assert node == places[plan.rank_bundles[15]]
+async def test_one_node_with_engines_and_ranks_in_turn() -> None:
+    plan = plan_of("qwen2_5_7b_math_8gpu")
+    async with reserved(plan) as reservation:
+        places = nodes_of_bundles()
+        assert len(places) == 8
+        assert len(set(places.values())) == 1
+        reports = []
+        for name in ("engine-0", "engine-7"):
+            node, gpus = await probe(reservation.engine(name), num_cpus=1, num_gpus=1)
+            assert node == places[plan.engine_bundles[int(name[-1])]]
             assert len(gpus) == 1
+            reports.append((name, gpus))
+        assert reports[0][1] != reports[1][1]
+        reservation.gpus_of_engines(reports)
+        for name, gpus in reports:
+            # While the engine holds its device: a rank asks Ray for none and is told which.
+            options = reservation.rank(int(name[-1]), on_gpu=True, num_cores=None)
+            assert options.pop("gpu") == gpus[0]
+            node, _ = await probe(options)
+            assert node == places[plan.rank_bundles[int(name[-1])]]
 
-    asyncio.run(main())
+
+async def test_four_nodes_with_devices_of_their_own() -> None:
+    plan = plan_of("qwen2_5_32b_math_4nodes")
+    async with reserved(plan) as reservation:
+        places = nodes_of_bundles()
+        used: Counter[str] = Counter()
+        for index, bundle in enumerate(plan.bundles):
+            used[places[index]] += int(bundle["GPU"])
+        assert list(used.values()) == [8] * NUM_NODES  # all of them, none twice
+        node, gpus = await probe(reservation.engine("engine-3"), num_cpus=1, num_gpus=4)
+        assert node == places[plan.engine_bundles[3]]
+        assert len(set(gpus)) == 4
+        node, gpus = await probe(reservation.rank(15, on_gpu=True, num_cores=None))
+        assert node == places[plan.rank_bundles[15]]
+        assert len(gpus) == 1
 
 
 @pytest.mark.parametrize(
@@ -138,24 +133,21 @@ def test_four_nodes_with_devices_of_their_own() -> None:
         ("qwen2_5_7b_math_8gpu", ["pool.num_engines=33", "learner.num_ranks=33"]),
     ],
 )
-def test_what_needs_more_nodes_is_refused_at_once(recipe: str, overrides: list[str]) -> None:
+async def test_what_needs_more_nodes_is_refused_at_once(recipe: str, overrides: list[str]) -> None:
     plan = plan_of(recipe, *overrides)
     message = (
         r"the cluster has 64 cores and 32 GPUs on 4 nodes, but the run wants .*; lower "
         r"pool\.num_engines, engine\.num_gpus or learner\.num_ranks, or add nodes"
     )
     with pytest.raises(ConfigError, match=message):
-        asyncio.run(reserve(plan, TIMEOUT_S))
+        await reserve(plan, TIMEOUT_S)
 
 
-def test_places_that_others_hold_are_waited_for_and_then_given_up() -> None:
-    async def main() -> None:
-        plan = plan_of("qwen2_5_32b_math_4nodes")
-        async with reserved(plan):
-            message = r"did not free 20 places .*pool\.start_timeout_s"
-            with pytest.raises(ConfigError, match=message):
-                await reserve(plan, 2.0)
-        async with reserved(plan):
-            pass
-
-    asyncio.run(main())
+async def test_places_that_others_hold_are_waited_for_and_then_given_up() -> None:
+    plan = plan_of("qwen2_5_32b_math_4nodes")
+    async with reserved(plan):
+        message = r"did not free 20 places .*pool\.start_timeout_s"
+        with pytest.raises(ConfigError, match=message):
+            await reserve(plan, 2.0)
+    async with reserved(plan):
+        pass

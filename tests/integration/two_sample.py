@@ -1,4 +1,4 @@
-"""Do two sets of samples come from the same distribution?"""
+"""Tests of whether two sets of samples come from the same distribution."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from scipy.stats import chi2_contingency
 
 MIN_CELL = 20
-"""Outcomes rarer than this in both sets together share one cell."""
+"""Smallest count of an outcome, over both sets, for a cell of its own."""
 
 
 def two_sample_p(first: Sequence[object], second: Sequence[object]) -> float:
-    """p-value of a chi-square test of homogeneity; rare outcomes are pooled."""
+    """Return the p-value of a chi-squared test of homogeneity; rare outcomes are pooled."""
     a, b = Counter(first), Counter(second)
     cells: list[tuple[int, int]] = []
     rest_a = rest_b = 0
@@ -32,7 +32,7 @@ def two_sample_p(first: Sequence[object], second: Sequence[object]) -> float:
 def same_distribution(
     first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """p-values of the marginals of each position, of pairs, and of the whole sequence."""
+    """Return p-values for each position, each pair of neighbours, and the whole sequence."""
     length = len(first[0])
     tests = {
         f"token {i}": two_sample_p([s[i] for s in first], [s[i] for s in second])

@@ -1,9 +1,9 @@
-"""Small models compute faster on one thread than on many, and leave the other cores alone."""
+"""Settings of hypothesis, and one thread for torch: small models compute fastest on one."""
 
 import pytest
 from hypothesis import settings
 
-# How long an example takes says more about the machine than about the code.
+# The time of an example depends on the machine more than on the code.
 settings.register_profile("tlt", deadline=None)
 settings.load_profile("tlt")
 

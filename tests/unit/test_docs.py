@@ -1,4 +1,4 @@
-"""Docs say what is: the settings page matches the schema, links lead somewhere."""
+"""Docs are current: the settings page matches the schema, links work, commands exist."""
 
 import re
 from pathlib import Path

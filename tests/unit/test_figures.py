@@ -1,4 +1,4 @@
-"""Figures in the text come from data: whatever differs is found, in the text or in the results."""
+"""Figures in the text come from data: any difference between text and results is found."""
 
 import copy
 import importlib.util
@@ -32,7 +32,7 @@ def said(differences: list[Any]) -> list[str]:
 
 
 def with_changed(name: str, change: Any, folder: Path) -> Path:
-    """A folder with one result, changed."""
+    """Write a changed copy of one result to a folder, and return the folder."""
     doc = copy.deepcopy(json.loads((RESULTS / f"{name}.json").read_text()))
     change(doc)
     path = folder / f"{name}.json"
@@ -42,7 +42,7 @@ def with_changed(name: str, change: Any, folder: Path) -> Path:
 
 
 def test_text_and_results_agree(figures: ModuleType) -> None:
-    """What `make lint` checks, of every page: all names resolve, and nothing differs."""
+    """The check of `make lint`: on every page all names resolve and nothing differs."""
     results = figures.Results(RESULTS)
     for path in figures.pages():
         name, text = path.relative_to(ROOT).as_posix(), path.read_text()

@@ -1,4 +1,4 @@
-"""The direction of imports, from the source: `contracts <- config <- parts <- run <- cli`."""
+"""The direction of imports, read from the source: `contracts <- config <- parts <- run <- cli`."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "src" / "tlt"
 
-# What each package of tlt may import from tlt, besides itself.
+# Packages of tlt that each package may import, besides itself.
 ALLOWED = {
     "__init__": set(),
     "errors": set(),

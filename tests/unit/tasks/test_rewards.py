@@ -9,9 +9,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -32,27 +33,12 @@ from tlt.tasks.rewards import (  # noqa: E402
     reward_function,
 )
 
-T = TypeVar("T")
-
 
 def problem(name: str = "p", answer: str = "1") -> Problem:
     return Problem(problem_id=name, question="?", answer=answer)
 
 
-def with_pool(
-    run: Callable[[RewardPool], Awaitable[T]], num_workers: int = 1, timeout_s: float = 10.0
-) -> T:
-    async def inside() -> T:
-        pool = RewardPool(act, num_workers, timeout_s)
-        try:
-            return await run(pool)
-        finally:
-            pool.close()
-
-    return asyncio.run(inside())
-
-
-def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Path) -> None:
     expected = {
         "1": (1.0, None),
         "hang": (0.0, "timeout"),
@@ -69,13 +55,11 @@ def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Path) -> 
         "0.25": (0.25, None),
     }
 
-    async def run(pool: RewardPool) -> None:
+    with closing(RewardPool(act, num_workers=2, timeout_s=1.5)) as pool:
         done = await asyncio.gather(*(pool.score(problem(), text) for text in expected))
         got = {text: (each.value, each.fault) for text, each in zip(expected, done, strict=True)}
         assert got == expected
         assert pool.faults == {"timeout": 1, "crash": 1, "error": 2, "not a number": 4}
-
-    with_pool(run, num_workers=2, timeout_s=1.5)
 
 
 def workers() -> list[int]:
@@ -90,8 +74,8 @@ def is_worker(process: Any) -> bool:
         return False
 
 
-def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFixture) -> None:
-    async def run(pool: RewardPool) -> None:
+async def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(RewardPool(act, num_workers=1, timeout_s=10.0)) as pool:
         await pool.score(problem(), "1")
         for pid in workers():  # idle: this breaks a pebble pool
             os.kill(pid, signal.SIGKILL)
@@ -101,17 +85,13 @@ def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFixture)
         assert [(each.value, each.fault) for each in done] == [(n, None) for n in range(400)]
         assert "reward processes are started again" in caplog.text
 
-    with_pool(run)
 
-
-def test_workers_that_do_not_start_end_no_run() -> None:
-    async def run(pool: RewardPool) -> None:
+async def test_workers_that_do_not_start_end_no_run() -> None:
+    with closing(RewardPool(act, num_workers=1, timeout_s=10.0)) as pool:
         pool.stall_timeout_s = 0.0
         assert (await pool.score(problem(), "1")).fault == "crash"
         pool.stall_timeout_s = 30.0
         assert (await pool.score(problem(), "1")).value == 1.0
-
-    with_pool(run)
     assert wait_for(lambda: not workers())
 
 
@@ -120,13 +100,11 @@ def test_a_function_that_workers_cannot_import_is_refused() -> None:
         RewardPool(lambda problem, response: 1.0, num_workers=1, timeout_s=10.0)
 
 
-def test_a_closed_pool_says_so() -> None:
-    async def run(pool: RewardPool) -> None:
+async def test_a_closed_pool_says_so() -> None:
+    with closing(RewardPool(act, num_workers=1, timeout_s=10.0)) as pool:
         pool.close()
         with pytest.raises(RuntimeError):
             await pool.score(problem(), "1")
-
-    with_pool(run)
 
 
 PARENT = """
@@ -252,11 +230,8 @@ def test_math_sees_what_is_equal(answer: str, text: str, value: float) -> None:
     assert math_score(problem(answer=answer), text) == value
 
 
-def test_math_works_in_any_thread() -> None:
-    async def run() -> float:
-        return await asyncio.to_thread(math_score, problem(answer="2"), "$2$")
-
-    assert asyncio.run(run()) == 1.0
+async def test_math_works_in_any_thread() -> None:
+    assert await asyncio.to_thread(math_score, problem(answer="2"), "$2$") == 1.0
 
 
 def test_a_right_answer_that_is_not_math_is_an_error() -> None:
