@@ -30,7 +30,7 @@ def main(model: str, num_samples: int, num_steps: int, out: Path | None, folder:
     head = policy.get_output_embeddings().weight.detach()
     embedding = policy.get_input_embeddings().weight.detach()
     drafter = fresh_drafter(policy.config, head, None)  # None: drafts from the whole vocabulary
-    buffer = SampleBuffer(BufferSettings(folder=folder))
+    buffer = SampleBuffer(BufferSettings(folder, capacity_bytes=2**30, max_sample_tokens=4096))
     prompts = torch.randint(4, policy.config.vocab_size, (num_samples, PROMPT_TOKENS))
     samples = policy.generate(
         prompts,
@@ -44,7 +44,9 @@ def main(model: str, num_samples: int, num_steps: int, out: Path | None, folder:
         buffer.put(str(number), 0, states)
     print(f"{num_samples} samples captured, {buffer.num_bytes() / 1e6:.1f} MB of hidden states")
 
-    settings = TrainerSettings(num_draft_tokens=4, row_tokens=1024)
+    settings = TrainerSettings(
+        num_draft_tokens=4, row_tokens=1024, lr=1e-3, temperature=1.0, seed=0
+    )
     trainer = DrafterTrainer(drafter, head, embedding, settings)
     held_out = buffer.held_out(max_tokens=2048)
     before = trainer.evaluate(held_out, [1.0]).length(1.0)
