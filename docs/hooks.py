@@ -1,7 +1,7 @@
 """Bring pages that live beside the docs into the site, and point links outside to the source.
 
-Pages read the same in the repository and on the site: `../benchmarks/README.md` is part of the site,
-and a link to `../src/...` or `../configs/...` becomes a path.
+Pages read the same in the repository and on the site: `../benchmarks/README.md` is part of the
+site, and a link to `../src/...` or `../configs/...` becomes a path.
 """
 
 from __future__ import annotations
