@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BESIDE = ("benchmarks/README.md",)
+BESIDE = ("benchmarks/README.md", "examples/README.md")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -28,7 +28,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Point links out of the docs folder to pages of `on_files`, or turn them into text."""
-    depth = "../" if page.file.src_uri.startswith("benchmarks/") else ""
+    depth = "../" if page.file.src_uri in BESIDE else ""
 
     def link(found: re.Match[str]) -> str:
         text, target = found[1], found[2]
