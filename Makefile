@@ -24,12 +24,12 @@ $(VENV)/.done: pyproject.toml
 	touch $@
 
 fmt:
-	$(BIN)/ruff format src tests benchmarks docs/hooks.py
-	$(BIN)/ruff check --no-cache --fix src tests benchmarks docs/hooks.py
+	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py
+	$(BIN)/ruff check --no-cache --fix src tests benchmarks examples docs/hooks.py
 
 lint:
-	$(BIN)/ruff format --check src tests benchmarks docs/hooks.py
-	$(BIN)/ruff check --no-cache src tests benchmarks docs/hooks.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py
+	$(BIN)/ruff check --no-cache src tests benchmarks examples docs/hooks.py
 	$(BIN)/python benchmarks/figures.py --check
 
 # Rewrites the figures in README.md, docs and benchmarks/README.md from benchmarks/results.

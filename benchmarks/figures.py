@@ -58,10 +58,10 @@ GIVEN = {
         "54 days x 24 hours": "the Llama 3 report",
         "One every five hours": "calculated by benchmarks/volumes.py",
     },
-    "docs/strategy.md": {"up to 16x (2x while": "limits of speculation/adaptive.py"},
+    "docs/strategy.md": {"up to 16x (2x while": "limits of strategy/adaptive.py"},
     "docs/sight.md": {
         "reaches 64 MiB": "limit of observe/timeline.py",
-        "less than 1.03x": "limit of observe/bottleneck.py",
+        "less than 1.03x": "limit of report/findings.py",
     },
 }
 """Numbers that look like measurements and are not, by page, with where they come from."""

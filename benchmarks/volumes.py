@@ -42,9 +42,7 @@ TLT = TltConfig()
 POLL_S = 2.0
 """`rollout/actor.py`: an engine answers at least so often."""
 SWAP_S = 60.0
-"""`run/harvest.py`: engines that take longer to load a drafter switch harvest off."""
-ANSWER_S = 5.0
-"""`run/harvest.py`: what the coordinator may take to answer, besides stopping a trainer."""
+"""`harvest/session.py`: engines that take longer to load a drafter switch harvest off."""
 
 # --- what the code sends, per token, parameter and call -------------------------------------------
 
@@ -112,7 +110,6 @@ class Assumed:
     text_us: float = assumed(0.10, "to turn it into text: --measure")
     dump_us: float = assumed(0.03, "to pickle it for a rank: --measure")
     ray_calls_per_s: float = assumed(8038, "one caller, many actors: Ray's release tests")
-    ray_async_calls_per_s: float = assumed(4260, "one caller, one asyncio actor: the same")
     ray_nodes: float = assumed(250, "nodes in Ray's release tests")
     ray_actors: float = assumed(10000, "actors in Ray's release tests")
 
@@ -173,7 +170,7 @@ def volumes(model: Model, num_gpus: int, given: Assumed) -> Values:
         "nodes": nodes,
         "engines": engines,
         "engines_of_node": engines / nodes,
-        "actors": 2 * engines + num_gpus + 1,  # a trainer beside every engine; the coordinator
+        "actors": 2 * engines + num_gpus,  # a trainer beside every engine
         "parameters": model.parameters,
     }
     found |= of_samples(found, given)
@@ -265,9 +262,9 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
     leases = trainers * math.ceil(given.tail_s / TLT.lease_s)
     gathered = trainers * drafter  # the coordinator awaits the value of every export
     merged = gathered + 2 * max(0, trainers - 1) * drafter  # to the leader, and from it
-    # Idle and needed of every worker; begin, end, release of a lease; in a round take, train and
-    # export of every trainer, merge, evaluation.
-    messages = 2 * c["engines"] + 3 * leases + rounds * (3 * trainers + 2)
+    # Begin, end, release of a lease; in a round take, train and export of every trainer, merge,
+    # evaluation.
+    messages = 3 * leases + rounds * (3 * trainers + 2)
     return {
         "drafter_bytes": drafter,
         "whole_drafter_bytes": FLOAT32 * model.drafter_parameters(model.vocab),
@@ -297,12 +294,12 @@ def of_records(c: Values, given: Assumed) -> Values:
 
 def shares(c: Values, given: Assumed) -> Values:
     """What must stay below 1, and how much of it is used."""
-    stop_s, answer_s = TLT.stop_timeout_s, TLT.stop_timeout_s + ANSWER_S
+    stop_s = TLT.stop_timeout_s
     leaving_s = c["leaving_bytes"] / given.host_copy_bytes_per_s if c["trainers"] else 0.0
     export_s = c["drafter_bytes"] / given.host_copy_bytes_per_s if c["trainers"] else 0.0
     if c["nodes"] > 1:
         export_s += c["gathered_bytes"] / given.nic_bytes_per_s
-    sync_s, needed_s = SYNC_SHARE * given.step_s, c["engines"] / given.ray_async_calls_per_s
+    sync_s = SYNC_SHARE * given.step_s
     return {
         "learner's state: a GPU": c["learner_bytes"] / c["gpus"] / given.gpu_bytes,
         "ranks load the model: host memory": c["starting_bytes"] / given.node_bytes,
@@ -316,7 +313,6 @@ def shares(c: Values, given: Assumed) -> Values:
         "the driver's calls: Ray's tests": c["calls_per_s"] / given.ray_calls_per_s,
         "samples in the driver: host memory": c["object_bytes"] / given.node_bytes,
         "rewards: processes": c["reward_processes"] / given.reward_workers,
-        f"`needed` of all workers: {answer_s:g} s": needed_s / answer_s,
         "work done again: all of it": c["redone_share"],
         "nodes: Ray's tests": c["nodes"] / given.ray_nodes,
         "actors: Ray's tests": c["actors"] / given.ray_actors,
@@ -413,7 +409,7 @@ CLUSTER_ROWS: tuple[Row, ...] = (
     ("drafters between processes, a round", "merge_bytes", size),
     ("... a step", "all_merge_bytes", size),
     ("published drafter to other nodes", "publish_bytes", size),
-    ("coordinator: messages", "messages", count),
+    ("coordinator: calls to trainers", "messages", count),
     ("... a second of the step", "messages_per_s", rate),
     ("timeline: spans, at most", "spans", count),
     ("... bytes", "timeline_bytes", size),

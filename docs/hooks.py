@@ -1,7 +1,7 @@
-"""Brings pages that live beside the docs into the site, and points links outside to the source.
+"""Bring pages that live beside the docs into the site, and point links outside to the source.
 
-Pages read the same in the repository and on the site: what they call `../benchmarks/README.md` is
-part of the site, what they call `../src/...` or `../configs/...` is shown as a path.
+Pages read the same in the repository and on the site: `../benchmarks/README.md` is part of the
+site, and a link to `../src/...` or `../configs/...` becomes a path.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BESIDE = ("benchmarks/README.md",)
+BESIDE = ("benchmarks/README.md", "examples/README.md")
 
 
 def on_files(files: Any, config: Any) -> Any:
+    """Add the pages and pictures that live beside the docs."""
     from mkdocs.structure.files import File
 
     pictures = sorted(
@@ -26,8 +27,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of the docs folder: to what `on_files` brought in, else as plain text."""
-    depth = "../" if page.file.src_uri.startswith("benchmarks/") else ""
+    """Point links out of the docs folder to pages of `on_files`, or turn them into text."""
+    depth = "../" if page.file.src_uri in BESIDE else ""
 
     def link(found: re.Match[str]) -> str:
         text, target = found[1], found[2]

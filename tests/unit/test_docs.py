@@ -1,5 +1,6 @@
-"""Docs are current: the settings page matches the schema, links work, commands exist."""
+"""Docs are current: the settings page matches the schema; links, commands and flows exist."""
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from tlt.config.reference import SECTIONS, reference
 from tlt.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def test_the_settings_page_is_current() -> None:
@@ -27,18 +31,56 @@ def test_every_setting_is_documented(schema: type[BaseModel]) -> None:
     assert all(field.description for field in schema.model_fields.values())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
 
+def flows() -> dict[str, list[str]]:
+    """Return the steps of the numbered flows of the architecture page."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    found = re.findall(r"<!-- flow: ([\w ]+) -->\n(.*?)<!-- /flow -->", page, re.S)
+    return {name: steps.splitlines() for name, steps in found}
+
+
+def exists(dotted: str) -> bool:
+    """Say whether the source defines a function, without importing it."""
+    module, names = ROOT / "src", dotted.split(".")
+    while names and (module / names[0]).is_dir():
+        module /= names.pop(0)
+    path = module / f"{names[0]}.py"
+    body: list[ast.stmt] = ast.parse(path.read_text()).body if path.exists() else []
+    found: ast.stmt | None = None
+    for name in names[1:]:
+        found = next((node for node in body if getattr(node, "name", None) == name), None)
+        body = found.body if isinstance(found, ast.ClassDef) else []
+    return isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+@pytest.mark.parametrize("flow", ["sample", "hidden state"])
+def test_the_functions_of_a_flow_exist(flow: str) -> None:
+    steps = flows()[flow]
+    assert len(steps) > 10
+    for number, line in enumerate(steps, 1):
+        step = re.match(rf"{number}\. `(tlt\.[\w.]+)` \w", line)
+        assert step, f"no step {number} with a function's name: {line}"
+        assert exists(step[1]), f"{step[1]} is not a function of the source"
+
+
+def test_a_function_that_is_gone_is_found() -> None:
+    assert exists("tlt.tasks.source.Source.batch")
+    assert not exists("tlt.tasks.source.Source.gone")
+    assert not exists("tlt.tasks.source.Source")
+    assert not exists("tlt.gone.Source.batch")
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
     """Every `tlt ...` line of a code block parses down to its last option."""
     from typer.main import get_command

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ class FakeTrainer:
         self.breaks_off = False
         self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
-        self.taken: list[tuple] = []
+        self.taken: list[tuple[Any, ...]] = []
         self._death = asyncio.Event()
 
     async def _alive(self) -> None:
@@ -95,7 +96,7 @@ class FakeTrainer:
             return None
         return None if lease <= self.ended else Evaluation(self.better, 2.0 + self.weights, 2.0)
 
-    async def merge(self, lease: int, others: list, own_weight: float) -> bool:
+    async def merge(self, lease: int, others: list[Any], own_weight: float) -> bool:
         await self._alive()
         self.merged_with.append(others)
         total = own_weight + sum(share for _, share in others)

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def ready(*workers: str, settings: LeaseSettings = SETTINGS) -> Leases:
     return leases
 
 
-def only(actions: list) -> object:
+def only(actions: list[Any]) -> Any:
     assert len(actions) == 1, actions
     return actions[0]
 
@@ -133,7 +134,7 @@ def test_at_most_so_many_at_once() -> None:
     leases = ready(*"abcde")
     for worker in "abcde":
         leases.idle(worker, 0.0)
-    begun = leases.actions(0.0)
+    begun: list[Any] = leases.actions(0.0)
     assert len(begun) == SETTINGS.max_leases
     leases.ended("a", begun[0].lease, 1.0, rest_s=9.0)
     assert [action.worker for action in leases.actions(1.0)] == ["d"]
@@ -188,7 +189,7 @@ class World:
         self.workers = [f"w{i}" for i in range(num_workers)]
         self.trainers = {worker: Trainer() for worker in self.workers}
         self.generating = dict.fromkeys(self.workers, True)
-        self.messages: list[tuple] = []
+        self.messages: list[tuple[Any, ...]] = []
         self.called_back: set[int] = set()
         self.published: list[tuple[str, int]] = []
         self.num_begun = 0
@@ -355,7 +356,7 @@ def test_four_thousand_workers() -> None:
                 for action in leases.actions(float(turn)):
                     assert isinstance(action, Begin)
                 leases.needed(str(index), turn + 0.5)
-                (end,) = leases.actions(turn + 0.5)
+                end = only(leases.actions(turn + 0.5))
                 leases.ended(str(index), end.lease, turn + 0.6)
                 leases.actions(turn + 0.6)
                 events += 3

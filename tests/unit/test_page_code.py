@@ -1,0 +1,30 @@
+"""The code of a page runs: its named blocks become files, and its tests pass."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def named_blocks(page: str) -> dict[str, str]:
+    """Return the Python blocks of a page whose first line is a comment with a file's name."""
+    blocks = re.findall(r"```python\n(# (\S+\.py)\n.*?)```", (ROOT / page).read_text(), re.S)
+    return {name: code for code, name in blocks}
+
+
+def test_the_code_of_the_development_page_runs(tmp_path: Path) -> None:
+    files = named_blocks("docs/development.md")
+    tests = sorted(name for name in files if name.startswith("test_"))
+    assert tests == ["test_best_so_far.py", "test_copy_drafter.py", "test_shout.py"]
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
