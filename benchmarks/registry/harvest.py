@@ -56,20 +56,10 @@ figures(
 
 @table("coordinator", "coordinator")
 def coordinator(d: Doc) -> Rows:
-    rows = [
-        [
-            *("workers", "coordinator's events a second", "longest pause"),
-            *("device free after, 99th percentile", "samples handled a second"),
-            *("sample handled after, 99th percentile", "with 8 leases", "without the coordinator"),
-        ]
-    ]
+    rows = [["workers", "events a second", "longest pause", "device free after, 99th percentile"]]
     for row in d["rows"]:
         pause, free = ms(row["pause_max_s"]), ms(row["needed_to_free_p99_s"])
-        samples = count(row["dispatches_per_s"])
-        names = ("dispatch_late", "dispatch_late_few_leases", "dispatch_late_alone")
-        late = [ms(row[name]["p99_s"]) for name in names]
-        events = count(row["events_per_s"])
-        rows.append([count(row["workers"]), events, pause, free, samples, *late])
+        rows.append([count(row["workers"]), count(row["events_per_s"]), pause, free])
     return rows
 
 
@@ -80,6 +70,5 @@ figures(
         "workers": lambda d: count(d["rows"][-1]["workers"]),
         "events": lambda d: count(d["rows"][-1]["events_per_s"]),
         "pause": lambda d: ms(d["rows"][-1]["pause_max_s"]),
-        "dispatch": lambda d: ms(d["rows"][-1]["dispatch_late_few_leases"]["p99_s"]),
     },
 )
