@@ -32,7 +32,7 @@ from tlt.rollout.dispatch import Assign, Dispatcher
 
 RESULT = Path(__file__).parent / "results" / "coordinator.json"
 PASS_S = 0.03
-"""How often a trainer looks whether to stop."""
+"""Seconds between two checks of a trainer whether to stop."""
 SLOTS = 4
 """Samples that an engine generates at once."""
 SAMPLE_S = (2.0, 18.0)

@@ -30,7 +30,7 @@ MAX_TOKENS = 600
 
 
 def sample(options: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
-    """(prompt, response), in the order of epochs, prompts, siblings."""
+    """Return (prompt, response) pairs in the order of epochs, prompts, siblings."""
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.rollout.offline import generate

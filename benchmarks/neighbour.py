@@ -34,7 +34,7 @@ MIN_STEPS = 8
 
 
 def slow_down(intervals: list[tuple[bool, float]]) -> dict[str, Any]:
-    """Of (beside a trainer?, seconds of a step) in the order of time."""
+    """Return the slow-down from (beside a trainer?, seconds of an engine step) in order of time."""
     ratios = [
         beside / statistics.fmean((before, after))
         for (a, before), (b, beside), (c, after) in zip(
@@ -54,7 +54,7 @@ def slow_down(intervals: list[tuple[bool, float]]) -> dict[str, Any]:
 
 
 def fill_buffer(folder: str) -> Any:
-    """States of a few worked solutions, as a training pass would leave them."""
+    """Fill a buffer with states of a few worked solutions, as a training pass leaves them."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -5,8 +5,8 @@
 
 Six engines, each in its own process on the same core, one working at a time:
 
-    bare+eagle3    stock vLLM, static speculative_config
-    tlt+eagle3     TLT's engine, the same draft length as a fixed policy
+    bare+eagle3    stock vLLM, its own speculative_config
+    tlt+eagle3     TLT's engine, the same draft length with a fixed strategy
     bare           stock vLLM, no drafter
     tlt            TLT's engine, no drafter
     tlt+idle       TLT's engine, drafter loaded, speculation off

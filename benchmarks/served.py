@@ -52,7 +52,7 @@ def serve(run: Path, name: str, core: int, tokens: int) -> subprocess.Popen[byte
 
 
 def post(name: str, prompt: list[int], max_tokens: int) -> int:
-    """Tokens that came back."""
+    """Return the number of returned tokens."""
     body = {"model": "policy", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{PORTS[name]}/v1/completions",

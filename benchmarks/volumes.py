@@ -48,9 +48,9 @@ SWAP_S = 60.0
 
 BFLOAT16, FLOAT32 = 2, 4
 STATES = 4
-"""`drafter/capture.py`: three fused states and the final one."""
+"""`states/captured.py`: three fused states and the final one."""
 TOKEN_AND_MASK_BYTES = 5
-"""`drafter/buffer.py`: int32 and bool, beside the states of a token."""
+"""`states/buffer.py`: int32 and bool, beside the states of a token."""
 PICKLED_TOKEN_BYTES = 5
 """Pickle protocol 5: an int above 65,535; smaller ones take 3 or 2."""
 PICKLED_LOGPROB_BYTES = 9
@@ -60,14 +60,14 @@ OBJECT_BYTES = 28 + 24 + 2 * 8
 LEARNER_BYTES = 16
 """`learner/rank.py`: float32 weights, gradients and two moments of a parameter."""
 CHECKPOINT_BYTES = 12
-"""The same without gradients."""
+"""Checkpoint bytes per parameter: weights and moments, no gradients."""
 SHARDING_BYTES = 8
 """FSDP2, for a parameter and row: gathered twice in bfloat16, reduced once in float32."""
 ENGINE_CALLS = 10
-"""Of a step: stats 2, submit, spans, weights, sleep and wake 2, and for harvest sleep, wake and
-drafter (`run/train.py`, `run/harvest.py`)."""
+"""Calls to an engine per RL step: stats 2, submit, spans, weights, sleep and wake 2, and for
+harvest sleep, wake and drafter (`run/train.py`, `harvest/session.py`)."""
 RANK_CALLS = 3
-"""Of a step: accumulate, step, publish (`run/learner.py`)."""
+"""Calls to a rank per RL step: accumulate, step, publish (`learner/group.py`)."""
 
 
 def assumed(value: float, source: str) -> Any:
@@ -134,14 +134,14 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Embedding and head are not tied in any of these."""
+        """Return the number of parameters; embedding and head are not tied."""
         queries, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + keys) + self.qkv_bias * (queries + keys)
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return 2 * self.vocab * self.hidden + self.layers * layer + self.hidden
 
     def drafter_parameters(self, draft_vocab: int) -> int:
-        """`drafter/eagle3/model.py`: fusion, one layer over two inputs, norms, head."""
+        """Return the drafter's parameters: fusion, one layer over two inputs, norms, head."""
         queries, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         attention = 2 * self.hidden * (queries + keys) + queries * self.hidden
         layer = attention + 3 * self.hidden * self.intermediate + 4 * self.hidden
@@ -162,7 +162,7 @@ GPUS = (8, 128, 1024, 10_000)
 
 
 def volumes(model: Model, num_gpus: int, given: Assumed) -> Values:
-    """A step with engines and ranks on the same GPUs in turn (`colocated`), and TLT on."""
+    """Return the volumes of an RL step with colocated engines and ranks, and TLT on."""
     nodes = math.ceil(num_gpus / given.gpus_per_node)
     engines = num_gpus // model.gpus_per_engine
     found: Values = {
@@ -201,7 +201,7 @@ def of_samples(c: Values, given: Assumed) -> Values:
 
 
 def of_driver(c: Values, given: Assumed) -> Values:
-    """Polls that bring nothing and polls that bring samples, at most; Python that blocks it."""
+    """Return the driver's calls, at most, and its seconds of Python."""
     polls_per_s = c["engines"] / POLL_S
     arriving_s = c["tokens"] * (given.load_us + given.text_us) / 1e6
     fixed = ENGINE_CALLS * c["engines"] + RANK_CALLS * c["gpus"]
@@ -242,7 +242,7 @@ def of_policy(c: Values, model: Model, given: Assumed) -> Values:
 
 
 def of_capture(c: Values, model: Model, given: Assumed) -> Values:
-    """Only what the learner passes over, and of a long sample only a window."""
+    """Return the volume of capture: trained samples, of long ones a window."""
     kept = fmean(min(n + given.prompt_tokens, given.capture_tokens) for n in responses(given))
     state = STATES * model.hidden * BFLOAT16 + TOKEN_AND_MASK_BYTES
     captured = given.trained_share * c["samples"] / c["nodes"] * kept * state
@@ -293,7 +293,7 @@ def of_records(c: Values, given: Assumed) -> Values:
 
 
 def shares(c: Values, given: Assumed) -> Values:
-    """What must stay below 1, and how much of it is used."""
+    """Return the used share of every limit."""
     stop_s = TLT.stop_timeout_s
     leaving_s = c["leaving_bytes"] / given.host_copy_bytes_per_s if c["trainers"] else 0.0
     export_s = c["drafter_bytes"] / given.host_copy_bytes_per_s if c["trainers"] else 0.0
@@ -321,7 +321,7 @@ def shares(c: Values, given: Assumed) -> Values:
 
 @cache
 def responses(given: Assumed) -> tuple[int, ...]:
-    """Lengths in a step, drawn as the project draws them."""
+    """Draw response lengths as the project draws them."""
     tail = HeavyTail(given.median_tokens, given.p95_tokens, given.longest_tokens)
     return tuple(tail.spread(10_000, random.Random(0)))
 
@@ -366,7 +366,7 @@ def _short(value: float) -> str:
 
 
 Row = tuple[str, str, Callable[[float], str]]
-"""What it says, the key of its value, how to print it."""
+"""Label, key of the value, formatter."""
 
 MODEL_ROWS: tuple[Row, ...] = (
     ("parameters", "parameters", count),
@@ -461,7 +461,7 @@ def as_json(given: Assumed, gpus: Sequence[int]) -> str:
 
 
 def measure(tokenizer: str | None) -> str:
-    """Microseconds of what the driver does for each token."""
+    """Measure the driver's microseconds per token."""
     rng, number = random.Random(0), 4000
     ids = tuple(rng.randrange(152_064) for _ in range(number))
     logprobs = tuple(-rng.random() for _ in range(number))
@@ -482,7 +482,7 @@ def measure(tokenizer: str | None) -> str:
 
 
 def fastest_us(work: Callable[[], object], number: int) -> float:
-    """Of one of so many, in the fastest of some rounds: others share the machine."""
+    """Return the microseconds per item in the fastest round."""
     rounds = []
     for _ in range(30):
         started_s = time.perf_counter()

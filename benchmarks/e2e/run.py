@@ -83,7 +83,7 @@ Record = dict[str, float]
 
 
 def run(arm: str, repeat: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, and when it began: repeats compare runs that follow each other."""
+    """Return the figures of one run and its start: repeats compare runs that follow each other."""
     out = ROOT / "runs" / "e2e" / f"{options.kind}-{arm}-{repeat}"
     if not (out / "summary.json").exists():
         shutil.rmtree(out, ignore_errors=True)
@@ -104,7 +104,7 @@ def total(records: list[Record], name: str) -> float:
 
 
 def figures(records: list[Record]) -> dict[str, Any]:
-    """What one run came to, in seconds over all its steps."""
+    """Return the figures of one run, in seconds over all its RL steps."""
     step_s, rollout_s = total(records, "time/step_s"), total(records, "time/rollout_s")
     found = {
         "step_s": step_s,
@@ -132,7 +132,7 @@ def figures(records: list[Record]) -> dict[str, Any]:
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], base: str) -> dict[str, Any]:
-    """Speed-ups over `base`, in pairs of a repeat; also per token, as lengths differ by chance."""
+    """Return speed-ups over `base` within repeats, also per token, as lengths differ by chance."""
     result = {}
     for arm, found in runs.items():
         pairs = list(zip(runs[base], found, strict=False))

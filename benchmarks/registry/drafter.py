@@ -116,7 +116,7 @@ figures(
 )
 
 COMPARED = {
-    "tlt+eagle3 / bare+eagle3": "TLT with fixed drafts against vLLM's static drafts",
+    "tlt+eagle3 / bare+eagle3": "TLT with a fixed strategy against vLLM's own drafting",
     "tlt / bare": "TLT without a drafter against bare vLLM",
     "tlt+idle / bare": "TLT with an idle drafter against bare vLLM",
     "tlt+capture / tlt+idle": "the same, keeping hidden states, against not keeping them",

@@ -20,7 +20,7 @@ def is_fixed(name: str) -> bool:
 
 
 def shares(d: Doc, recorded: bool) -> Shares:
-    """Throughput of an oracle's, by strategy and scenario."""
+    """Return throughput relative to the oracle's, by strategy and scenario."""
     (rows,) = (
         rows for name, rows in d["results"].items() if name.startswith("recorded") == recorded
     )

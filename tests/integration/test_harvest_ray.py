@@ -174,30 +174,27 @@ def processes(title: str) -> list[psutil.Process]:
     return found
 
 
-def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
+async def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
     tiny: Path, trainer_settings: HarvestSettings
 ) -> None:
-    async def scene() -> None:
-        async with running(tiny, trainer_settings) as run:
-            await until_published(run)
-            record = run.harvest.record()
-            assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
-            assert record["harvest/faults"] == 0
-            assert record["harvest/kills"] == 0
-            assert record["harvest/stop_max_s"] < limit(0.5)
-            trainers = processes("ray::TrainerActor")
-            assert len(trainers) == 2
-            cores = set(run.harvest.workers.values())
-            assert {tuple(p.cpu_affinity()) for p in trainers} == cores
-            assert len(cores) == 2, "each trainer is on the core of its engine"
-            await nobody_computes(trainers)
-            await two_at_once_are_merged(run)
-        assert not processes("ray::TrainerActor")
-
-    asyncio.run(scene())
+    async with running(tiny, trainer_settings) as run:
+        await until_published(run)
+        record = run.harvest.record()
+        assert record["harvest/used_s"] > 0.5 * record["harvest/coverable_s"]
+        assert record["harvest/faults"] == 0
+        assert record["harvest/kills"] == 0
+        assert record["harvest/stop_max_s"] < limit(0.5)
+        trainers = processes("ray::TrainerActor")
+        assert len(trainers) == 2
+        cores = set(run.harvest.workers.values())
+        assert {tuple(p.cpu_affinity()) for p in trainers} == cores
+        assert len(cores) == 2, "each trainer is on the core of its engine"
+        await nobody_computes(trainers)
+        await two_at_once_are_merged(run)
+    assert not processes("ray::TrainerActor")
 
 
-def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
+async def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
     tiny: Path, trainer_settings: HarvestSettings
 ) -> None:
     async def refuse(*args: object, **kwargs: object) -> list[float]:
@@ -215,7 +212,7 @@ def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
             await run.rollout()
         assert not processes("ray::TrainerActor")
 
-    asyncio.run(scene())
+    await scene()
 
 
 async def until_published(run: Run) -> None:
@@ -247,17 +244,14 @@ async def nobody_computes(trainers: list[psutil.Process]) -> None:
     assert max(b - a for a, b in zip(used, now, strict=True)) < 0.1
 
 
-def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
+async def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
     tiny: Path, trainer_settings: HarvestSettings
 ) -> None:
-    async def scene() -> None:
-        async with running(tiny, trainer_settings) as run:
-            for victim in (kill_trainer, fail_coordinator, kill_engine):
-                for _ in range(ROUNDS):
-                    await killed_once(run, victim)
-                    await still_trains(run)  # four losses without that would end harvest
-
-    asyncio.run(scene())
+    async with running(tiny, trainer_settings) as run:
+        for victim in (kill_trainer, fail_coordinator, kill_engine):
+            for _ in range(ROUNDS):
+                await killed_once(run, victim)
+                await still_trains(run)  # four losses without that would end harvest
 
 
 async def killed_once(run: Run, victim: Callable[[Run], Awaitable[None]]) -> None:

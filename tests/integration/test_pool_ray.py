@@ -1,6 +1,5 @@
 """The pool on a real local Ray cluster with real engines."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -54,7 +53,7 @@ def same_prompt(count: int) -> list[SampleRequest]:
 
 
 @pytest.mark.gate
-def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
+async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
     tiny: Path, fresh_drafter: Path
 ) -> None:
     import torch
@@ -79,42 +78,37 @@ def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
         for parameter in policy.parameters():
             parameter.mul_(1.05)
 
-    async def main() -> None:
-        settings = config(tiny, fresh_drafter)
-        async with RolloutPool(
-            PoolConfig(num_engines=2), lambda name: Watched(settings, name)
-        ) as pool:
-            drawn = [s async for s in pool.generate(same_prompt(32))]
-            assert {s.engine for s in drawn} == {"engine-0", "engine-1"}
-            assert len({s.token_ids for s in drawn}) == 32, "two engines drew the same sample"
-            await pool.update_policy(policy.state_dict().items(), version=1)
-            reference = {
-                s.sample_id.split("/")[1]: s.token_ids
-                async for s in pool.generate(requests(256, "undisturbed"))
-            }
-            tokens: dict[str, tuple[int, ...]] = {}
-            async for sample in pool.generate(requests(256, "killed")):
-                assert sample.sample_id not in tokens, "delivered twice"
-                tokens[sample.sample_id] = sample.token_ids
-                if len(tokens) == 64:
-                    os.kill(pids["engine-0"], signal.SIGKILL)
-            assert len(tokens) == 256
-            # Regenerated samples are those of the same policy.
-            assert {k.split("/")[1]: v for k, v in tokens.items()} == reference
+    settings = config(tiny, fresh_drafter)
+    async with RolloutPool(PoolConfig(num_engines=2), lambda name: Watched(settings, name)) as pool:
+        drawn = [s async for s in pool.generate(same_prompt(32))]
+        assert {s.engine for s in drawn} == {"engine-0", "engine-1"}
+        assert len({s.token_ids for s in drawn}) == 32, "two engines drew the same sample"
+        await pool.update_policy(policy.state_dict().items(), version=1)
+        reference = {
+            s.sample_id.split("/")[1]: s.token_ids
+            async for s in pool.generate(requests(256, "undisturbed"))
+        }
+        tokens: dict[str, tuple[int, ...]] = {}
+        async for sample in pool.generate(requests(256, "killed")):
+            assert sample.sample_id not in tokens, "delivered twice"
+            tokens[sample.sample_id] = sample.token_ids
+            if len(tokens) == 64:
+                os.kill(pids["engine-0"], signal.SIGKILL)
+        assert len(tokens) == 256
+        # Regenerated samples are those of the same policy.
+        assert {k.split("/")[1]: v for k, v in tokens.items()} == reference
 
-            await pool.wait_ready(2)
-            assert pool.num_restarts == 1
-            engines = set()
-            async for sample in pool.generate(requests(64, "after")):
-                engines.add(sample.engine)
-                assert sample.token_ids == reference[sample.sample_id.split("/")[1]]
-                assert sample.policy_version == 1
-            assert engines == {"engine-0.1", "engine-1"}
-
-    asyncio.run(main())
+        await pool.wait_ready(2)
+        assert pool.num_restarts == 1
+        engines = set()
+        async for sample in pool.generate(requests(64, "after")):
+            engines.add(sample.engine)
+            assert sample.token_ids == reference[sample.sample_id.split("/")[1]]
+            assert sample.policy_version == 1
+        assert engines == {"engine-0.1", "engine-1"}
 
 
-def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:
+async def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:
     """An engine that poses as one of another node gets its weights through the object store."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -143,8 +137,8 @@ def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -
             assert {s.policy_version for s in samples.values()} == {4}
             return [samples[key].token_ids for key in sorted(samples)]
 
-    local = asyncio.run(first_tokens(RayEngine))
-    assert asyncio.run(first_tokens(Elsewhere)) == local
+    local = await first_tokens(RayEngine)
+    assert await first_tokens(Elsewhere) == local
 
 
 @pytest.mark.gate
@@ -155,7 +149,7 @@ def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, fresh_drafter:
         ray_spawner(config(tiny, fresh_drafter, drafter=None))
 
 
-def test_an_engine_that_cannot_start_says_why(tiny: Path, fresh_drafter: Path) -> None:
+async def test_an_engine_that_cannot_start_says_why(tiny: Path, fresh_drafter: Path) -> None:
     from tlt.errors import EngineError
     from tlt.rollout.actor import ray_spawner
 
@@ -166,4 +160,4 @@ def test_an_engine_that_cannot_start_says_why(tiny: Path, fresh_drafter: Path) -
             pass
 
     with pytest.raises(EngineError):
-        asyncio.run(main())
+        await main()

@@ -156,11 +156,11 @@ async def assert_contained(world: World, caplog: pytest.LogCaptureFixture) -> No
     assert world.harvest.record()["harvest/trained_tokens"] > 0
 
 
-def run(scene: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))
+async def run(scene: Callable[[], Any]) -> None:
+    await asyncio.wait_for(scene(), 20)
 
 
-def test_an_exception_in_a_round(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_exception_in_a_round(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         async with running() as world:
             world.round_error = ZeroDivisionError("a bug")
@@ -168,10 +168,10 @@ def test_an_exception_in_a_round(caplog: pytest.LogCaptureFixture) -> None:
             await world.until(world.is_lost)
             await assert_contained(world, caplog)
 
-    run(scene)
+    await run(scene)
 
 
-def test_an_exception_in_a_timer(
+async def test_an_exception_in_a_timer(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tick(leases: Leases, now_s: float) -> None:
@@ -190,11 +190,11 @@ def test_an_exception_in_a_timer(
             world.deaf = False
             await assert_contained(world, caplog)
 
-    run(scene)
+    await run(scene)
 
 
 @pytest.mark.parametrize("method", ["idle", "needed", "leased", "policy_changed", "take_spans"])
-def test_an_exception_in_a_direct_call(
+async def test_an_exception_in_a_direct_call(
     method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = getattr(Coordinator, method)
@@ -218,10 +218,10 @@ def test_an_exception_in_a_direct_call(
                 await world.until(world.is_lost)
             await assert_contained(world, caplog)
 
-    run(scene)
+    await run(scene)
 
 
-def test_a_worker_that_never_comes_back_is_waited_for_within_a_limit(
+async def test_a_worker_that_never_comes_back_is_waited_for_within_a_limit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its trainer neither hears nor dies: harvest takes the coordinator for lost, and goes on."""
@@ -242,10 +242,10 @@ def test_a_worker_that_never_comes_back_is_waited_for_within_a_limit(
                 await trainer.kill()
             await world.trains()
 
-    run(scene)
+    await run(scene)
 
 
-def test_too_many_losses_without_training_turn_harvest_off(
+async def test_too_many_losses_without_training_turn_harvest_off(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: object) -> None:
@@ -282,10 +282,10 @@ def test_too_many_losses_without_training_turn_harvest_off(
             await world.until(lambda: all(trainer.dead for trainer in world.trainers))
             assert not world.harvest.leased()
 
-    run(scene)
+    await run(scene)
 
 
-def test_idle_is_told_only_once_the_worker_was_freed() -> None:
+async def test_idle_is_told_only_once_the_worker_was_freed() -> None:
     async def scene() -> None:
         async with running() as world:
             world.deaf = True  # it takes a while to be free
@@ -301,4 +301,4 @@ def test_idle_is_told_only_once_the_worker_was_freed() -> None:
             assert world.harvest.record()["harvest/coordinator_restarts"] == 0
             await world.all_needed()
 
-    run(scene)
+    await run(scene)

@@ -54,14 +54,14 @@ def settings(tmp_path: Path) -> HarvestSettings:
     )
 
 
-def spot(settings: HarvestSettings) -> HarvestTrainer:
+def make_trainer(settings: HarvestSettings) -> HarvestTrainer:
     return HarvestTrainer(settings, torch.device("cpu"))
 
 
 def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(
     settings: HarvestSettings,
 ) -> None:
-    one = spot(settings)
+    one = make_trainer(settings)
     assert one.begin(1, LONG_S)
     trained = one.train(1, 3.0)
     assert trained.num_steps > 10
@@ -89,7 +89,7 @@ def test_a_difference_is_told_from_chance() -> None:
 
 
 def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
-    one = spot(settings)
+    one = make_trainer(settings)
     before = one.export()
     assert one.train(1, LONG_S).num_steps == 0
     assert one.evaluate(1) is None
@@ -103,7 +103,7 @@ def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
 def test_it_stops_from_another_thread_in_the_middle_of_its_work(
     settings: HarvestSettings,
 ) -> None:
-    one = spot(settings)
+    one = make_trainer(settings)
     one.begin(1, LONG_S)
     stopped_s: list[float] = []
 
@@ -120,7 +120,7 @@ def test_it_stops_from_another_thread_in_the_middle_of_its_work(
 
 
 def test_a_lease_runs_out_by_itself(settings: HarvestSettings) -> None:
-    one = spot(settings)
+    one = make_trainer(settings)
     one.begin(1, 0.3)
     started_s = time.monotonic()
     one.train(1, LONG_S)
@@ -129,7 +129,7 @@ def test_a_lease_runs_out_by_itself(settings: HarvestSettings) -> None:
 
 def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
     SampleBuffer(settings.buffer).clear()
-    one = spot(settings)
+    one = make_trainer(settings)
     one.begin(1, LONG_S)
     assert one.train(1, LONG_S).starved
     assert one.evaluate(1) is None
@@ -138,7 +138,7 @@ def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
 def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
     settings: HarvestSettings,
 ) -> None:
-    one = spot(settings)
+    one = make_trainer(settings)
     published = one.export()
     nan = float("nan")
     broken = {n: t * nan if t.is_floating_point() else t for n, t in published.items()}
@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
 def test_while_it_trains_others_get_the_weights_it_began_with(
     settings: HarvestSettings,
 ) -> None:
-    one = spot(settings)
+    one = make_trainer(settings)
     one.begin(1, LONG_S)
     before = one.export()
     work = threading.Thread(target=one.train, args=(1, LONG_S))
@@ -169,7 +169,7 @@ def test_while_it_trains_others_get_the_weights_it_began_with(
 
 
 def test_a_merge_that_is_worse_is_not_taken(settings: HarvestSettings) -> None:
-    one, other = spot(settings), spot(settings)
+    one, other = make_trainer(settings), make_trainer(settings)
     for trainer in (one, other):
         trainer.begin(1, LONG_S)
         trainer.train(1, 2.0)
@@ -199,7 +199,7 @@ def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
 ) -> None:
     from dataclasses import replace
 
-    one = spot(replace(settings, untrained=True))
+    one = make_trainer(replace(settings, untrained=True))
     before = one.export()["d2t"]
     one.begin(1, LONG_S)
     one.train(1, 0.2)

@@ -116,24 +116,18 @@ def test_only_a_rollout_has_a_forecast(live: Live, forecast: FakeForecast) -> No
     assert forecast.told[5:] == ["ended", "started 5"]
 
 
-def test_the_file_is_there_while_the_run_is(tmp_path: Path, live: Live) -> None:
-    async def main() -> None:
-        async with live:
-            while not (tmp_path / "live.json").exists():
-                await asyncio.sleep(0.01)
-            assert {*json.loads((tmp_path / "live.json").read_text())} == KEYS
-        assert not (tmp_path / "live.json").exists()
-
-    asyncio.run(main())
+async def test_the_file_is_there_while_the_run_is(tmp_path: Path, live: Live) -> None:
+    async with live:
+        while not (tmp_path / "live.json").exists():
+            await asyncio.sleep(0.01)
+        assert {*json.loads((tmp_path / "live.json").read_text())} == KEYS
+    assert not (tmp_path / "live.json").exists()
 
 
-def test_a_folder_that_is_gone_costs_only_the_view(
+async def test_a_folder_that_is_gone_costs_only_the_view(
     run: FakeRun, forecast: FakeForecast, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        live = Live(Path("/proc/none/live.json"), 9, run, run, forecast, lambda *_: None)
-        async with live:
-            await asyncio.sleep(0.05)
-
-    asyncio.run(main())
+    live = Live(Path("/proc/none/live.json"), 9, run, run, forecast, lambda *_: None)
+    async with live:
+        await asyncio.sleep(0.05)
     assert "no live view" in caplog.text

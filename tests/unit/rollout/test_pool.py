@@ -85,50 +85,41 @@ class Factory:
         return self.made[name]
 
 
-def test_every_sample_once_and_engines_stop() -> None:
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=3), factory) as pool:
-            ids = [s.sample_id async for s in pool.generate(request(i) for i in range(100))]
-        assert sorted(map(int, ids)) == list(range(100))
-        assert all(engine.stopped for engine in factory.made.values())
-
-    asyncio.run(main())
+async def test_every_sample_once_and_engines_stop() -> None:
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=3), factory) as pool:
+        ids = [s.sample_id async for s in pool.generate(request(i) for i in range(100))]
+    assert sorted(map(int, ids)) == list(range(100))
+    assert all(engine.stopped for engine in factory.made.values())
 
 
-def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
-            ids = []
-            async for sample in pool.generate(request(i, 8) for i in range(64)):
-                ids.append(sample.sample_id)
-                if len(ids) == 10:
-                    factory.made["engine-0"].dead = True
-            await pool.wait_ready(2)
-            assert sorted(map(int, ids)) == list(range(64))
-            assert pool.num_restarts == 1
-            assert "engine-0.1" in factory.made
-
-    asyncio.run(main())
+async def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+        ids = []
+        async for sample in pool.generate(request(i, 8) for i in range(64)):
+            ids.append(sample.sample_id)
+            if len(ids) == 10:
+                factory.made["engine-0"].dead = True
+        await pool.wait_ready(2)
+        assert sorted(map(int, ids)) == list(range(64))
+        assert pool.num_restarts == 1
+        assert "engine-0.1" in factory.made
 
 
-def test_samples_that_end_by_an_error_are_generated_again() -> None:
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
-            for engine in factory.made.values():
-                engine.break_off = {"3", "7", "40"}
-            samples = [s async for s in pool.generate(request(i) for i in range(64))]
-            assert sorted(int(s.sample_id) for s in samples) == list(range(64))
-            assert {s.finish_reason for s in samples} == {"stop"}
-            assert 3 <= pool.num_broken <= 6
-            assert pool.num_restarts == 0
-
-    asyncio.run(main())
+async def test_samples_that_end_by_an_error_are_generated_again() -> None:
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+        for engine in factory.made.values():
+            engine.break_off = {"3", "7", "40"}
+        samples = [s async for s in pool.generate(request(i) for i in range(64))]
+        assert sorted(int(s.sample_id) for s in samples) == list(range(64))
+        assert {s.finish_reason for s in samples} == {"stop"}
+        assert 3 <= pool.num_broken <= 6
+        assert pool.num_restarts == 0
 
 
-def test_a_sample_that_always_ends_by_an_error_ends_the_rollout() -> None:
+async def test_a_sample_that_always_ends_by_an_error_ends_the_rollout() -> None:
     class Broken(set[str]):
         def discard(self, sample_id: object) -> None:
             pass
@@ -142,77 +133,65 @@ def test_a_sample_that_always_ends_by_an_error_ends_the_rollout() -> None:
                 pass
 
     with pytest.raises(EngineError, match="sample '3' was on 5 engines that were lost or broke it"):
-        asyncio.run(main())
+        await main()
 
 
-def test_engines_that_end_by_themselves_say_nothing_against_the_weights() -> None:
+async def test_engines_that_end_by_themselves_say_nothing_against_the_weights() -> None:
     """The weights stay current even if all engines end; their successors load them."""
     torch = pytest.importorskip("torch")
 
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
-            for engine in list(factory.made.values()):
-                engine.refuse_weights = EngineTainted("not the learner's policy")
-            await pool.update_policy([("w", torch.ones(2))], version=1)
-            for engine in list(factory.made.values()):
-                engine.dead = True  # its loop has ended
-            ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
-            assert len(ids) == 8
-            assert factory.made["engine-0.1"].calls[0][1][1] == 1
-
-    asyncio.run(main())
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+        for engine in list(factory.made.values()):
+            engine.refuse_weights = EngineTainted("not the learner's policy")
+        await pool.update_policy([("w", torch.ones(2))], version=1)
+        for engine in list(factory.made.values()):
+            engine.dead = True  # its loop has ended
+        ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
+        assert len(ids) == 8
+        assert factory.made["engine-0.1"].calls[0][1][1] == 1
 
 
-def test_a_drafter_that_taints_every_engine_is_taken_back() -> None:
+async def test_a_drafter_that_taints_every_engine_is_taken_back() -> None:
     torch = pytest.importorskip("torch")
 
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
-            await pool.update_drafter([("w", torch.ones(2))], version=1)
-            for engine in list(factory.made.values()):
-                engine.refuse_weights = EngineTainted("not the learner's policy")
-            with pytest.raises(EngineTainted):
-                await pool.update_drafter([("w", torch.zeros(2))], version=2)
-            assert pool.num_tainted == 2
-            for engine in list(factory.made.values()):
-                engine.dead = True
-            ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
-            assert len(ids) == 8
-            assert factory.made["engine-0.1"].calls[0][1][1] == 1, "the drafter before"
-
-    asyncio.run(main())
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+        await pool.update_drafter([("w", torch.ones(2))], version=1)
+        for engine in list(factory.made.values()):
+            engine.refuse_weights = EngineTainted("not the learner's policy")
+        with pytest.raises(EngineTainted):
+            await pool.update_drafter([("w", torch.zeros(2))], version=2)
+        assert pool.num_tainted == 2
+        for engine in list(factory.made.values()):
+            engine.dead = True
+        ids = [s.sample_id async for s in pool.generate(request(i) for i in range(8))]
+        assert len(ids) == 8
+        assert factory.made["engine-0.1"].calls[0][1][1] == 1, "the drafter before"
 
 
-def test_a_successor_starts_with_the_current_weights() -> None:
+async def test_a_successor_starts_with_the_current_weights() -> None:
     torch = pytest.importorskip("torch")
 
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=1), factory) as pool:
-            await pool.update_policy([("w", torch.ones(2))], version=3)
-            factory.made["engine-0"].dead = True
-            while "engine-0.1" not in factory.made or not factory.made["engine-0.1"].calls:
-                await asyncio.sleep(0.001)
-            assert factory.made["engine-0.1"].calls[0][0] == "update_policy"
-            assert factory.made["engine-0.1"].calls[0][1][1] == 3
-
-    asyncio.run(main())
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=1), factory) as pool:
+        await pool.update_policy([("w", torch.ones(2))], version=3)
+        factory.made["engine-0"].dead = True
+        while "engine-0.1" not in factory.made or not factory.made["engine-0.1"].calls:
+            await asyncio.sleep(0.001)
+        assert factory.made["engine-0.1"].calls[0][0] == "update_policy"
+        assert factory.made["engine-0.1"].calls[0][1][1] == 3
 
 
-def test_no_policy_update_in_the_middle_of_a_rollout() -> None:
-    async def main() -> None:
-        async with RolloutPool(PoolConfig(num_engines=1), Factory()) as pool:
-            async for _ in pool.generate(request(i, 3) for i in range(20)):
-                with pytest.raises(EngineError, match="samples are under way"):
-                    await pool.update_policy([], version=1)
-                break
-
-    asyncio.run(main())
+async def test_no_policy_update_in_the_middle_of_a_rollout() -> None:
+    async with RolloutPool(PoolConfig(num_engines=1), Factory()) as pool:
+        async for _ in pool.generate(request(i, 3) for i in range(20)):
+            with pytest.raises(EngineError, match="samples are under way"):
+                await pool.update_policy([], version=1)
+            break
 
 
-def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> None:
+async def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> None:
     def spawn(name: str) -> FakeEngine:
         engine = FakeEngine(name)
         engine.dead = True
@@ -224,10 +203,10 @@ def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> None:
                 pass
 
     with pytest.raises(EngineError):
-        asyncio.run(main())
+        await main()
 
 
-def test_an_engine_that_never_starts_is_an_error_and_not_a_wait() -> None:
+async def test_an_engine_that_never_starts_is_an_error_and_not_a_wait() -> None:
     class Stuck(FakeEngine):
         async def start(self) -> dict[str, Any]:
             await asyncio.sleep(60)
@@ -241,22 +220,19 @@ def test_an_engine_that_never_starts_is_an_error_and_not_a_wait() -> None:
             pass
 
     with pytest.raises(EngineError, match="engine-1 did not start within"):
-        asyncio.run(main())
+        await main()
 
 
-def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
-    async def main() -> None:
-        factory = Factory()
-        async with RolloutPool(PoolConfig(num_engines=1), factory) as pool:
-            factory.made["engine-0"].refuse = ConfigError("sample 0: too long")
-            with pytest.raises(ConfigError, match="too long"):
-                async for _ in pool.generate([request(0)]):
-                    pass
-
-    asyncio.run(main())
+async def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=1), factory) as pool:
+        factory.made["engine-0"].refuse = ConfigError("sample 0: too long")
+        with pytest.raises(ConfigError, match="too long"):
+            async for _ in pool.generate([request(0)]):
+                pass
 
 
-def test_ten_thousand_samples_over_64_engines() -> None:
+async def test_ten_thousand_samples_over_64_engines() -> None:
     async def main() -> float:
         factory = Factory(slots=32, tick_s=0.005)
         async with RolloutPool(PoolConfig(num_engines=64), factory) as pool:
@@ -266,5 +242,5 @@ def test_ten_thousand_samples_over_64_engines() -> None:
             assert len(set(ids)) == len(ids) == 10_000
             return spent
 
-    per_sample_ms = 1000 * asyncio.run(main()) / 10_000
+    per_sample_ms = 1000 * await main() / 10_000
     assert per_sample_ms < 1.0, f"{per_sample_ms:.3f} ms a sample, the fake engines included"

@@ -46,65 +46,56 @@ def names(folder: RunFolder) -> list[str]:
     return [path.name for path in folder.checkpoints()]
 
 
-def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> None:
-    async def main() -> None:
-        folder, learner = RunFolder(tmp_path), FakeLearner()
-        of_run: Any = learner
-        checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
-        for step in (1, 2, 3):
-            await checkpoints.begin(step, Stopwatch())
-            checkpoints.end(step)
-        assert names(folder) == []
-        checkpoints.restarts_since = 2
-        learner.on_disk.set()
-        for step in (4, 5):
-            await checkpoints.begin(step, Stopwatch())  # waits for the one before
-            assert checkpoints.restarts_since == 0
-            checkpoints.end(step)
-        await checkpoints.finish()
-        assert names(folder) == ["step-000004", "step-000005"]
-        assert checkpoints.last() == (folder.checkpoints()[-1], 5)
-        assert learner.earlier == [None, "step-000002", "step-000004"]
-
-    asyncio.run(main())
+async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> None:
+    folder, learner = RunFolder(tmp_path), FakeLearner()
+    of_run: Any = learner
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    for step in (1, 2, 3):
+        await checkpoints.begin(step, Stopwatch())
+        checkpoints.end(step)
+    assert names(folder) == []
+    checkpoints.restarts_since = 2
+    learner.on_disk.set()
+    for step in (4, 5):
+        await checkpoints.begin(step, Stopwatch())  # waits for the one before
+        assert checkpoints.restarts_since == 0
+        checkpoints.end(step)
+    await checkpoints.finish()
+    assert names(folder) == ["step-000004", "step-000005"]
+    assert checkpoints.last() == (folder.checkpoints()[-1], 5)
+    assert learner.earlier == [None, "step-000002", "step-000004"]
 
 
-def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: Path) -> None:
-    async def main() -> None:
-        folder, learner = RunFolder(tmp_path), FakeLearner()
-        of_run: Any = learner
-        checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
-        await checkpoints.begin(2, Stopwatch())
-        checkpoints.end(2)
-        learner.lost = True
-        learner.on_disk.set()
-        await checkpoints.abandon()
-        await checkpoints.finish()
-        assert names(folder) == []
-        # One that was begun but not ended is dropped too.
-        learner.lost = False
-        await checkpoints.begin(4, Stopwatch())
-        await checkpoints.abandon()
-        checkpoints.end(4)
-        await checkpoints.finish()
-        assert names(folder) == []
-
-    asyncio.run(main())
+async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: Path) -> None:
+    folder, learner = RunFolder(tmp_path), FakeLearner()
+    of_run: Any = learner
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    await checkpoints.begin(2, Stopwatch())
+    checkpoints.end(2)
+    learner.lost = True
+    learner.on_disk.set()
+    await checkpoints.abandon()
+    await checkpoints.finish()
+    assert names(folder) == []
+    # One that was begun but not ended is dropped too.
+    learner.lost = False
+    await checkpoints.begin(4, Stopwatch())
+    await checkpoints.abandon()
+    checkpoints.end(4)
+    await checkpoints.finish()
+    assert names(folder) == []
 
 
-def test_a_run_that_ends_badly_still_finishes_its_checkpoint(tmp_path: Path) -> None:
-    async def main() -> None:
-        folder, learner = RunFolder(tmp_path), FakeLearner()
-        of_run: Any = learner
-        checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
-        learner.on_disk.set()
-        await checkpoints.begin(2, Stopwatch())
-        checkpoints.end(2)
-        await checkpoints.finish_in_time()
-        assert names(folder) == ["step-000002"]
-        learner.lost = True
-        await checkpoints.begin(4, Stopwatch())
-        checkpoints.end(4)
-        await checkpoints.finish_in_time()  # says nothing: the run's own error counts
-
-    asyncio.run(main())
+async def test_a_run_that_ends_badly_still_finishes_its_checkpoint(tmp_path: Path) -> None:
+    folder, learner = RunFolder(tmp_path), FakeLearner()
+    of_run: Any = learner
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    learner.on_disk.set()
+    await checkpoints.begin(2, Stopwatch())
+    checkpoints.end(2)
+    await checkpoints.finish_in_time()
+    assert names(folder) == ["step-000002"]
+    learner.lost = True
+    await checkpoints.begin(4, Stopwatch())
+    checkpoints.end(4)
+    await checkpoints.finish_in_time()  # says nothing: the run's own error counts

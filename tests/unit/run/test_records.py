@@ -1,6 +1,5 @@
 """What is written down about a step, without engines."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,49 +143,43 @@ class FakePool:
         return self.engines
 
 
-def test_counters_are_those_of_the_rollout_and_a_new_engine_counts_from_zero() -> None:
-    async def main() -> None:
-        pool: Any = FakePool()
-        counters = PoolCounters(pool)
-        pool.engines = [EngineStats("engine-0", drafts=5, policy_mismatches=1)]
-        pool.num_restarts = 3
-        await counters.step_started()
-        pool.engines = [
-            EngineStats("engine-0", drafts=7, policy_mismatches=1, drafter_version=1),
-            EngineStats("engine-1.1", drafts=2),
-        ]
-        pool.num_restarts, pool.num_broken, pool.num_tainted = 4, 2, 1
-        work = await counters.rollout_ended()
-        assert (work.during.drafts, work.during.policy_mismatches) == (4, 0)
-        assert (work.since_last.drafts, work.since_last.policy_mismatches) == (9, 1)
-        assert (work.num_engines, work.num_tainted, work.during.drafter_version) == (2, 1, 1)
-        ended = {"rollout/engine_restarts": 1, "rollout/broken_samples": 2}
-        assert counters.step_ended() == ended
-        await counters.step_started()
-        again = await counters.rollout_ended()
-        assert (again.during.drafts, again.since_last.drafts, again.num_tainted) == (0, 0, 0)
-
-    asyncio.run(main())
+async def test_counters_are_those_of_the_rollout_and_a_new_engine_counts_from_zero() -> None:
+    pool: Any = FakePool()
+    counters = PoolCounters(pool)
+    pool.engines = [EngineStats("engine-0", drafts=5, policy_mismatches=1)]
+    pool.num_restarts = 3
+    await counters.step_started()
+    pool.engines = [
+        EngineStats("engine-0", drafts=7, policy_mismatches=1, drafter_version=1),
+        EngineStats("engine-1.1", drafts=2),
+    ]
+    pool.num_restarts, pool.num_broken, pool.num_tainted = 4, 2, 1
+    work = await counters.rollout_ended()
+    assert (work.during.drafts, work.during.policy_mismatches) == (4, 0)
+    assert (work.since_last.drafts, work.since_last.policy_mismatches) == (9, 1)
+    assert (work.num_engines, work.num_tainted, work.during.drafter_version) == (2, 1, 1)
+    ended = {"rollout/engine_restarts": 1, "rollout/broken_samples": 2}
+    assert counters.step_ended() == ended
+    await counters.step_started()
+    again = await counters.rollout_ended()
+    assert (again.during.drafts, again.since_last.drafts, again.num_tainted) == (0, 0, 0)
 
 
-def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
+async def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.timeline.write_text("of an earlier attempt")
     live: Any = SimpleNamespace(record={})
     seen: list[dict[str, float]] = []
 
-    async def main() -> None:
-        log = RunLog(CONFIG, folder, Sinks([]), NoTimekeeper(folder.timeline), live, seen.append)
-        log.rewind(-1)
-        for step in (1, 2):
-            log.samples(step, PROBLEMS, STEP)
-            await log.step(step, {"reward/mean": float(step)}, Stopwatch())
-        log.rewind(1)  # the learner was lost after step 1
-        log.samples(2, PROBLEMS, STEP)
-        await log.step(2, {"reward/mean": 5.0}, Stopwatch())
-        log.close()
-
-    asyncio.run(main())
+    log = RunLog(CONFIG, folder, Sinks([]), NoTimekeeper(folder.timeline), live, seen.append)
+    log.rewind(-1)
+    for step in (1, 2):
+        log.samples(step, PROBLEMS, STEP)
+        await log.step(step, {"reward/mean": float(step)}, Stopwatch())
+    log.rewind(1)  # the learner was lost after step 1
+    log.samples(2, PROBLEMS, STEP)
+    await log.step(2, {"reward/mean": 5.0}, Stopwatch())
+    log.close()
     assert not folder.timeline.exists()
     assert [(r["step"], r["reward/mean"]) for r in read(folder.metrics)] == [(1, 1.0), (2, 5.0)]
     assert read(folder.lengths)[1] == {"step": 2, "group_size": 2, "tokens": [4, 8, 2, 2]}

@@ -86,8 +86,8 @@ GROUPS = [group(3, (1, -1)), group(0, (-1, 1)), group(2, (0, 0)), group(1, (1, -
 """In the order in which they were complete."""
 
 
-def test_the_learner_gets_all_samples_with_an_advantage_in_order() -> None:
-    calls, update, record = asyncio.run(one_step(GROUPS))
+async def test_the_learner_gets_all_samples_with_an_advantage_in_order() -> None:
+    calls, update, record = await one_step(GROUPS)
     assert calls == [
         ("accumulate", ["0/0", "0/1", "1/0", "1/1", "3/0", "3/1"]),
         ("step", 16.0),
@@ -97,13 +97,13 @@ def test_the_learner_gets_all_samples_with_an_advantage_in_order() -> None:
     assert "capture/bytes" not in record
 
 
-def test_with_a_kl_term_every_sample_counts() -> None:
-    calls, _, _ = asyncio.run(one_step(GROUPS, algorithm={"kl_weight": 0.1}))
+async def test_with_a_kl_term_every_sample_counts() -> None:
+    calls, _, _ = await one_step(GROUPS, algorithm={"kl_weight": 0.1})
     assert len(calls[0][1]) == 8
 
 
-def test_several_updates_share_the_problems_and_remember_the_policy_before_them() -> None:
-    calls, update, _ = asyncio.run(one_step(GROUPS, learner={"updates_per_step": 2}))
+async def test_several_updates_share_the_problems_and_remember_the_policy_before_them() -> None:
+    calls, update, _ = await one_step(GROUPS, learner={"updates_per_step": 2})
     even, odd = ["0/0", "0/1"], ["1/0", "1/1", "3/0", "3/1"]
     assert calls == [
         *(("remember", even), ("remember", odd)),
@@ -115,9 +115,9 @@ def test_several_updates_share_the_problems_and_remember_the_policy_before_them(
     assert update.version == 10
 
 
-def test_a_learner_with_devices_of_its_own_begins_during_the_rollout() -> None:
-    calls, update, _ = asyncio.run(
-        one_step(GROUPS, placement={"kind": "separate"}, learner={"row_tokens": 12})
+async def test_a_learner_with_devices_of_its_own_begins_during_the_rollout() -> None:
+    calls, update, _ = await one_step(
+        GROUPS, placement={"kind": "separate"}, learner={"row_tokens": 12}
     )
     assert calls == [
         ("accumulate", ["3/0", "3/1", "0/0", "0/1"]),
@@ -128,7 +128,7 @@ def test_a_learner_with_devices_of_its_own_begins_during_the_rollout() -> None:
 
 
 @pytest.mark.parametrize(("by", "samples"), [("learner", 10), ("engines", None)])
-def test_captured_samples_are_counted_where_they_are_captured(by: str, samples: Any) -> None:
-    _, _, record = asyncio.run(one_step(GROUPS, capture={"enabled": True, "by": by}))
+async def test_captured_samples_are_counted_where_they_are_captured(by: str, samples: Any) -> None:
+    _, _, record = await one_step(GROUPS, capture={"enabled": True, "by": by})
     assert record["capture/bytes"] == 1000
     assert record.get("capture/samples") == samples
