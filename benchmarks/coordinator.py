@@ -160,7 +160,7 @@ async def dispatch_alone(num_workers: int, seconds: float) -> dict[str, float]:
 
 async def simulate(num_workers: int, max_leases: int, seconds: float) -> dict[str, Any]:
     leases = LeaseSettings(min_s=0.1, lease_s=60.0, stop_timeout_s=2.0, max_leases=max_leases)
-    settings = CoordinatorSettings(leases, session_s=1.0)
+    settings = CoordinatorSettings(leases, session_s=1.0, publish=True)
     coordinator = Coordinator(settings, Simulated)
     workers = [f"engine-{i}" for i in range(num_workers)]
     for worker in workers:

@@ -171,7 +171,7 @@ def _sft(model: str, dtype: str) -> Callable[[], None]:
     from transformers import AutoModelForCausalLM
 
     from tlt.learner.packed_attention import use_packed_attention
-    from tlt.learner.sft import _row_loss
+    from tlt.learner.sft import row_loss
     from tlt.models import tiny
 
     policy = AutoModelForCausalLM.from_pretrained(
@@ -182,7 +182,7 @@ def _sft(model: str, dtype: str) -> Callable[[], None]:
     samples = [(list(range(4, 68)), 8)] * 8
 
     def step() -> None:
-        loss, _ = _row_loss(policy, samples, dtype)
+        loss, _ = row_loss(policy, samples, dtype)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

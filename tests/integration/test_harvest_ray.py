@@ -146,7 +146,7 @@ async def running(tiny: Path, spot: HarvestSettings) -> AsyncIterator[Run]:
     )
     pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=3 * ROUNDS), ray_spawner(engine))
     leases = LeaseSettings(min_s=0.2, lease_s=60.0, stop_timeout_s=1.0, max_leases=8)
-    settings = CoordinatorSettings(leases, session_s=1.0)
+    settings = CoordinatorSettings(leases, session_s=1.0, publish=True)
     harvest = Harvest(settings, spot, pool, lambda name: {}, on_gpu=False)
     pool.listen(harvest)
     async with pool:

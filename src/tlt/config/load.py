@@ -29,6 +29,22 @@ RENAMED_VALUES = {
 """Old setting and value: the setting and value that replace them."""
 
 
+def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a run of an earlier version by today's names."""
+    found = {key: dict(of) if isinstance(of, Mapping) else of for key, of in tree.items()}
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        if key in found.get(section, {}):
+            into, name = new.split(".")
+            found.setdefault(into, {})[name] = found[section].pop(key)
+    harvest = found.get("tlt", {}).get("harvest")
+    if harvest in ("on", "off", "unpublished"):
+        found["tlt"]["harvest"] = harvest != "off"
+        if harvest == "unpublished":
+            found.setdefault("debug", {})["publish_drafters"] = False
+    return found
+
+
 def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
     """Read `path`, apply `section.key=value` overrides (values as in TOML), and validate."""
     return check(schema, apply_overrides(read_toml(path), overrides), str(path))

@@ -88,7 +88,7 @@ class TrainerActor(HarvestTrainer):
 class RayTrainer:
     """The coordinator's handle on a trainer. Weights travel as references into Ray's store."""
 
-    def __init__(self, settings: HarvestSettings, place: TrainerPlace, name: str) -> None:
+    def __init__(self, settings: HarvestSettings, place: TrainerPlace) -> None:
         environment = thread_environment() | {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(max(1, len(place.cores))),
@@ -98,7 +98,6 @@ class RayTrainer:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         actor = ray.remote(concurrency_groups={"control": 2})(TrainerActor)
         self._actor = actor.options(
-            name=name,
             num_cpus=0,
             max_restarts=0,
             runtime_env={"env_vars": environment},

@@ -44,11 +44,11 @@ class CoordinatorSettings:
     leases: LeaseSettings
     session_s: float
     """Seconds of training between two evaluations."""
-    publish: bool = True
+    publish: bool
     """False does all the work, but publishes nothing."""
 
 
-def coordinator_settings(tlt: TltConfig, publish: bool = True) -> CoordinatorSettings:
+def coordinator_settings(tlt: TltConfig, publish: bool) -> CoordinatorSettings:
     """Return the coordinator's part of a run's settings."""
     return CoordinatorSettings(
         leases=LeaseSettings(
@@ -268,6 +268,10 @@ class Coordinator:
             self.tally.faults += 1
             await self._replace(member)
             rest_s = REST_S
+        except Exception as error:
+            # Before the lease ends below: nobody may hear that a device is free that is not.
+            self._fail(error)
+            raise
         finally:
             ended_s = now_s()
             self._held.pop(held.lease, None)

@@ -6,6 +6,9 @@ import math
 from collections import deque
 from statistics import median
 
+NUM_ROLLOUTS = 5
+"""Rollouts that the forecast remembers."""
+
 
 class TailForecast:
     """Remembers when the samples of the last few rollouts ended.
@@ -15,8 +18,8 @@ class TailForecast:
     known.
     """
 
-    def __init__(self, num_rollouts: int = 5) -> None:
-        self._past: deque[list[float]] = deque(maxlen=num_rollouts)
+    def __init__(self) -> None:
+        self._past: deque[list[float]] = deque(maxlen=NUM_ROLLOUTS)
         self._ends: list[float] = []
         self._num_samples = 0
         self._started_s = 0.0

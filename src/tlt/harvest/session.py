@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -110,7 +108,7 @@ class Harvest:
         on_gpu: bool,
         colocated: bool = True,
         first_version: int = 0,
-        spawn: Callable[[HarvestSettings, TrainerPlace, str], TrainerHandle] = RayTrainer,
+        spawn: Callable[[HarvestSettings, TrainerPlace], TrainerHandle] = RayTrainer,
         share: Callable[[Packed], Any] = ray.put,
     ) -> None:
         self._settings = settings
@@ -121,8 +119,6 @@ class Harvest:
         self._colocated = colocated
         self._spawn = spawn
         self._share = share
-        self._incarnations = itertools.count(1)
-        """Numbers in the names of trainers: no name is used twice."""
         self._coordinator: Coordinator | None = None
         self._replacing: asyncio.Task[None] | None = None
         """Ends the trainers of a lost coordinator, and starts another."""
@@ -209,15 +205,17 @@ class Harvest:
 
     async def _free(self, worker: str) -> None:
         """Free a worker within a limit: a coordinator that does not give it back is ended."""
-        if (coordinator := self._coordinator) is not None:
-            try:
-                async with asyncio.timeout(self._settings.leases.stop_timeout_s + ANSWER_S):
-                    await coordinator.needed(worker)
-            except Exception as error:
-                self._lose(coordinator, error)
-        if self._replacing is not None:
-            await asyncio.shield(self._replacing)
-        self._freeing.pop(worker, None)
+        try:
+            if (coordinator := self._coordinator) is not None:
+                try:
+                    async with asyncio.timeout(self._settings.leases.stop_timeout_s + ANSWER_S):
+                        await coordinator.needed(worker)
+                except Exception as error:
+                    self._lose(coordinator, error)
+            if self._replacing is not None:
+                await asyncio.shield(self._replacing)
+        finally:
+            self._freeing.pop(worker, None)
 
     # --- what the training loop says ----------------------------------------------------------
 
@@ -367,8 +365,7 @@ class Harvest:
     def _spawn_trainer(self, worker: str) -> TrainerHandle:
         engine, cores = self._engines[worker]
         place = TrainerPlace(cores, self._on_gpu, dict(self._place(engine)))
-        name = f"tlt-trainer-{os.getpid()}-{next(self._incarnations)}-{worker}"
-        return self._spawn(self._trainer, place, name)
+        return self._spawn(self._trainer, place)
 
     async def stop(self) -> None:
         coordinator, self._coordinator, self._off = self._coordinator, None, True
@@ -439,13 +436,14 @@ class Harvest:
                 continue
             try:
                 version = await coordinator.next_version(POLL_S)
+                packed = None if version is None else await version.weights.blob
             except Exception as error:
                 self._lose(coordinator, error)
                 continue
-            if version is None or coordinator is not self._coordinator:
+            if version is None or packed is None:
                 continue
             try:
-                await self._swap(version)
+                await self._swap(coordinator, version, packed)
             except Exception as error:
                 logger.error(
                     "harvest is off for the rest of the run: the engines do not take a new drafter",
@@ -455,12 +453,17 @@ class Harvest:
                 if self._coordinator is not None:
                     self._replace(self._coordinator, again=False)
 
-    async def _swap(self, version: Version) -> None:
-        """Hand a drafter to all engines, between two of their steps."""
-        weights, tensors = await asyncio.to_thread(self._for_engines, await version.weights.blob)
+    async def _swap(self, coordinator: Coordinator, version: Version, packed: Packed) -> None:
+        """Hand a drafter to all engines, between two of their steps.
+
+        A coordinator that was lost meanwhile publishes nothing: its successor counts on that.
+        """
+        weights, tensors = await asyncio.to_thread(self._for_engines, packed)
         while True:
             await self._rollout.wait()
             async with self._swapping:
+                if coordinator is not self._coordinator:
+                    return
                 if not self._rollout.is_set():
                     continue  # it ended while we waited
                 async with asyncio.timeout(SWAP_S):

@@ -73,7 +73,7 @@ def supervised_start(
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * warmup_then_cosine(step, progress)
         chosen = [samples[i] for i in next(rows)]
-        loss, accuracy = _row_loss(policy, chosen, settings.dtype)
+        loss, accuracy = row_loss(policy, chosen, settings.dtype)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -91,13 +91,17 @@ def supervised_start(
     policy.eval()
 
 
-def warmup_then_cosine(step: int, progress: float, warmup_steps: int = 20) -> float:
+WARMUP_STEPS = 20
+"""Optimizer steps over which the learning rate rises."""
+
+
+def warmup_then_cosine(step: int, progress: float) -> float:
     """Return the factor of the highest learning rate: a warm-up, then a decay to a tenth."""
     down = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return min(1.0, (step + 1) / warmup_steps) * down
+    return min(1.0, (step + 1) / WARMUP_STEPS) * down
 
 
-def _row_loss(
+def row_loss(
     policy: Any, samples: Sequence[tuple[Sequence[int], int]], dtype: Dtype
 ) -> tuple[torch.Tensor, float]:
     device = policy.device

@@ -32,7 +32,11 @@ def start_ray(num_engines: int) -> None:
     )
 
 
-async def end_actors(actors: Iterable[Any], limit_s: float = 10.0) -> None:
+END_S = 10.0
+"""Seconds that a killed process may take to release its cores and memory."""
+
+
+async def end_actors(actors: Iterable[Any]) -> None:
     """Kill actors, and wait until their processes have released their cores and memory."""
     import ray
 
@@ -40,7 +44,7 @@ async def end_actors(actors: Iterable[Any], limit_s: float = 10.0) -> None:
     for actor in actors:
         ray.kill(actor)
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(END_S):
             # This call fails when the process is gone, and never succeeds.
             gone = [actor.__ray_ready__.remote() for actor in actors]
             await asyncio.gather(*gone, return_exceptions=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tlt.config.load import renewed
 from tlt.errors import ConfigError
 from tlt.observe.record import read
 from tlt.observe.summary import Record, series, stage_table, summary
@@ -63,7 +64,7 @@ def look_at(folder: Path) -> RunView:
     lines = read(lengths_file) if lengths_file.exists() else []
     return RunView(
         name=folder.resolve().name,
-        config=tomllib.loads((folder / "config.toml").read_text()),
+        config=renewed(tomllib.loads((folder / "config.toml").read_text())),
         records=steps,
         all_records=records,
         lengths=[tokens for line in lines for tokens in line["tokens"]],

@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import tomli_w
 
+from tlt.config.load import renewed
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 
@@ -83,7 +84,7 @@ class RunFolder:
         import tomllib
 
         try:
-            before = _flat(tomllib.loads((self.path / "config.toml").read_text()))
+            before = _flat(renewed(tomllib.loads((self.path / "config.toml").read_text())))
         except ValueError as error:
             raise ConfigError(
                 f"{self.path / 'config.toml'}, which the run was started with, is damaged "

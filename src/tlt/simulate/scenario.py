@@ -182,7 +182,7 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         arms = [[drafter, n] for drafter in drafters for n in config.draft_tokens]
         spec = {"kind": "adaptive", "arms": [["off", 0], *arms]}
         if name == "tlt":
-            harvest = coordinator_settings(TltConfig())
+            harvest = coordinator_settings(TltConfig(), publish=True)
 
     def strategy() -> Strategy:
         return build_strategy(spec)

@@ -118,6 +118,8 @@ def _build_random(spec: StrategySpec) -> Strategy:
 def _build_adaptive(spec: StrategySpec) -> Strategy:
     caution = {key: value for key, value in spec.items() if key not in ("kind", "arms")}
     unknown = sorted(caution.keys() - {field.name for field in fields(Caution)})
+    if "look_every_steps" in unknown:
+        raise ConfigError("strategy.look_every_steps is called retry_interval_steps now; rename it")
     if unknown:
         known = ", ".join(field.name for field in fields(Caution))
         raise ConfigError(f"strategy.{unknown[0]} is not known to kind 'adaptive'; one of {known}")

@@ -1,10 +1,11 @@
 """Old names of settings are refused, and the message says the new one."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tlt.config.load import load_config
+from tlt.config.load import load_config, renewed
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
@@ -42,3 +43,23 @@ def test_harvest_is_a_switch(value: str, harvests: bool) -> None:
 def test_engines_alone_are_in_the_group_of_a_run() -> None:
     config = load_config(TrainConfig, RECIPE)
     assert config.debug.core_group == EngineConfig(model="any").core_group
+
+
+def test_settings_of_an_earlier_version_are_read_by_todays_names() -> None:
+    old: dict[str, Any] = {
+        "engine": {"policy": {"kind": "off"}, "core_group": "mine"},
+        "sampling": {"forced_lengths": {"longest": 9}, "max_tokens": 8},
+        "tlt": {"harvest": "unpublished"},
+    }
+    assert renewed(old) == {
+        "engine": {"strategy": {"kind": "off"}},
+        "sampling": {"max_tokens": 8},
+        "tlt": {"harvest": True},
+        "debug": {
+            "core_group": "mine",
+            "forced_lengths": {"longest": 9},
+            "publish_drafters": False,
+        },
+    }
+    assert renewed({"tlt": {"harvest": "off"}}) == {"tlt": {"harvest": False}}
+    assert "policy" in old["engine"], "the old settings are left alone"

@@ -14,6 +14,7 @@ from tlt.simulate import clock
 SETTINGS = CoordinatorSettings(
     LeaseSettings(min_s=0.01, lease_s=30, stop_timeout_s=0.2, max_leases=8, resend_s=0.05),
     session_s=0.05,
+    publish=True,
 )
 
 
@@ -174,7 +175,7 @@ def test_an_idle_worker_trains_and_what_is_better_is_published() -> None:
 
 def test_what_takes_several_short_leases_to_learn_is_evaluated_in_the_next() -> None:
     async def scene() -> None:
-        long = CoordinatorSettings(SETTINGS.leases, session_s=0.3)
+        long = CoordinatorSettings(SETTINGS.leases, session_s=0.3, publish=True)
         async with Setting(long) as s:
             for _ in range(4):
                 s.idle("a")

@@ -254,7 +254,7 @@ class World:
         self.messages.append(("ended", action.worker, action.lease))
 
     def trainer_turn(self, worker: str) -> None:
-        """Between two passes it looks whether it may go on."""
+        """Check between two passes whether the lease still holds."""
         trainer = self.trainers[worker]
         if trainer.lease is None or trainer.hung:
             return

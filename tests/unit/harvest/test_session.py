@@ -21,6 +21,7 @@ from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 SETTINGS = CoordinatorSettings(
     LeaseSettings(min_s=0.0, lease_s=30, stop_timeout_s=0.1, max_leases=8, resend_s=0.02),
     session_s=0.02,
+    publish=True,
 )
 ENGINES = ("engine-0", "engine-1")
 
@@ -34,7 +35,11 @@ class FakeTrainer:
         self.working = self.dead = False
 
     async def start(self) -> None: ...
-    async def release(self) -> None: ...
+
+    async def release(self) -> None:
+        if self.world.release_error is not None:
+            raise self.world.release_error
+
     async def take(
         self, base: Weights | None, published: Weights | None, policy: Weights | None
     ) -> None: ...
@@ -82,6 +87,7 @@ class World:
     def __init__(self) -> None:
         self.trainers: list[FakeTrainer] = []
         self.round_error: Exception | None = None
+        self.release_error: Exception | None = None
         self.deaf = self.immortal = False
         self.harvest = Harvest(
             SETTINGS,
@@ -93,8 +99,8 @@ class World:
             share=lambda packed: packed,
         )
 
-    def spawn(self, settings: object, place: TrainerPlace, name: str) -> FakeTrainer:
-        self.trainers.append(FakeTrainer(self, name))
+    def spawn(self, settings: object, place: TrainerPlace) -> FakeTrainer:
+        self.trainers.append(FakeTrainer(self, f"trainer-{len(self.trainers)}"))
         return self.trainers[-1]
 
     def idle(self) -> None:
@@ -150,7 +156,6 @@ async def assert_contained(world: World, caplog: pytest.LogCaptureFixture) -> No
     assert record["harvest/coordinator_restarts"] == 1
     assert record["harvest/enabled"] == 1.0
     assert len(world.trainers) == 2 * len(ENGINES)
-    assert len({trainer.name for trainer in world.trainers}) == len(world.trainers)
     world.round_error = None
     await world.trains()
     assert world.harvest.record()["harvest/trained_tokens"] > 0
@@ -166,6 +171,24 @@ async def test_an_exception_in_a_round(caplog: pytest.LogCaptureFixture) -> None
             world.round_error = ZeroDivisionError("a bug")
             world.idle()
             await world.until(world.is_lost)
+            await assert_contained(world, caplog)
+
+    await run(scene)
+
+
+async def test_an_exception_in_a_lease_frees_no_device_before_its_trainer_is_dead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scene() -> None:
+        async with running() as world:
+            world.idle()
+            await world.until(lambda: all(t.working for t in world.trainers))
+            world.release_error = ZeroDivisionError("in a lease")
+            trainers = list(world.trainers)
+            async with asyncio.timeout(2):
+                await world.harvest.needed(ENGINES[0])
+            assert all(trainer.dead for trainer in trainers), "the device is not free"
+            world.release_error = None
             await assert_contained(world, caplog)
 
     await run(scene)

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from tlt.drafter.checkpoint import save_drafter  # noqa: E402
-from tlt.drafter.trainer import TrainerSettings  # noqa: E402
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.harvest.rounds import Weights  # noqa: E402
 from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
@@ -150,14 +151,21 @@ def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
 
 
 def test_while_it_trains_others_get_the_weights_it_began_with(
-    settings: HarvestSettings,
+    settings: HarvestSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    steps, micro_step = [], DrafterTrainer.micro_step
+
+    def counted(self: DrafterTrainer, *args: Any, **kwargs: Any) -> Any:
+        steps.append(micro_step(self, *args, **kwargs))
+        return steps[-1]
+
+    monkeypatch.setattr(DrafterTrainer, "micro_step", counted)
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     before = one.export()
     work = threading.Thread(target=one.train, args=(1, LONG_S))
     work.start()
-    while one._trainer.step < 2:
+    while len(steps) < 2:
         time.sleep(0.01)
     during = one.export()
     one.end(1)

@@ -128,7 +128,7 @@ def run_flaky(seed: int, num_engines: int, num_steps: int, engine_deaths: float)
         engine_start_s=20.0,
     )
     leases = LeaseSettings(min_s=2.0, lease_s=15.0, stop_timeout_s=STOP_TIMEOUT_S, max_leases=8)
-    harvest = CoordinatorSettings(leases, session_s=5.0)
+    harvest = CoordinatorSettings(leases, session_s=5.0, publish=True)
     run = FlakyRun(
         cluster,
         Workload(num_engines, 4, 50.0, HeavyTail(200, 2000, 4000)),

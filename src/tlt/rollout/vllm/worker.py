@@ -47,9 +47,6 @@ class _Adaptive:
             settings.get("drafter_state_bytes", 0),
         )
 
-    _faults_at_load: list[str] | None = None
-    """Faults of the policy at its load, for the first report; None once they may be outdated."""
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._renew_drafter()
@@ -62,7 +59,7 @@ class _Adaptive:
             and model_config.quantization is None
             and self.vllm_config.load_config.load_format != "dummy",  # type: ignore[attr-defined]
         )
-        self._faults_at_load = self._watch.expect(Path(model_config.model))
+        self._watch.expect(Path(model_config.model))
 
     @property
     def _draft_model(self) -> Any:
@@ -168,8 +165,6 @@ class _Adaptive:
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """Return what this process runs; the engine asks every worker before the first request."""
-        faults, self._faults_at_load = self._faults_at_load, None
-        policy_faults = self._watch.differing() if faults is None else faults
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
         return {
             "plugin": plugin.active,
@@ -179,7 +174,7 @@ class _Adaptive:
             "sampler": type(getattr(self.model_runner, "rejection_sampler", None)).__name__,  # type: ignore[attr-defined]
             "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
             "drafter_faults": self._drafter_faults(),
-            "policy_faults": policy_faults,
+            "policy_faults": self._watch.differing(),
             "compared_tensors": self._watch.num_compared,
         }
 
@@ -232,15 +227,11 @@ class _Adaptive:
             self.start_draft_weight_update()  # type: ignore[attr-defined]
         else:
             self.start_weight_update()  # type: ignore[attr-defined]
-        self.update_weights(update_info)
+        self.update_weights(update_info)  # type: ignore[attr-defined]
         self.finish_weight_update()  # type: ignore[attr-defined]
         if not draft:
             self._renew_drafter()
             self._drop_states()
-
-    def update_weights(self, *args: Any, **kwargs: Any) -> None:
-        self._faults_at_load = None
-        super().update_weights(*args, **kwargs)  # type: ignore[misc]
 
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self._drop_states()
