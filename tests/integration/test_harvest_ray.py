@@ -105,8 +105,8 @@ class Run:
                 samples.append(sample)
                 self.harvest.sample_finished()
         await self.harvest.rollout_ended()
-        if done is not None:
-            done.cancel()
+        if done is not None and not done.cancel():
+            done.result()  # what failed must not look as if it had not come to it
         assert sorted(s.sample_id for s in samples) == sorted(r.sample_id for r in requests)
         assert all(
             len(s.token_ids) == r.sampling.max_tokens
@@ -290,7 +290,11 @@ async def kill_trainer(run: Run) -> None:
 def kill_beside_training(run: Run, title: str) -> None:
     """Kill the process with this title on the cores of a worker that trains."""
     cores = run.harvest.workers[run.harvest.leased()[0]]
-    (process,) = [p for p in processes(title) if tuple(p.cpu_affinity()) == cores]
+    (process,) = [
+        process
+        for process in processes(title)  # an engine binds its loop's thread alone
+        if any(os.sched_getaffinity(thread.id) == {*cores} for thread in process.threads())
+    ]
     process.send_signal(signal.SIGKILL)
 
 
