@@ -1,4 +1,4 @@
-"""What this machine has, and what works on it. Heavy libraries load in a child process only."""
+"""Findings about hardware, packages and engine. Heavy libraries load in a child process only."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def unpack(packed: Packed) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TrainerPlace:
-    """Where the trainer beside an engine runs."""
+    """Cores, device and actor options of the trainer beside an engine."""
 
     cores: tuple[int, ...]
     on_gpu: bool

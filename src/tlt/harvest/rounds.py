@@ -171,7 +171,7 @@ class _Round:
         self.members: set[Held] = set()
         """Leases whose trainers are at work."""
         self.results: dict[str, tuple[Held, Trained]] = {}
-        """By worker, the lease and the result of trainers that are done, or were called back."""
+        """Lease and result by worker, of trainers that are done or were called back."""
         self.leader: Held | None = None
         """The lease of the trainer that makes one drafter of the results."""
         self.closed = asyncio.Event()

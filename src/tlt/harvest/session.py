@@ -59,7 +59,7 @@ ALARM_LENGTH = 1.1
 
 
 class RunHarvest(Protocol):
-    """What the run calls."""
+    """The calls that a run makes to harvest."""
 
     async def start(self) -> None: ...
     def rollout_started(self, num_samples: int) -> None: ...

@@ -33,7 +33,7 @@ Rows = list[list[TrainSample]]
 
 @dataclass(frozen=True, slots=True)
 class LearnerPlan:
-    """What the driver decides about the learner's ranks."""
+    """The driver's decisions about the learner's ranks."""
 
     num_ranks: int
     row_tokens: int

@@ -36,7 +36,7 @@ KeepStates = Callable[[TrainSample, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What a rank needs to know about the policy, the loss and the optimizer."""
+    """Settings of a rank: policy, loss and optimizer."""
 
     model: str
     dtype: str
