@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
+from tlt.rollout.recheck import Recheck, Verdict
 
 # Engines are forked from a process that has imported vLLM, because the import takes longer than the
 # rest of their start.
@@ -29,12 +33,21 @@ def _serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None
         except EOFError:
             break
         try:
-            target = getattr(engine, method) if hasattr(engine, method) else method
+            target = partial(method, engine) if callable(method) else getattr(engine, method)
             pipe.send((True, target(*args) if callable(target) else target))
         except BaseException as error:
             pipe.send((False, (type(error), str(error), traceback.format_exc())))
         if method == "shutdown":
             break
+
+
+def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> Verdict | None:
+    """Submit a request in the middle of a recheck, and return the verdict."""
+    with ThreadPoolExecutor(1) as executor:
+        verdict = executor.submit(engine.recheck, recheck)
+        time.sleep(0.05)
+        engine.submit([request])
+        return verdict.result()
 
 
 class EngineProcess:
@@ -49,7 +62,8 @@ class EngineProcess:
         theirs.close()
         self._runs = 0
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str | Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the engine by its name, or a function with the engine."""
         self._pipe.send((method, args))
         try:
             good, value = self._pipe.recv()
@@ -88,6 +102,11 @@ class EngineProcess:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingSpec) -> list[Sample]:
         return self.collect(self.submit(prompts, sampling))
+
+    def tokens_of(self, requests: Sequence[SampleRequest]) -> list[tuple[int, ...]]:
+        """Return the tokens of requests that have their own settings."""
+        self.call("submit", list(requests))
+        return [sample.token_ids for sample in self.collect([r.sample_id for r in requests])]
 
     def accepted_during(self, function: Callable[[], Any]) -> tuple[Any, float]:
         """Return a function's result, and the share of drafted tokens accepted meanwhile."""

@@ -1,4 +1,4 @@
-"""Greedy decoding in fp32 gives the same tokens with every strategy."""
+"""Greedy decoding in fp32 gives the same tokens with every strategy; with SmolLM2, samples too."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from workloads import RESTLESS, SWITCHING_ARMS, EngineFactory, random_prompts
+from workloads import RESTLESS, SWITCHING_ARMS, EngineFactory, random_prompts, seeded
 
-from tlt.contracts import SamplingSpec
+from tlt.contracts import SampleRequest, SamplingSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -27,28 +27,33 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 50},
+]
+
+
 def run_modes(
-    engine: EngineProcess, prompts: list[list[int]], sampling: SamplingSpec
+    engine: EngineProcess, requests: list[SampleRequest]
 ) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, float]]:
     tokens, acceptance = {}, {}
     for name, strategy in MODES.items():
         engine.call("set_strategy", strategy)
-        samples, acceptance[name] = engine.accepted_during(
-            lambda: engine.generate(prompts, sampling)
-        )
-        tokens[name] = [sample.token_ids for sample in samples]
+        tokens[name], acceptance[name] = engine.accepted_during(lambda: engine.tokens_of(requests))
     return tokens, acceptance
 
 
-@pytest.mark.gate
 def test_tiny(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
-    prompts = random_prompts(64)
-    sampling = SamplingSpec(max_tokens=128, temperature=0, ignore_eos=True)
-    plain = engines(model=str(tiny)).generate(prompts, sampling)
-    reference = [sample.token_ids for sample in plain]
+    requests = seeded(random_prompts(64), [{"temperature": 0.0}], 128)
+    plain = engines(model=str(tiny))
+    reference = plain.tokens_of(requests)
+    plain.close()
     assert all(len(tokens) == 128 for tokens in reference)
     engine = engines(model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8)
-    tokens, acceptance = run_modes(engine, prompts, sampling)
+    tokens, acceptance = run_modes(engine, requests)
     for name in MODES:
         assert tokens[name] == reference, name
     assert acceptance["off"] == 0.0
@@ -90,9 +95,9 @@ def test_smollm2(
     arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256}
     chat, sizes = Chat(str(smollm2)), HeavyTail(4, 8, 12)
     prompts = [list(chat.prompt(p.question)) for p in problems("chain_sum", 16, sizes=sizes)]
-    sampling = SamplingSpec(max_tokens=64, temperature=0, ignore_eos=True)
+    requests = seeded(prompts, SETTINGS, 64)
     plain = engines(model=str(smollm2), engine_args=arguments)
-    reference = [s.token_ids for s in plain.generate(prompts, sampling)]
+    reference = plain.tokens_of(requests)
     plain.close()
 
     # A drafter trained on just these answers: training is quick, and the policy accepts drafts.
@@ -110,7 +115,7 @@ def test_smollm2(
     engine = engines(
         model=str(smollm2), drafter=str(folder), max_draft_tokens=8, engine_args=arguments
     )
-    tokens, acceptance = run_modes(engine, prompts, sampling)
+    tokens, acceptance = run_modes(engine, requests)
     for name in MODES:
         assert tokens[name] == reference, name
     assert acceptance["eagle3"] > 0.2, acceptance

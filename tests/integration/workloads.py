@@ -9,6 +9,8 @@ from typing import Any
 
 from engine_process import EngineProcess
 
+from tlt.contracts import SampleRequest, SamplingSpec
+
 EngineFactory = Callable[..., EngineProcess]
 TINY_ARGS = {
     "enforce_eager": True,
@@ -33,6 +35,32 @@ SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1
 def random_prompts(count: int, seed: int = 0, vocab: tuple[int, int] = (4, 260)) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(*vocab) for _ in range(rng.randint(5, 40))] for _ in range(count)]
+
+
+def seeded(
+    prompts: Sequence[Sequence[int]], settings: Sequence[dict[str, Any]], max_tokens: int
+) -> list[SampleRequest]:
+    """Return a request for each prompt, with a seed of its own and the settings in turn."""
+    requests = []
+    for index, prompt in enumerate(prompts):
+        spec = SamplingSpec(
+            max_tokens=max_tokens, ignore_eos=True, seed=index, **settings[index % len(settings)]
+        )
+        requests.append(SampleRequest(f"sample/{index}", tuple(prompt), spec))
+    return requests
+
+
+def watch_preemptions(engine: Any) -> None:
+    """Count the requests that an engine preempts, as its attribute `num_preemptions`."""
+    scheduler = engine.core.llm.engine_core.engine_core.scheduler
+    preempt = type(scheduler)._preempt_request
+    engine.num_preemptions = 0
+
+    def spied(request: Any, *args: Any, **kwargs: Any) -> None:
+        engine.num_preemptions += 1
+        preempt(scheduler, request, *args, **kwargs)
+
+    scheduler._preempt_request = spied
 
 
 def save_fresh_drafter(policy: Any, out: Path, draft_vocab: int | None = None) -> Path:

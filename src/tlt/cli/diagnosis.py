@@ -143,7 +143,10 @@ print("TLT" + json.dumps({
     "supported": compat.version_supported(compat.vllm_version()),
     "plugin": plugin.active,
     "fixes": compat.applied(),
-    "faults": selftest.sampling_faults(torch.device(current_platform.device_type)),
+    "faults": selftest.sampling_faults(
+        torch.device(current_platform.device_type),
+        is_keyed=current_platform.is_cpu() and not compat.skips("keyed"),
+    ),
 }))
 """
 """A program that loads vLLM as an engine process does, and prints what it found."""

@@ -23,6 +23,11 @@ RENAMED = {
 }
 """Old name of a setting: its new name."""
 
+REMOVED = {
+    "sampling.seeded": "every sample has a seed of its own",
+}
+"""Setting that is no more: why it is not needed."""
+
 RENAMED_VALUES = {
     ("tlt.harvest", "unpublished"): "debug.publish_drafters = false",
 }
@@ -37,6 +42,9 @@ def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
         if key in found.get(section, {}):
             into, name = new.split(".")
             found.setdefault(into, {})[name] = found[section].pop(key)
+    for old in REMOVED:
+        section, key = old.split(".")
+        found.get(section, {}).pop(key, None)
     harvest = found.get("tlt", {}).get("harvest")
     if harvest in ("on", "off", "unpublished"):
         found["tlt"]["harvest"] = harvest != "off"
@@ -113,6 +121,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     fields, field = _find(schema, location)
     if problem["type"] == "extra_forbidden" and key in RENAMED:
         return f"{key} is called {RENAMED[key]} now; rename it"
+    if problem["type"] == "extra_forbidden" and key in REMOVED:
+        return f"{key} is no setting any more: {REMOVED[key]}; remove it"
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(location[-1], list(fields), 1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"

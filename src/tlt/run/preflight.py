@@ -126,10 +126,6 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
         )
     if engine.num_gpus and (config.placement.kind == "colocated" or config.tlt.harvests):
         args.setdefault("enable_sleep_mode", True)
-    if config.sampling.seeded and not engine.num_gpus:
-        # vLLM 0.32 crashes on a seeded prompt in several chunks: it turns the sample's generator
-        # back by an offset, which generators on CPU do not have.
-        args.setdefault("enable_chunked_prefill", False)
     if engine.drafter is not None:
         _check_drafter(Path(engine.drafter), model)
     engine = engine.model_copy(update={"engine_args": args})

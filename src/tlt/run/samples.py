@@ -41,7 +41,7 @@ def make_requests(
             spec = SamplingSpec(
                 max_tokens=left.pop() if lengths else config.sampling.max_tokens,
                 temperature=temperature,
-                seed=_seed(config.run.seed, sample_id) if config.sampling.seeded else None,
+                seed=_seed(config.run.seed, sample_id),
                 ignore_eos=bool(lengths),
             )
             requests.append(SampleRequest(sample_id, prompt, spec, rl_step=rl_step))
@@ -49,8 +49,9 @@ def make_requests(
 
 
 def _seed(run_seed: int, sample_id: str) -> int:
+    """Return 63 bits, which vLLM takes as a seed; so no two samples of a run share their noise."""
     text = f"{run_seed}/{sample_id}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Rollouts:

@@ -26,9 +26,13 @@ RECIPE = Path(__file__).parents[3] / "configs" / "tiny_tail_cpu.toml"
             "tlt.harvest=unpublished",
             "tlt.harvest = 'unpublished' is called debug.publish_drafters = false now",
         ),
+        (
+            "sampling.seeded=true",
+            "sampling.seeded is no setting any more: every sample has a seed of its own",
+        ),
     ],
 )
-def test_old_settings_name_the_new_ones(override: str, message: str) -> None:
+def test_old_settings_say_what_became_of_them(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(TrainConfig, RECIPE, [override])
     assert str(refused.value).startswith(f"{RECIPE}: {message}; ")
@@ -48,7 +52,7 @@ def test_engines_alone_are_in_the_group_of_a_run() -> None:
 def test_settings_of_an_earlier_version_are_read_by_todays_names() -> None:
     old: dict[str, Any] = {
         "engine": {"policy": {"kind": "off"}, "core_group": "mine"},
-        "sampling": {"forced_lengths": {"longest": 9}, "max_tokens": 8},
+        "sampling": {"forced_lengths": {"longest": 9}, "max_tokens": 8, "seeded": True},
         "tlt": {"harvest": "unpublished"},
     }
     assert renewed(old) == {
@@ -63,3 +67,4 @@ def test_settings_of_an_earlier_version_are_read_by_todays_names() -> None:
     }
     assert renewed({"tlt": {"harvest": "off"}}) == {"tlt": {"harvest": False}}
     assert "policy" in old["engine"], "the old settings are left alone"
+    assert "seeded" in old["sampling"]

@@ -73,7 +73,7 @@ def generate(
     rewards: Any = FakeRewards()
     shown: list[tuple[str, float, float]] = []
     live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *s: shown.append(s))
-    made = config(seeded=True, **sampling)
+    made = config(**sampling)
     rollouts = Rollouts(made, chat, pool, rewards, NoHarvest(), live)
     ended: list[Scored] = []
     scored = asyncio.run(
@@ -116,13 +116,51 @@ def test_forced_lengths_are_the_same_in_every_run() -> None:
 
 def test_ids_and_seeds_of_requests_do_not_change() -> None:
     """Runs of earlier versions can be repeated only if they stay as they are."""
-    requests = make_requests(config(seeded=True), "7", [(1,), (2,)], 2, 0.5, 7)
+    requests = make_requests(config(), "7", [(1,), (2,)], 2, 0.5, 7)
     assert [r.sample_id for r in requests] == [
         *("7/00000/0000", "7/00000/0001"),
         *("7/00001/0000", "7/00001/0001"),
     ]
-    assert [r.sampling.seed for r in requests] == [2860880415, 4204708238, 3392412264, 2657929450]
-    (unseeded, _) = make_requests(config(), "eval-0", [(1,), (2,)], 1, 0.0, None)
-    assert unseeded.sampling.seed is None
-    assert unseeded.sampling.max_tokens == 64
-    assert not unseeded.sampling.ignore_eos
+    assert [r.sampling.seed for r in requests] == [
+        8431337025625353700,
+        7672311679339759576,
+        3994478063806166815,
+        6615903725128996376,
+    ]
+    (evaluated, _) = make_requests(config(), "eval-0", [(1,), (2,)], 1, 0.0, None)
+    assert evaluated.sampling.seed == 2598586660346330594
+    assert evaluated.sampling.max_tokens == 64
+    assert not evaluated.sampling.ignore_eos
+
+
+def seeds(run_step: str, num_problems: int = 500, group_size: int = 20) -> list[int]:
+    prompts = [(1,)] * num_problems
+    requests = make_requests(config(), run_step, prompts, group_size, 1.0, 0)
+    return [request.sampling.seed or 0 for request in requests]
+
+
+def test_no_two_samples_share_a_seed() -> None:
+    both = [*seeds("1"), *seeds("2")]
+    assert len(set(both)) == len(both) == 20_000
+    assert 2**62 < max(both) < 2**63  # what vLLM takes as a seed
+
+
+def test_samples_of_neighbouring_steps_and_places_are_independent() -> None:
+    """Tokens drawn at the same position, by the keyed sampler, from the same logits."""
+    numpy = pytest.importorskip("numpy")
+    stats = pytest.importorskip("scipy.stats")
+    pytest.importorskip("numba")
+    from tlt.rollout.keyed import draw_drafts
+
+    def tokens(of: list[int]) -> Any:
+        num, vocabulary = len(of), 4
+        logits = numpy.tile(numpy.array([1.0, 0.5, 0.0, 0.0], numpy.float32), (num, 1))
+        keys, position = numpy.array(of, numpy.uint64), numpy.full(num, 9)
+        inverse = numpy.ones(num, numpy.float32)
+        return draw_drafts(logits, numpy.arange(vocabulary), keys, position, inverse, 1)
+
+    step, later = tokens(seeds("1")), tokens(seeds("2"))
+    for first, second in ((step, later), (step[:-1], step[1:]), (step[:-20], step[20:])):
+        table = numpy.zeros((4, 4))
+        numpy.add.at(table, (first, second), 1)
+        assert stats.chi2_contingency(table).pvalue > 1e-5

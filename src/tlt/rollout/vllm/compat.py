@@ -32,31 +32,6 @@ class Fix:
     cpu_only: bool = True
 
 
-def _fix_expand() -> None:
-    """Expand sampling settings per draft token, which are uninitialized memory on CPU.
-
-    The CPU stand-in for the expand kernel converts a float output to int64 and never writes the
-    result back, so temperature, top-k and top-p of each draft token are whatever was in memory
-    (vllm-project/vllm#55005). `RejectionSampler` looks the function up in its own module, so
-    replacing it there is enough. Can go when the kernel writes floats.
-    """
-    from vllm.v1.sample import rejection_sampler
-
-    def expand_batch_to_tokens(
-        x: torch.Tensor,
-        cu_num_tokens: torch.Tensor,
-        num_tokens: int,
-        replace_from: int = 0,
-        replace_to: int = 0,
-    ) -> torch.Tensor:
-        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-        if replace_from != replace_to:
-            x = torch.where(x == replace_from, replace_to, x)
-        return x.repeat_interleave(counts, output_size=num_tokens)
-
-    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-
-
 def _fix_amx() -> None:
     """Ask the operating system for AMX, or very short prompts end in SIGILL.
 
@@ -86,7 +61,6 @@ def _fix_sharing() -> None:
 
 
 FIXES = (
-    Fix("expand", "sampling settings per draft token are garbage", _fix_expand),
     Fix("amx", "SIGILL in attention on very short prompts", _fix_amx),
     Fix("sharing", "a drafter swap would write into the policy", _fix_sharing, cpu_only=False),
 )

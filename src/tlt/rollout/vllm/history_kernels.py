@@ -14,21 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from tlt.rollout.compiled import compiled
 
 # Columns of the ring. BACK and NEXT are distances to the neighbouring tokens of the sample, or 0.
 TOKEN, BACK, NEXT, PROMPT = range(4)
 
 
-def _compiled(function: Any) -> Any:
-    """Compile a function, and cache the machine code beside the source if that is writable."""
-    try:
-        return njit(cache=True)(function)
-    except RuntimeError:  # no writable place for the cache
-        return njit(function)
-
-
-@_compiled
+@compiled
 def learn_rows(
     ring: Any,
     tables: Any,
@@ -59,7 +52,7 @@ def learn_rows(
     return newest
 
 
-@_compiled
+@compiled
 def _note(
     tables: Any, lengths: Any, token_ids: Any, row: int, end: int, prompt: int, place: int
 ) -> None:
@@ -76,7 +69,7 @@ def _note(
         tables[level, 1, _bucket(mixed, tables)] = place + 1
 
 
-@_compiled
+@compiled
 def draft_rows(
     ring: Any,
     tables: Any,
@@ -116,7 +109,7 @@ def draft_rows(
         num_drafted[row] = count
 
 
-@_compiled
+@compiled
 def _find(
     ring: Any, tables: Any, lengths: Any, newest: int, text: Any, size: int, prompt: int
 ) -> int:
@@ -143,7 +136,7 @@ def _find(
     return 0
 
 
-@_compiled
+@compiled
 def _follows(ring: Any, newest: int, number: int, text: Any, size: int, length: int) -> bool:
     """Return whether the last `length` tokens of `text` precede the token of this number."""
     capacity = len(ring)
@@ -157,11 +150,11 @@ def _follows(ring: Any, newest: int, number: int, text: Any, size: int, length: 
     return True
 
 
-@_compiled
+@compiled
 def _mix(mixed: Any, value: Any) -> Any:
     return (mixed ^ np.uint64(value + 1)) * np.uint64(0x9E3779B97F4A7C15)
 
 
-@_compiled
+@compiled
 def _bucket(mixed: Any, tables: Any) -> Any:
     return (mixed ^ (mixed >> np.uint64(32))) & np.uint64(tables.shape[2] - 1)

@@ -1,9 +1,10 @@
 """Self-test: does this process sample from the right distribution under speculation?
 
-The test runs vLLM's own rejection sampler, as installed and patched here, and the lean one of CPU
-engines on a small known distribution, and compares frequencies. It takes tens of milliseconds, and
-runs in every worker before the first request. An engine that fails it may decode greedily, but
-never sample with drafts.
+The test runs the sampler of this process on a small known distribution, and compares frequencies:
+the keyed sampler of CPU engines, or vLLM's own rejection sampler as installed here. The keyed one
+must also draw the same tokens whatever was drafted. The test takes tens of milliseconds, and runs
+in every worker before the first request. An engine that fails it may decode greedily, but never
+sample with drafts.
 """
 
 from __future__ import annotations
@@ -11,30 +12,35 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 NUM_ROWS = 4096
-VOCAB_SIZE = 6
+LOGITS = [2.0, 1.0, 0.5, 0.0, -0.5, -1.0]
 TEMPERATURE = 0.7
 # A correct sampler exceeds 5 standard errors in any cell once in 10^5 runs; the fault of the CPU
 # build exceeds 50.
 MAX_SIGMA = 5.0
 
 
-def sampling_faults(device: torch.device) -> list[str]:
+def sampling_faults(device: torch.device, is_keyed: bool) -> list[str]:
     """Return the faults of sampling under speculation in this process."""
     faults = []
-    expanded = _expand_floats(device)
-    if expanded is not None:
+    if not is_keyed and (expanded := _expand_floats(device)) is not None:
         faults.append(expanded)
-    for label, top_p, lean in (
-        ("temperature", 1.0, False),
-        ("top-p", 0.85, False),
-        ("the lean sampler", 1.0, True),
-    ):
-        sigma = _worst_deviation(device, top_p, lean)
+    for label, top_p in (("temperature", 1.0), ("top-p", 0.85)):
+        metadata = _settings(device, top_p)
+        if is_keyed:
+            output = _keyed_sample(_drafts(0), metadata)
+            if not torch.equal(output, _keyed_sample(_drafts(1), metadata)):
+                faults.append(f"tokens sampled with {label} depend on the drafts")
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                output = _vllm_sample(_drafts(0).to(device), metadata)
+        sigma = _worst_deviation(output, top_p)
         if not sigma < MAX_SIGMA:
-            faults.append(f"rejection sampling with {label} is off by {sigma:.0f} standard errors")
+            faults.append(f"sampling with {label} is off by {sigma:.0f} standard errors")
     return faults
 
 
@@ -50,20 +56,16 @@ def _expand_floats(device: torch.device) -> str | None:
     return None
 
 
-def _worst_deviation(device: torch.device, top_p: float, lean: bool) -> float:
-    """Return the largest deviation of a token's frequency, in standard errors."""
+def _drafts(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 3, (NUM_ROWS,), generator=generator, dtype=torch.int32)
+
+
+def _settings(device: torch.device, top_p: float) -> Any:
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0], device=device)
-    scaled = (logits / TEMPERATURE).softmax(-1)
-    kept = scaled.cumsum(-1) - scaled < top_p
-    expected = (scaled * kept / (scaled * kept).sum()).tolist()
-
-    generator = torch.Generator().manual_seed(0)
-    drafts = torch.randint(0, 3, (NUM_ROWS,), generator=generator, dtype=torch.int32).to(device)
-    ends = torch.arange(1, NUM_ROWS + 1, dtype=torch.int32, device=device)
-    metadata = SamplingMetadata(
+    return SamplingMetadata(
         temperature=torch.full((NUM_ROWS,), TEMPERATURE, device=device),
         all_greedy=False,
         all_random=True,
@@ -81,11 +83,14 @@ def _worst_deviation(device: torch.device, top_p: float, lean: bool) -> float:
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sample = _lean_sample if lean else _vllm_sample
-        output = sample(drafts, ends, logits, metadata)
-    counts = torch.bincount(output[:, 0].clamp(min=0).long(), minlength=VOCAB_SIZE).tolist()
+
+
+def _worst_deviation(tokens: torch.Tensor, top_p: float) -> float:
+    """Return the largest deviation of a token's frequency, in standard errors."""
+    scaled = (torch.tensor(LOGITS) / TEMPERATURE).softmax(-1)
+    kept = scaled.cumsum(-1) - scaled < top_p
+    expected = (scaled * kept / (scaled * kept).sum()).tolist()
+    counts = torch.bincount(tokens.cpu().clamp(min=0).long(), minlength=len(LOGITS)).tolist()
     worst = 0.0
     for count, probability in zip(counts, expected, strict=False):
         if probability < 1e-9:
@@ -96,27 +101,36 @@ def _worst_deviation(device: torch.device, top_p: float, lean: bool) -> float:
     return worst
 
 
-def _vllm_sample(
-    drafts: torch.Tensor, ends: torch.Tensor, logits_V: torch.Tensor, metadata: Any
-) -> torch.Tensor:
+def _vllm_sample(drafts: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """Return the first token of every request, each with one draft, by vLLM's own sampler."""
     from vllm.v1.sample.rejection_sampler import apply_sampling_constraints, rejection_sample
 
-    num = len(drafts)
-    target = apply_sampling_constraints(logits_V.repeat(num, 1), ends, metadata)
-    bonus = torch.zeros(num, 1, dtype=torch.int32, device=drafts.device)
-    return rejection_sample(drafts, [1] * num, 1, ends, None, target, bonus, metadata)
+    num, device = len(drafts), drafts.device
+    ends = torch.arange(1, num + 1, dtype=torch.int32, device=device)
+    logits = torch.tensor(LOGITS, device=device).repeat(num, 1)
+    target = apply_sampling_constraints(logits, ends, metadata)
+    bonus = torch.zeros(num, 1, dtype=torch.int32, device=device)
+    return rejection_sample(drafts, [1] * num, 1, ends, None, target, bonus, metadata)[:, 0]
 
 
-def _lean_sample(
-    drafts: torch.Tensor, ends: torch.Tensor, logits_V: torch.Tensor, metadata: Any
-) -> torch.Tensor:
+class _NumberedKeys:
+    watch: Any = None
+
+    def of_batch(self, num_requests: int) -> tuple[Any, Any]:
+        return np.arange(num_requests, dtype=np.uint64), np.zeros(num_requests, np.int64)
+
+
+def _keyed_sample(drafts: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """Return the first token of every request, each with one draft, by the keyed sampler."""
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    from tlt.rollout.vllm.sampler import LeanRejectionSampler
+    from tlt.rollout.vllm.sampler import KeyedSampler, KeyedVerifier
 
     num = len(drafts)
-    rows = torch.arange(2 * num, device=drafts.device)
+    rows = torch.arange(2 * num)
+    ends = torch.arange(1, num + 1, dtype=torch.int32)
     drafted = SpecDecodeMetadata(drafts, [1] * num, ends, 2 * ends, rows[::2], rows[1::2], rows)
-    sampler = LeanRejectionSampler(Sampler())
-    return sampler(drafted, None, logits_V.repeat(2 * num, 1), metadata).sampled_token_ids
+    verifier = KeyedVerifier(KeyedSampler(_NumberedKeys(), Sampler()))
+    logits = torch.tensor(LOGITS).repeat(2 * num, 1)
+    return verifier(drafted, None, logits, metadata).sampled_token_ids[:, 0]

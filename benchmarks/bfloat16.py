@@ -1,0 +1,134 @@
+"""How often tokens differ through batch shapes alone, in bfloat16 and in float32.
+
+    tlt models smollm2 --out models/smollm2
+    python benchmarks/bfloat16.py
+
+Samples the same requests, with the same seeds, three times: one at a time, eight at a time, and
+eight at a time with n-gram drafts. The keyed sampler draws the same tokens from the same logits. So
+samples differ only where the logits do, by the order in which a matrix product adds up its terms.
+Such a difference is a near-tie: `shortfall` says by how much the other token missed the draw, by
+the log-probabilities of the policy in float32. Writes benchmarks/results/bfloat16.json: for each
+pair the share of samples that differ, the tokens until the first difference, and the shortfall
+there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tlt.observe.provenance import provenance
+
+RESULT = Path(__file__).parent / "results" / "bfloat16.json"
+WAYS: dict[str, dict[str, Any]] = {
+    "one at a time": {"max_num_seqs": 1},
+    "eight at a time": {"max_num_seqs": 8},
+    "n-grams": {"max_num_seqs": 8},
+}
+NGRAMS = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 3}
+PAIRS = (("one at a time", "eight at a time"), ("eight at a time", "n-grams"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="models/smollm2")
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    options = parser.parse_args()
+    requests = _requests(options)
+    results: dict[str, Any] = {}
+    for dtype in options.dtypes:
+        drawn: dict[str, list[tuple[int, ...]]] = {}
+        for way, arguments in WAYS.items():
+            started_s = time.monotonic()
+            drawn[way] = _sample(options.model, requests, dtype, way, arguments)
+            print(f"{dtype}, {way}: {time.monotonic() - started_s:.0f} s", flush=True)
+        results[dtype] = {}
+        for first, second in PAIRS:
+            found = _compare(options.model, requests, drawn[first], drawn[second])
+            results[dtype][f"{first} / {second}"] = found
+            print(dtype, first, "/", second, found, flush=True)
+    settings = {"samples": options.samples, "tokens": options.tokens, "temperature": 1.0}
+    record = {"provenance": provenance(), "settings": settings, "results": results}
+    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _requests(options: argparse.Namespace) -> list[Any]:
+    from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
+
+    chat = Chat(options.model)
+    return [
+        SampleRequest(
+            str(index),
+            tuple(chat.prompt(problem.question)),
+            SamplingSpec(max_tokens=options.tokens, seed=index, ignore_eos=True),
+        )
+        for index, problem in enumerate(problems("chain_sum", options.samples, seed=7))
+    ]
+
+
+def _sample(
+    model: str, requests: Sequence[Any], dtype: str, way: str, arguments: dict[str, Any]
+) -> list[tuple[int, ...]]:
+    from tlt.config.rollout import EngineConfig
+    from tlt.rollout.offline import generate
+
+    config = EngineConfig(
+        model=model,
+        kv_cache_gib=0.5,
+        core_group="bfloat16",
+        strategy=NGRAMS if way == "n-grams" else {"kind": "off"},
+        engine_args={"enforce_eager": True, "dtype": dtype, "max_model_len": 512} | arguments,
+    )
+    return [sample.token_ids for sample in generate(config, requests)]
+
+
+def _compare(
+    model: str,
+    requests: Sequence[Any],
+    first: Sequence[tuple[int, ...]],
+    second: Sequence[tuple[int, ...]],
+) -> dict[str, Any]:
+    """Return how many samples differ, where each does first, and by how much the draw was close."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.rollout import keyed
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    equal_tokens, shortfalls = [], []
+    for request, one, other in zip(requests, first, second, strict=True):
+        if one == other:
+            continue
+        place = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+        text = [*request.prompt_token_ids, *one[:place]]
+        with torch.no_grad():
+            row = policy(torch.tensor([text])).logits[0, -1].numpy()
+        key, at = np.uint64(request.sampling.seed), np.float32(1)
+        missed = [
+            keyed.shortfall(row, key, place, at, token) for token in (one[place], other[place])
+        ]
+        equal_tokens.append(place)
+        shortfalls.append(round(max(missed), 5))
+    return {
+        "differ": len(equal_tokens),
+        "share": len(equal_tokens) / len(requests),
+        "tokens_until_first_difference": equal_tokens,
+        "shortfalls": shortfalls,
+        "median_shortfall": statistics.median(shortfalls) if shortfalls else None,
+        "largest_shortfall": max(shortfalls, default=None),
+    }
+
+
+if __name__ == "__main__":
+    main()
