@@ -151,3 +151,43 @@ figures(
         ),
     },
 )
+
+
+def differs(arm: Doc) -> str:
+    """Where an arm of the same run differs from the run without TLT."""
+    against = arm.get("against_off")
+    if against is None:
+        return ""
+    step = against["first_differing_step"]
+    if step is None:
+        return "nowhere" if against["same_weights"] else "final weights"
+    return f"from RL step {step}"
+
+
+@table("same_run", "same_run")
+def same_run(d: Doc) -> Rows:
+    rows = [["run", "drafts", "accepted tokens", "drafter swaps", "differs from the first"]]
+    for arm in d["arms"].values():
+        counts = [f"{arm[key]:,.0f}" for key in ("drafts", "accepted_tokens", "published")]
+        rows.append([arm["text"], *counts, differs(arm)])
+    return rows
+
+
+figures(
+    "same_run",
+    "same_run",
+    {
+        "steps": lambda d: str(d["steps"]),
+        "prompts": lambda d: str(d["prompts_per_step"]),
+        "samples": lambda d: f"{d['arms']['tlt-2']['against_off']['samples']:,}",
+        "tokens": lambda d: f"{d['arms']['tlt-2']['against_off']['tokens']:,}",
+        "metrics": lambda d: f"{d['arms']['tlt-2']['against_off']['metrics']:,}",
+        "accepted": lambda d: f"{d['arms']['tlt-2']['accepted_tokens']:,.0f}",
+        "published": lambda d: f"{d['arms']['tlt-2']['published']:.0f}",
+        "verdict": lambda d: (
+            "are equal in every bit"
+            if all(differs(arm) in ("", "nowhere") for arm in d["arms"].values())
+            else "differ"
+        ),
+    },
+)

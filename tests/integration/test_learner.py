@@ -83,11 +83,13 @@ async def weights(learner: LearnerGroup) -> dict[str, torch.Tensor]:
     return found
 
 
-async def train(learner: LearnerGroup, seeds: range, cut: int | None = None) -> list[float]:
+async def train(
+    learner: LearnerGroup, seeds: range, cut: int | None = None, num_groups: int = 5
+) -> list[float]:
     """Updates, each batch handed over whole or in two parts; the gradients' norms."""
     norms = []
     for seed in seeds:
-        samples = batch(seed)
+        samples = batch(seed, num_groups)
         for part in [samples] if cut is None else [samples[:cut], samples[cut:]]:
             await learner.accumulate(part, seed)
         report, _, _ = await learner.step(denominator(samples), math.inf)
@@ -115,6 +117,24 @@ async def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: P
             difference = (tensor - other[name]).abs()
             assert difference.max() < 3e-3, name
             assert difference.mean() < 1e-5, name
+
+
+@pytest.mark.gate
+async def test_two_threads_make_the_same_update_bit_for_bit(tiny: Path) -> None:
+    """Threads must not add up the gradients of a shared prompt in the order of their arrival."""
+
+    async def run() -> tuple[list[float], dict[str, torch.Tensor]]:
+        learner = LearnerGroup(plan(tiny, num_cores=2, row_tokens=8192))
+        try:
+            await learner.start()
+            return await train(learner, range(3), num_groups=100), await weights(learner)
+        finally:
+            await learner.stop()
+
+    norms, first = await run()
+    norms_again, second = await run()
+    assert norms == norms_again
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 @pytest.mark.gate

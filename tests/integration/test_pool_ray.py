@@ -3,15 +3,17 @@
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from workloads import TINY_ARGS, random_prompts
+from workloads import TINY_ARGS, EngineFactory, random_prompts, seeded
 
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
+from tlt.node.weights import SharedWeights
 from tlt.rollout.pool import RolloutPool
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
@@ -38,11 +40,19 @@ def config(tiny: Path, fresh_drafter: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(**(settings | changes))
 
 
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.0},
+]
+
+
 def requests(count: int, run: str, max_tokens: int = 100) -> list[SampleRequest]:
-    sampling = SamplingSpec(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    """Return sampled and greedy requests; the run does not change their seeds."""
     return [
-        SampleRequest(f"{run}/{index}", tuple(prompt), sampling)
-        for index, prompt in enumerate(random_prompts(count))
+        replace(request, sample_id=f"{run}/{index}")
+        for index, request in enumerate(seeded(random_prompts(count), SETTINGS, max_tokens))
     ]
 
 
@@ -54,8 +64,9 @@ def same_prompt(count: int) -> list[SampleRequest]:
 
 @pytest.mark.gate
 async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
-    tiny: Path, fresh_drafter: Path
+    engines: EngineFactory, tiny: Path, fresh_drafter: Path
 ) -> None:
+    """Two engines with drafts, one of them killed, deliver the samples of one engine without."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -78,16 +89,19 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
         for parameter in policy.parameters():
             parameter.mul_(1.05)
 
+    alone = engines(model=str(tiny))
+    with SharedWeights(policy.state_dict().items()) as weights:
+        alone.call("update_policy", weights.manifest(), 1)
+    tokens_alone = alone.tokens_of(requests(256, "alone"))
+    reference = {str(index): tokens for index, tokens in enumerate(tokens_alone)}
+    alone.close()
+
     settings = config(tiny, fresh_drafter)
     async with RolloutPool(PoolConfig(num_engines=2), lambda name: Watched(settings, name)) as pool:
         drawn = [s async for s in pool.generate(same_prompt(32))]
         assert {s.engine for s in drawn} == {"engine-0", "engine-1"}
         assert len({s.token_ids for s in drawn}) == 32, "two engines drew the same sample"
         await pool.update_policy(policy.state_dict().items(), version=1)
-        reference = {
-            s.sample_id.split("/")[1]: s.token_ids
-            async for s in pool.generate(requests(256, "undisturbed"))
-        }
         tokens: dict[str, tuple[int, ...]] = {}
         async for sample in pool.generate(requests(256, "killed")):
             assert sample.sample_id not in tokens, "delivered twice"
@@ -95,17 +109,17 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
             if len(tokens) == 64:
                 os.kill(pids["engine-0"], signal.SIGKILL)
         assert len(tokens) == 256
-        # Regenerated samples are those of the same policy.
+        # Samples that were lost with their engine come out the same elsewhere.
         assert {k.split("/")[1]: v for k, v in tokens.items()} == reference
 
         await pool.wait_ready(2)
         assert pool.num_restarts == 1
-        engines = set()
+        used = set()
         async for sample in pool.generate(requests(64, "after")):
-            engines.add(sample.engine)
+            used.add(sample.engine)
             assert sample.token_ids == reference[sample.sample_id.split("/")[1]]
             assert sample.policy_version == 1
-        assert engines == {"engine-0.1", "engine-1"}
+        assert used == {"engine-0.1", "engine-1"}
 
 
 async def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:

@@ -67,6 +67,10 @@ class LearnerActor:
         import torch
 
         torch.set_num_threads(len(cores))
+        # The gradient of an index adds up rows in the order in which threads reach them, unless
+        # torch must be deterministic. Then the same samples make the same update, bit for bit.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs time
 
     def address(self) -> tuple[str, str]:
         """Return this rank's node and the address of a free port there for the ranks to meet."""
