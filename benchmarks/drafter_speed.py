@@ -98,7 +98,7 @@ class Timers:
         self._wrap(runner, "_sample", "sampling")
         if getattr(runner, "drafter", None) is not None:
             self._wrap(runner.drafter, "propose", "proposer")
-            self._wrap(runner.drafter, "_greedy_sample", "proposer: draft heads")
+            self._wrap(runner.drafter, "_sample_draft_tokens", "proposer: draft heads")
             self._wrap(
                 runner.drafter,
                 "build_per_group_and_layer_attn_metadata",

@@ -1,7 +1,8 @@
 """A proposer that drafts with EAGLE-3 or with n-grams, switchable from step to step.
 
 vLLM builds one proposer per engine. This one is its EAGLE proposer. When the arm of an engine step
-is n-gram, the drafts come from a lookup of the last tokens (`lookup`).
+is n-gram, the drafts come from a lookup of the last tokens (`lookup`). In engines with the keyed
+sampler, EAGLE-3's drafts are drawn with the noise of their request (`draft_noise`).
 
 EAGLE-3 can take over at any engine step without a new prefill, because its KV cache is complete by
 then. Stock vLLM runs the draft model in every engine step for that, even if it drafts nothing. Here
@@ -26,7 +27,8 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
-from tlt.rollout.vllm import compat
+from tlt.rollout.draft_noise import NoisyDrafts
+from tlt.rollout.vllm import compat, sampler
 from tlt.rollout.vllm.catch_up import Missed, MissedInputs
 
 
@@ -42,11 +44,17 @@ class SwitchingProposer(EagleProposer):
         state_budget_bytes: int = 0,
     ) -> None:
         super().__init__(vllm_config, device, runner)
+        self._runner = runner
         self.drafter: DrafterName = "eagle3"
+        self.noisy = NoisyDrafts(
+            vllm_config.speculative_config.num_speculative_tokens,
+            vllm_config.model_config.get_vocab_size(),
+        )
         self.missed = MissedInputs(state_budget_bytes)
         self.ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
         # Inputs of the current engine step.
         self.sampled_token_ids: torch.Tensor | None = None
+        self.num_sampled: torch.Tensor | None = None
         self.discarded: torch.Tensor | None = None
         self.input_batch: Any = None
 
@@ -77,17 +85,20 @@ class SwitchingProposer(EagleProposer):
         gpu_input_batch: Any,
         discard_request_mask: torch.Tensor,
     ) -> Any:
-        # vLLM calls this right before `propose`; the n-gram lookup needs these inputs.
+        # vLLM calls this right before `propose`; n-grams and noise need these inputs.
         self.sampled_token_ids = sampled_token_ids
         self.input_batch = gpu_input_batch
         self.discarded = discard_request_mask
-        return super().prepare_next_token_ids_padded(
+        next_token_ids, self.num_sampled = super().prepare_next_token_ids_padded(
             sampled_token_ids, requests, gpu_input_batch, discard_request_mask
         )
+        return next_token_ids, self.num_sampled
 
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Any:
+        self._learn_noise()
         if self.drafter == "eagle3" and num_speculative_tokens > 0:
             self._catch_up(inputs)
+            self._begin_drafts(inputs["sampling_metadata"])
             return super().propose(num_speculative_tokens, **inputs)
         if not self._skip(inputs):
             super().propose(0, **inputs)
@@ -190,12 +201,56 @@ class SwitchingProposer(EagleProposer):
 
     # --- drafting -------------------------------------------------------------------------------
 
-    def _greedy_sample(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Choose within the draft vocabulary, without vLLM's scatter to the whole one."""
+    @property
+    def _keys(self) -> sampler.Keys | None:
+        """The seeds and positions of the requests; None if the engine does not sample by keys."""
+        own = self._runner.sampler
+        return own.keys if isinstance(own, sampler.KeyedSampler) else None
+
+    def _learn_noise(self) -> None:
+        """Compare the drafts of the last engine step with the tokens drawn in this one."""
+        if self._keys is not None:
+            assert self.sampled_token_ids is not None
+            _, position_B = self._keys.of_batch(self.input_batch.num_reqs)
+            names = self.input_batch.req_ids
+            self.noisy.verified(names, position_B, self.sampled_token_ids.numpy())
+
+    def _begin_drafts(self, sampling: Any) -> None:
+        """Fix the noise of the drafts that follow the tokens drawn in this engine step."""
+        if self._keys is None or sampling.all_greedy:
+            return
+        assert self.num_sampled is not None
+        assert self.discarded is not None
+        batch = self.input_batch
+        num_requests = batch.num_reqs
+        key_B, position_B = self._keys.of_batch(num_requests)
+        position_B = position_B + self.num_sampled.numpy()[:num_requests]
+        is_scaled = _has_top(sampling)
+        inverse_B = sampler.inverse_temperature(sampling, num_requests, is_scaled)
+        # vLLM drops the drafts of requests whose prompt is not complete.
+        drafting = ~self.discarded[:num_requests].numpy()
+        names = [name if own else "" for name, own in zip(batch.req_ids, drafting, strict=True)]
+        self.noisy.begin(names, key_B, position_B, inverse_B)
+
+    def _sample_draft_tokens(
+        self, hidden_states: torch.Tensor, sampling_metadata: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Draw within the draft vocabulary, without vLLM's scatter to the whole one."""
         model = self.model
-        best = model.logits_processor(model.lm_head, hidden_states).argmax(dim=-1)
-        offsets = model.draft_id_to_target_id
-        return best if offsets is None else best + offsets[best]
+        logits_BD = model.logits_processor(model.lm_head, hidden_states)
+        offset_D = model.draft_id_to_target_id
+        if self._keys is None or sampling_metadata.all_greedy:
+            best_B = logits_BD.argmax(dim=-1)
+            return (best_B if offset_D is None else best_B + offset_D[best_B]), None
+        logits_BD = logits_BD.float()
+        if _has_top(sampling_metadata):
+            scaled_BD = sampler.constrain(logits_BD, sampling_metadata, None)
+            logits_BD = sampler.keep_top(scaled_BD, sampling_metadata, None)
+        token_D = np.arange(logits_BD.shape[1])
+        if offset_D is not None:
+            token_D += offset_D.numpy()
+        token_B = self.noisy.draw(logits_BD.contiguous().numpy(), token_D)
+        return torch.from_numpy(token_B), None
 
     def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:
         assert self.ngram is not None, "the strategy drafts n-grams the engine was not set up for"
@@ -217,6 +272,10 @@ class SwitchingProposer(EagleProposer):
             batch.token_ids_cpu[row, start:end] = tokens[: end - start]
             num_tokens[row] = end
         return self.ngram.propose(num_speculative_tokens, sampled, num_tokens, batch.token_ids_cpu)
+
+
+def _has_top(sampling: Any) -> bool:
+    return sampling.top_k is not None or sampling.top_p is not None
 
 
 def _only_decodes(batch: Any) -> bool:
