@@ -34,6 +34,7 @@ LAST_STEP = (
 
 ALARMS = {
     "learner/gap_alarms": "engines and learner disagree about the samples of this RL step",
+    "recheck/faults": "samples of this RL step come out different without drafts",
     "rollout/policy_mismatches": "an engine held another policy than the learner's",
 }
 

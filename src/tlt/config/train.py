@@ -92,9 +92,6 @@ class SamplingConfig(Schema):
     """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature. The learner computes probabilities at the same temperature."""
-    seeded: bool = False
-    """Give every sample its own seed, so that a run can be repeated exactly. This costs speed under
-    speculation."""
 
 
 class AlgorithmConfig(Schema):
@@ -150,7 +147,8 @@ class LearnerConfig(Schema):
 
 
 class AlarmConfig(Schema):
-    """The alarm on the gap between the probabilities of engines and learner."""
+    """The alarms on samples that may not come from the policy: the gap between the probabilities of
+    engines and learner, and samples that come out different when they are generated again."""
 
     gap_factor: float = Field(default=4.0, gt=1)
     """Alarm threshold: the mean gap of an update's tokens (`learner/gap_mean`) divided by the
@@ -160,6 +158,13 @@ class AlarmConfig(Schema):
     repeats the weight sync, and ends the run after five such RL steps in a row. `stop` ends the run
     at once. A dropped update costs one RL step, while an update on samples of another policy cannot
     be undone."""
+    recheck_share: float = Field(default=0.02, ge=0, le=1)
+    """Share of the finished samples that idle engines generate again without drafts, to compare the
+    tokens; a token that differs and is no near-tie is an alarm. With harvest on, an engine makes
+    one recheck in an idle spell before it is leased. An engine that is alone is never idle, and
+    makes none. 0 turns rechecks off. CPU engines only."""
+    recheck_tokens: int = Field(default=256, ge=1)
+    """Largest number of tokens that a recheck generates: the beginning of a longer sample."""
 
 
 class CaptureConfig(Schema):

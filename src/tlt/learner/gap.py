@@ -3,7 +3,8 @@
 Engines and learner compute the log-probabilities of every sampled token with the same weights and
 other code, so they differ a little: by 1e-7 in float32, by 1e-2 in bfloat16. A gap far above the
 run's own history means that samples came from other weights than the learner's, or from a wrong
-sampler. `GapWatch` knows that history; `GapAlarm` does what `alarm.then` says.
+sampler. `GapWatch` knows that history; `GapAlarm` does what `alarm.then` says. It does the same if
+samples came out different when they were generated again (`tlt.rollout.recheck`).
 """
 
 from __future__ import annotations
@@ -75,19 +76,28 @@ class GapAlarm:
             if gap and not record.get("learner/gap_alarms"):
                 self._watch.observe(gap)
 
-    def max_gap(self) -> float:
-        """Return the gap from which on the learner must refuse the next updates."""
-        return math.inf if self._config.then == "warn" else self._watch.limit()
+    def max_gap(self, num_faults: int) -> float:
+        """Return the gap from which on the learner must refuse the next updates.
 
-    def check(self, step: int, updates: Sequence[UpdateReport]) -> int:
-        """Return how many updates of an RL step were alarming, or raise to end the run."""
+        It must refuse all of them if samples failed their recheck.
+        """
+        if self._config.then == "warn":
+            return math.inf
+        return -1.0 if num_faults else self._watch.limit()
+
+    def check(self, step: int, updates: Sequence[UpdateReport], num_faults: int) -> int:
+        """Return how many updates of an RL step had an alarming gap, or raise to end the run."""
         then, alarms, text = self._config.then, 0, ""
+        advice = (
+            "See the log for engines that were replaced; if engines and learner differ on purpose, "
+            f"raise alarm.gap_factor (now {self._config.gap_factor:g})"
+        )
         limit = self._watch.limit()
         for update in updates:
             gap = update.sums.gap / max(1.0, update.sums.learned_tokens)
             if not update.sums.learned_tokens:
                 continue
-            if gap <= limit or then == "warn":
+            if then == "warn" or (gap <= limit and not num_faults):
                 self._watch.observe(gap)
             if gap <= limit:
                 continue
@@ -96,15 +106,25 @@ class GapAlarm:
                 f"step {step}: engines and learner differ by {gap:.2g} in the log-probability of a "
                 f"token, more than {limit:.2g}: these samples may come from another policy"
             )
-            follows = "no update was made of them" if update.refused else "trained on all the same"
-            logger.error("%s; %s (alarm.then = %r)", text, follows, then)
-        in_a_row = self._watch.step_ended(alarms > 0)
-        if alarms and then == "stop":
+            self._log(text)
+        if num_faults:
+            text = (
+                f"step {step}: {num_faults} of the samples generated again without drafts came out "
+                "different: samples of this step may come from another distribution"
+            )
+            advice = "See the log for these samples, and run `tlt doctor`"
+            self._log(text)
+        in_a_row = self._watch.step_ended(bool(text))
+        if text and then == "stop":
             raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
         if then == "drop" and in_a_row >= MAX_IN_A_ROW:
             raise EngineError(
-                f"{text}; that was so in {in_a_row} steps in a row. See the log for engines that "
-                "were replaced; if engines and learner differ on purpose, raise alarm.gap_factor "
-                f"(now {self._config.gap_factor:g}), or set alarm.then = 'warn'"
+                f"{text}; that was so in {in_a_row} steps in a row. {advice}, or set "
+                "alarm.then = 'warn'"
             )
         return alarms
+
+    def _log(self, text: str) -> None:
+        then = self._config.then
+        follows = "trained on all the same" if then == "warn" else "no update was made of them"
+        logger.error("%s; %s (alarm.then = %r)", text, follows, then)

@@ -85,7 +85,7 @@ def _mean(view: RunView, name: str) -> float:
 
 
 def _trust(view: RunView) -> Iterator[Bottleneck]:
-    """Report samples of a wrong policy: these findings come before all that concern speed."""
+    """Report samples of a wrong policy or a wrong sampler, before all that concerns speed."""
     steps = _steps_with(view, "learner/gap_alarms")
     if steps:
         then = view.setting("alarm.then", "drop")
@@ -97,6 +97,22 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "See the log for engines that were repaired or replaced in these RL steps. If there "
             "are none, compare engine.engine_args with stock vLLM's defaults, and file an issue.",
             2.0,
+        )
+    steps = _steps_with(view, "recheck/faults")
+    if steps:
+        checked, faults = (
+            sum(series(view.records, f"recheck/{name}")[1]) for name in ("samples", "faults")
+        )
+        worst = max(series(view.records, "recheck/shortfall_max")[1])
+        yield Bottleneck(
+            "recheck_fault",
+            f"In {steps} samples came out different when they were generated again without drafts "
+            f"({faults:.0f} of {checked:.0f} rechecks of the run; the sample's token missed the "
+            f"draw by up to {worst:.2g} nats): speculation or the engine changes samples.",
+            "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
+            "turn speculation off (tlt.enabled = false, no engine.strategy) and file an issue with "
+            "the log's lines on rechecks.",
+            1.8,
         )
     steps = _steps_with(view, "rollout/policy_mismatches")
     if steps:

@@ -16,6 +16,7 @@ from tlt.contracts import EngineStats, SampleRequest, StepReport
 from tlt.errors import ConfigError, EngineUnsafe
 from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.loop import EngineLoop
+from tlt.rollout.recheck import Recheck, Verdict
 from tlt.rollout.vllm.args import drafters
 from tlt.rollout.vllm.core import VllmCore
 from tlt.spans import Span
@@ -31,6 +32,7 @@ class RolloutEngine(EngineLoop):
         """Whether the engine passed its self-test of sampling under speculation."""
         self.core = VllmCore(config, name)  # refuses bad settings before anything starts
         self._max_model_len = 0
+        self._is_keyed = False
         super().__init__(name, self.core, config.stall_timeout_s)
 
     def start(self) -> dict[str, Any]:
@@ -44,6 +46,7 @@ class RolloutEngine(EngineLoop):
     def _note(self, report: dict[str, Any]) -> dict[str, Any]:
         self.safe_to_sample = not report["faults"]
         self._max_model_len = report["max_model_len"]
+        self._is_keyed = report["sampler"] == "KeyedSampler"
         return report
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
@@ -59,6 +62,10 @@ class RolloutEngine(EngineLoop):
                     "`tlt doctor`"
                 )
         super().submit(requests)
+
+    def recheck(self, recheck: Recheck) -> Verdict | None:
+        """Generate a sample again without drafts; only with keyed sampling it must be the same."""
+        return super().recheck(recheck) if self._is_keyed else None
 
     # --- memory -------------------------------------------------------------------------------
 

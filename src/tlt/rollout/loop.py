@@ -6,7 +6,8 @@ steps.
 
 Invariants: a request is either queued here (and can be withdrawn), in flight in the core, or
 finished. Each submitted request ends as exactly one `Sample`, unless it is withdrawn. The policy
-changes only while nothing is in flight, so that every sample comes from one policy.
+changes only while nothing is in flight, so that every sample comes from one policy. A recheck
+(`recheck`) is no request: it runs only while there is neither request nor command.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from tlt.contracts import WHOLE, FinishReason, Sample, SampleRequest
 from tlt.errors import EngineError, EngineTainted
+from tlt.rollout.recheck import Recheck, Verdict, compare
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,9 +56,24 @@ class EngineCore(Protocol):
         """Run one engine step, and return the requests that it finished."""
         ...
 
+    def begin_recheck(self, recheck: Recheck) -> None:
+        """Take a recheck in; the engine steps up to its end draft nothing, and count nothing."""
+        ...
+
+    def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
+        """Forget a recheck; return by how much the expected token missed the draw, by position."""
+        ...
+
     def stop(self) -> None:
         """Release what the core holds, after the last engine step."""
         ...
+
+
+@dataclass(eq=False, slots=True)
+class _Rechecking:
+    recheck: Recheck
+    verdict: Future[Verdict | None] = field(default_factory=Future)
+    begun: bool = False
 
 
 class EngineLoop:
@@ -81,6 +98,8 @@ class EngineLoop:
         self._finished: list[Sample] = []
         self._in_flight: dict[str, tuple[float, float]] = {}
         """Each request in flight, when it arrived, and when it left the queue."""
+        self._rechecking: _Rechecking | None = None
+        self._ended_recheck = ""
         self._slots = 0
         self._stopping = False
         self._turn_started_s = clock()
@@ -151,6 +170,27 @@ class EngineLoop:
 
         return self.between_steps(guarded)
 
+    def recheck(self, recheck: Recheck) -> Verdict | None:
+        """Generate a sample again, and compare it; return None if that would hold anything up.
+
+        A request, a command and `end_recheck` end a recheck before the next engine step.
+        """
+        with self._lock:
+            self._raise_if_dead()
+            is_busy = self._queue or self._in_flight or self._commands or self._rechecking
+            is_late = recheck.request.sample_id == self._ended_recheck
+            if is_busy or is_late:
+                return None
+            self._rechecking = mine = _Rechecking(recheck)
+            self._turn_started_s = self._clock()
+            self._lock.notify_all()
+        return mine.verdict.result()
+
+    def end_recheck(self, sample_id: str) -> None:
+        """End a recheck, also one that has not arrived yet."""
+        with self._lock:
+            self._ended_recheck = sample_id
+
     @property
     def num_running(self) -> int:
         """Requests in flight."""
@@ -169,7 +209,8 @@ class EngineLoop:
 
     def _raise_if_stalled(self) -> None:
         stalled_s = self._clock() - self._turn_started_s
-        if self._in_flight and stalled_s > self._stall_timeout_s:
+        is_stepping = self._in_flight or self._rechecking
+        if is_stepping and stalled_s > self._stall_timeout_s:
             raise EngineError(f"{self.name} has been in one step for {stalled_s:.0f} s")
 
     # --- the loop's thread --------------------------------------------------------------------
@@ -189,6 +230,8 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("%s: the engine loop ended", self.name)
             self._fail(error)
+        if self._rechecking is not None:
+            self._recheck_ended(self._rechecking, None)
         try:
             self._core.stop()
         except Exception:
@@ -198,7 +241,13 @@ class EngineLoop:
         """Run commands, admit requests, run one engine step; return False to stop the loop."""
         with self._lock:
             self._lock.wait_for(
-                lambda: self._queue or self._in_flight or self._commands or self._stopping
+                lambda: (
+                    self._queue
+                    or self._in_flight
+                    or self._commands
+                    or self._rechecking
+                    or self._stopping
+                )
             )
             if self._stopping:
                 return False
@@ -210,6 +259,9 @@ class EngineLoop:
             # Still under the lock: a withdrawal must never see a request twice or not at all.
             for request, arrived_s in admitted:
                 self._in_flight[request.sample_id] = (arrived_s, time.time())
+            rechecking = self._rechecking
+        if rechecking is not None:
+            self._recheck_turn(rechecking, is_in_the_way=bool(admitted or commands))
         self._run_commands(commands)
         for request, _ in admitted:
             self._core.admit(request)
@@ -228,6 +280,30 @@ class EngineLoop:
                 raise  # not one engine step more
             except Exception as error:
                 future.set_exception(error)
+
+    def _recheck_turn(self, mine: _Rechecking, is_in_the_way: bool) -> None:
+        """Run one engine step of a recheck, or end it."""
+        recheck, tokens = mine.recheck, None
+        is_wanted = recheck.request.sample_id != self._ended_recheck
+        if is_wanted and not is_in_the_way and recheck.policy_version == self.policy_version:
+            if not mine.begun:
+                mine.begun = True
+                self._core.begin_recheck(recheck)
+            ends = list(self._core.step())  # there is nothing else in the core
+            if not ends:
+                return
+            tokens = ends[0].token_ids if ends[0].finish_reason in WHOLE else None
+        verdict = None
+        if mine.begun:
+            missed = self._core.end_recheck(recheck)
+            if tokens is not None:
+                verdict = compare(recheck.token_ids, tokens, missed)
+        self._recheck_ended(mine, verdict)
+
+    def _recheck_ended(self, mine: _Rechecking, verdict: Verdict | None) -> None:
+        with self._lock:
+            self._rechecking = None
+        mine.verdict.set_result(verdict)
 
     def _collect(self, finished: Iterable[Finished]) -> None:
         samples = []

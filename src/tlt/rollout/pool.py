@@ -12,6 +12,7 @@ engine generates what.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import (
@@ -29,6 +30,7 @@ from tlt.config.rollout import PoolConfig
 from tlt.contracts import WHOLE, EngineStats, Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
+from tlt.rollout.recheck import Recheck, Rechecks
 from tlt.spans import Span
 
 if TYPE_CHECKING:
@@ -93,6 +95,9 @@ class RolloutPool:
         self._failure: Exception | None = None
         self._started = False
         self._listener: LoadListener | None = None
+        self._rechecks = Rechecks(share=0.0, max_tokens=0, dtype="float32")
+        self._rechecking: dict[str, EngineHandle] = {}
+        """Samples that are generated again, and the engine of each."""
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
         self._absent: dict[str, list[Span]] = {}
@@ -115,6 +120,10 @@ class RolloutPool:
     def listen(self, listener: LoadListener) -> None:
         """Tell this listener which engines are idle. Call it before the pool starts."""
         self._listener = listener
+
+    def recheck_with(self, rechecks: Rechecks) -> None:
+        """Let idle engines generate some samples again without drafts, and compare them."""
+        self._rechecks = rechecks
 
     async def start(self) -> None:
         """Start all engines, and return when every one of them is ready."""
@@ -154,6 +163,7 @@ class RolloutPool:
         inbox: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         self._raise_if_failed()
         self._dispatcher.submit(batch)
+        self._rechecks.rollout_started(batch)
         for request in batch:
             self._waiting[request.sample_id] = inbox
         self._pump()
@@ -408,16 +418,53 @@ class RolloutPool:
         by_id = {s.sample_id: s for s in samples if s.finish_reason in WHOLE}
         for sample_id in self._dispatcher.finished(name, by_id):
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
+            self._rechecks.finished(by_id[sample_id])
+        if not self._dispatcher.num_unfinished:
+            self._end_rechecks()
         self._pump()
         self._tell_idle([name])
 
     def _tell_idle(self, names: Iterable[str]) -> None:
-        dispatcher = self._dispatcher
-        if self._listener is None or dispatcher.num_queued or not dispatcher.num_unfinished:
-            return
+        """Let idle engines make a recheck, if one is due, and tell the listener after it."""
         for name in names:
-            if not dispatcher.outstanding(name):
+            if not self._is_idle(name):
+                continue
+            if (recheck := self._rechecks.next()) is not None:
+                self._spawn_send(self._recheck(name, self._handles[name], recheck))
+            elif self._listener is not None:
                 self._listener.idle(name)
+
+    def _is_idle(self, name: str) -> bool:
+        """Return whether an engine has nothing to generate while others have."""
+        dispatcher = self._dispatcher
+        if dispatcher.num_queued or not dispatcher.num_unfinished or name not in self._handles:
+            return False
+        return not dispatcher.outstanding(name)
+
+    async def _recheck(self, name: str, handle: EngineHandle, recheck: Recheck) -> None:
+        self._rechecking[recheck.request.sample_id] = handle
+        started_s, verdict = time.monotonic(), None
+        try:
+            verdict = await handle.call("recheck", recheck)
+        except Exception as error:
+            logger.debug("%s did not answer a recheck: %r", name, error)
+        self._rechecking.pop(recheck.request.sample_id, None)
+        self._rechecks.ended(recheck, verdict, name, time.monotonic() - started_s)
+        if self._listener is None:
+            if verdict is not None:
+                self._tell_idle([name])
+        elif self._is_idle(name):
+            self._listener.idle(name)
+
+    def _end_rechecks(self) -> None:
+        """Let no engine go on with a recheck when the rollout is over."""
+        self._rechecks.rollout_ended()
+        for sample_id, handle in self._rechecking.items():
+            self._spawn_send(self._end_recheck(handle, sample_id))
+
+    async def _end_recheck(self, handle: EngineHandle, sample_id: str) -> None:
+        with contextlib.suppress(EngineError):  # an engine that is lost generates nothing
+            await handle.call("end_recheck", sample_id)
 
     def _pump(self) -> None:
         for action in self._dispatcher.actions():

@@ -35,6 +35,7 @@ from tlt.observe.summary import summary
 from tlt.observe.timekeeper import NoTimekeeper, Timekeeper
 from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
+from tlt.rollout.recheck import Rechecks
 from tlt.run.folder import RunFolder
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
@@ -98,6 +99,10 @@ async def _run(
         if config.capture.by == "engines":
             engine = engine.model_copy(update={"capture": asdict(buffer_settings(config))})
         pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine))
+        # Only CPU engines sample by keys.
+        share = 0.0 if config.engine.num_gpus else config.alarm.recheck_share
+        rechecks = Rechecks(share, config.alarm.recheck_tokens, config.policy.dtype)
+        pool.recheck_with(rechecks)
         harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
             harvest = Harvest(
@@ -133,7 +138,7 @@ async def _run(
         live = Live(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show)
         log = RunLog(config, folder, sinks, times, live, on_record)
         async with live:
-            parts = Parts(pool, learner, rewards, harvest)
+            parts = Parts(pool, learner, rewards, harvest, rechecks)
             await Training(config, prepared, folder, parts, log).run(resume)
         harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)

@@ -32,6 +32,7 @@ from tlt.observe.live import Activity
 from tlt.observe.record import read
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
+from tlt.rollout.recheck import Rechecks
 from tlt.run.checkpoints import Checkpoints
 from tlt.run.folder import RunFolder
 from tlt.run.preflight import Prepared
@@ -52,6 +53,7 @@ class Parts:
     learner: LearnerGroup
     rewards: RewardPool
     harvest: RunHarvest
+    rechecks: Rechecks
 
 
 class Training:
@@ -110,7 +112,8 @@ class Training:
         try:
             scored, record = await self._rollout(step, problems, watch)
             await self._pool_may_sleep(True)
-            record |= await self._update.finish(step, scored, watch)
+            num_faults = self._parts.rechecks.num_faults
+            record |= await self._update.finish(step, scored, watch, num_faults)
         except BaseException:
             self._update.cancel()
             raise
@@ -121,7 +124,7 @@ class Training:
         every = self._config.eval.every_steps
         if every and (step % every == 0 or step == self._config.run.num_steps):
             record |= await self._evaluate(step, watch)
-        record |= self._counters.step_ended()
+        record |= self._counters.step_ended() | self._parts.rechecks.record()
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         self._log.samples(step, problems, scored)
         await self._log.step(step, record, watch, self._update.streamed)

@@ -80,18 +80,21 @@ class PolicyUpdate:
 
     # --- after the rollout --------------------------------------------------------------------
 
-    async def finish(self, step: int, scored: Sequence[Scored], watch: Stopwatch) -> Record:
+    async def finish(
+        self, step: int, scored: Sequence[Scored], watch: Stopwatch, num_faults: int
+    ) -> Record:
         """Change the policy and return the update's record.
 
         A problem's samples belong to one of the RL step's optimizer steps, by the problem's number.
-        The loss is a mean over all of them, those without an advantage included.
+        The loss is a mean over all of them, those without an advantage included. `num_faults` is
+        the number of samples that failed their recheck.
         """
         num_updates = self._config.learner.updates_per_step
         self._live.doing(Activity.UPDATING, 0, 1, step)
         watch.skip()
         waiting = await self._feeding
         reports = []
-        max_gap = self.gap.max_gap()
+        max_gap = self.gap.max_gap(num_faults)
         parts: list[list[TrainSample]] = [[] for _ in range(num_updates)]
         lengths: list[list[int]] = [[] for _ in range(num_updates)]
         for sample in waiting:
@@ -111,7 +114,7 @@ class PolicyUpdate:
             await self._learner.forget_logprobs()
         watch.lap("update")
         updates = [report for report, _, _ in reports]
-        alarms = self.gap.check(step, updates)
+        alarms = self.gap.check(step, updates, num_faults)
         seconds = watch.seconds["update"] + sum(span.seconds for span in self.streamed)
         record = update_record(updates, alarms, seconds, self._config.learner.row_tokens)
         return record | self._capture_record(*reports[-1][1:])

@@ -28,6 +28,8 @@ class StepRecord:
     proposed: Arm
     num_prefill_tokens: int
     started_s: float
+    counts: bool = True
+    """False for a recheck: neither counters nor the strategy see the engine step."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,8 @@ class DraftController:
         self._schedule_started_s = 0.0
         self._last_finished_s = 0.0
         self.drafter_version = 0
+        self.rechecking = False
+        """Whether the engine generates a sample again without drafts (`tlt.rollout.recheck`)."""
         self.totals = Totals()
         self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
         self.spans = SpanLog()
@@ -107,6 +111,10 @@ class DraftController:
             num_waiting=num_waiting,
             drafter_version=self.drafter_version,
         )
+        if self.rechecking:
+            return StepRecord(
+                context, OFF, OFF, num_prefill_tokens, self._schedule_started_s, counts=False
+            )
         self._step += 1
         record = StepRecord(
             context=context,
@@ -151,6 +159,8 @@ class DraftController:
             drafter_version=record.context.drafter_version,
             ended_s=now,
         )
+        if not record.counts:
+            return report
         self._trace.append(report)
         self.spans.add(
             Span(

@@ -78,22 +78,34 @@ def alarm(then: str) -> GapAlarm:
 
 def test_drop_refuses_alarming_updates_and_ends_the_run_after_five_steps_of_them() -> None:
     drop = alarm("drop")
-    assert drop.max_gap() == 1e-3
-    assert drop.check(1, updates(1e-6, 1.0)) == 1
-    assert drop.max_gap() == FLOOR  # the alarming gap is not in the history
+    assert drop.max_gap(0) == 1e-3
+    assert drop.check(1, updates(1e-6, 1.0), 0) == 1
+    assert drop.max_gap(0) == FLOOR  # the alarming gap is not in the history
     for step in range(2, MAX_IN_A_ROW):
-        assert drop.check(step, updates(1.0)) == 1
+        assert drop.check(step, updates(1.0), 0) == 1
     with pytest.raises(EngineError, match=r"step 5: .*5 steps in a row.*raise alarm\.gap_factor"):
-        drop.check(5, updates(1.0))
+        drop.check(5, updates(1.0), 0)
+
+
+def test_samples_that_failed_their_recheck_are_an_alarm_too() -> None:
+    drop = alarm("drop")
+    assert drop.max_gap(1) < 0, "no update passes"
+    for step in range(1, MAX_IN_A_ROW):
+        assert drop.check(step, updates(1e-6), 1) == 0, "the gap itself is fine"
+    with pytest.raises(EngineError, match="step 5: 2 of the samples generated again without draf"):
+        drop.check(5, updates(1e-6), 2)
+    assert alarm("warn").max_gap(1) == math.inf
+    with pytest.raises(EngineError, match=r"alarm\.then = 'stop' ends the run here"):
+        alarm("stop").check(1, updates(1e-6), 1)
 
 
 def test_warn_refuses_nothing_and_stop_ends_the_run_at_once() -> None:
     warn = alarm("warn")
-    assert warn.max_gap() == math.inf
+    assert warn.max_gap(0) == math.inf
     for step in range(2 * MAX_IN_A_ROW):
-        warn.check(step, updates(1.0))
+        warn.check(step, updates(1.0), 0)
     with pytest.raises(EngineError, match=r"alarm\.then = 'stop' ends the run here"):
-        alarm("stop").check(1, updates(1.0))
+        alarm("stop").check(1, updates(1.0), 0)
 
 
 def test_a_resumed_run_takes_its_history_from_the_records_without_alarms() -> None:
@@ -105,4 +117,4 @@ def test_a_resumed_run_takes_its_history_from_the_records_without_alarms() -> No
             {"eval/reward_mean": 0.5},
         ]
     )
-    assert drop.max_gap() == pytest.approx(4e-4)
+    assert drop.max_gap(0) == pytest.approx(4e-4)

@@ -160,6 +160,17 @@ def test_samples_of_another_policy_come_first(make: Run) -> None:
     assert "They were trained on all the same." in findings(trained)[0].says
 
 
+def test_samples_that_come_out_different_without_drafts_are_reported(make: Run) -> None:
+    view = look_at(make(recheck__samples=2.0))
+    view.records[1] |= {"recheck/faults": 1, "recheck/shortfall_max": 1.5}
+    found = findings(view)[0]
+    assert found.kind == "recheck_fault"
+    assert "In RL step 2, samples came out different" in found.says
+    assert "(1 of 8 rechecks of the run; the sample's token missed the draw by up to 1.5" in (
+        found.says
+    )
+
+
 def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         look_at(tmp_path)

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -13,6 +14,7 @@ from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineTainted
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.loop import EngineLoop, Finished
+from tlt.rollout.recheck import Recheck, Verdict
 from tlt.rollout.vllm.core import stream_seed
 
 LIMIT_S = 20.0
@@ -31,6 +33,7 @@ class FakeCore:
         self.slots = slots
         self.left: dict[str, int] = {}
         self.admitted: list[str] = []
+        self.rechecks: list[str] = []
         self.reason: FinishReason = "length"
         self.error: Exception | None = None
         self.start_error: Exception | None = None
@@ -60,6 +63,15 @@ class FakeCore:
         for sample_id in ended:
             del self.left[sample_id]
         return [Finished(sample_id, (7,), (-0.5,), self.reason, 0.0) for sample_id in ended]
+
+    def begin_recheck(self, recheck: Recheck) -> None:
+        self.rechecks.append("begun")
+        self.left[recheck.request.sample_id] = recheck.request.sampling.max_tokens
+
+    def end_recheck(self, recheck: Recheck) -> dict[int, float]:
+        aborted = self.left.pop(recheck.request.sample_id, None) is not None
+        self.rechecks.append("aborted" if aborted else "ended")
+        return {0: 0.25}
 
     def stop(self) -> None:
         self.stopped.set()
@@ -243,6 +255,106 @@ def test_a_shut_down_engine_takes_nothing() -> None:
             loop.submit([request("a")])
         with pytest.raises(EngineError, match="is shut down"):
             loop.take_finished(timeout_s=0)
+
+
+# --- rechecks -----------------------------------------------------------------------------------
+
+
+def recheck_of(token: int = 7, max_tokens: int = 1, policy_version: int = 0) -> Recheck:
+    return Recheck(request("again", max_tokens), (token,), policy_version)
+
+
+def test_an_idle_engine_generates_a_sample_again_and_delivers_nothing() -> None:
+    core = FakeCore()
+    core.may_step.release(100)
+    with running(core) as loop:
+        assert loop.recheck(recheck_of(7)) == Verdict(None, 0.0)
+        assert loop.recheck(recheck_of(8)) == Verdict(0, 0.25)
+        assert loop.take_finished(timeout_s=0) == []
+        assert loop.num_running == loop.num_queued == 0
+        assert core.rechecks == ["begun", "ended"] * 2
+        core.reason = "abort"
+        assert loop.recheck(recheck_of(8)) is None
+
+
+@contextmanager
+def rechecking(loop: EngineLoop, core: FakeCore) -> Iterator[Future[Verdict | None]]:
+    """Let the engine be in the first engine step of a recheck that takes very long."""
+    with ThreadPoolExecutor(1) as executor:
+        verdict = executor.submit(loop.recheck, recheck_of(max_tokens=MANY**2))
+        core.wait_in_step()
+        yield verdict
+
+
+def test_a_request_ends_a_recheck_before_the_next_engine_step() -> None:
+    core = FakeCore()
+    with running(core) as loop, rechecking(loop, core) as verdict:
+        loop.submit([request("a")])
+        core.may_step.release(2)
+        assert verdict.result(LIMIT_S) is None
+        assert [s.sample_id for s in collect(loop, 1)] == ["a"]
+        assert (core.num_steps, core.rechecks) == (2, ["begun", "aborted"])
+
+
+def test_a_policy_update_ends_a_recheck() -> None:
+    core = FakeCore()
+    with running(core) as loop, rechecking(loop, core) as verdict:
+        update = partial(core.rechecks.append, "updated")
+        call_while_stepping(core, lambda: loop.between_rollouts(update, "never refused"))
+        assert verdict.result(LIMIT_S) is None
+        assert core.rechecks == ["begun", "aborted", "updated"]
+
+
+def test_a_recheck_is_called_off_also_before_it_arrives() -> None:
+    core = FakeCore()
+    with running(core) as loop:
+        with rechecking(loop, core) as verdict:
+            loop.end_recheck("again")
+            core.may_step.release()
+            assert verdict.result(LIMIT_S) is None
+        assert core.num_steps == 1
+        assert loop.recheck(recheck_of()) is None
+        loop.end_recheck("another")
+        core.may_step.release()
+        assert loop.recheck(recheck_of()) is not None
+
+
+def test_no_recheck_beside_requests_or_under_another_policy() -> None:
+    core = FakeCore()
+    with running(core) as loop:
+        assert loop.recheck(recheck_of(policy_version=3)) is None
+        loop.submit([request("a", max_tokens=2)])
+        core.wait_in_step()
+        assert loop.recheck(recheck_of()) is None
+        core.may_step.release(2)
+        assert len(collect(loop, 1)) == 1
+        assert core.rechecks == []
+
+
+def test_a_lost_or_ended_engine_leaves_nobody_waiting_for_a_recheck() -> None:
+    core = FakeCore()
+    with running(core) as loop, rechecking(loop, core) as verdict:
+        core.error = RuntimeError("out of memory")
+        core.may_step.release()
+        assert verdict.result(LIMIT_S) is None
+        with pytest.raises(EngineError, match="out of memory"):
+            loop.recheck(recheck_of())
+    core = FakeCore()
+    with running(core) as loop, rechecking(loop, core) as verdict:
+        core.may_step.release(MANY)
+        loop.shutdown()
+        assert verdict.result(LIMIT_S) is None
+
+
+def test_a_hung_recheck_is_noticed() -> None:
+    now_s = 100.0
+    core = FakeCore()
+    with running(core, clock=lambda: now_s) as loop, rechecking(loop, core):
+        now_s += 6.0
+        with pytest.raises(EngineError, match="one step for 6 s"):
+            loop.take_finished(timeout_s=0)
+        loop.end_recheck("again")
+        core.may_step.release()
 
 
 def test_a_strategy_that_the_engine_was_not_started_for_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from tlt.config.rollout import PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineTainted
 from tlt.rollout.pool import RolloutPool
+from tlt.rollout.recheck import Rechecks, Verdict
 
 
 def request(index: int, max_tokens: int = 5) -> SampleRequest:
@@ -230,6 +231,121 @@ async def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
         with pytest.raises(ConfigError, match="too long"):
             async for _ in pool.generate([request(0)]):
                 pass
+
+
+# --- rechecks -----------------------------------------------------------------------------------
+
+
+class Rechecking(FakeEngine):
+    """Rechecks until it is told to end, unless `quick`."""
+
+    quick = False
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(name, **kwargs)
+        self.ended = asyncio.Event()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, args))
+        if method == "recheck" and not self.quick:
+            await self.ended.wait()
+            if self.dead:
+                raise EngineError("gone")
+            return None
+        if method == "end_recheck":
+            self.ended.set()
+        return Verdict(None, 0.0) if method == "recheck" else None
+
+
+class Quick(Rechecking):
+    quick = True
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def ready(self, engine: str, report: Any) -> None: ...
+
+    def idle(self, engine: str) -> None:
+        self.heard.append(engine)
+
+    async def needed(self, engine: str) -> None: ...
+
+
+async def rollout_with_rechecks(
+    kind: type[Rechecking],
+    on_sample: Callable[[dict[str, Rechecking]], None] = lambda made: None,
+    harvest: bool = True,
+) -> tuple[dict[str, Rechecking], dict[str, float], list[str], Listener]:
+    """Generate 7 short samples and a long one on two engines; recheck all of them."""
+    made: dict[str, Rechecking] = {}
+
+    def spawn(name: str) -> Rechecking:
+        made[name] = kind(name)
+        return made[name]
+
+    rechecks, listener = Rechecks(1.0, 10, "float32"), Listener()
+    pool = RolloutPool(PoolConfig(num_engines=2), spawn)
+    pool.recheck_with(rechecks)
+    if harvest:
+        pool.listen(listener)
+    ids = []
+    async with pool:
+        requests = [
+            SampleRequest(str(i), (1,), SamplingSpec(60 if i == 0 else 2, seed=i), rl_step=1)
+            for i in range(8)
+        ]
+        async with asyncio.timeout(10):
+            async for sample in pool.generate(requests):
+                ids.append(sample.sample_id)
+                on_sample(made)
+            await asyncio.sleep(0.02)
+    return made, rechecks.record(), ids, listener
+
+
+def calls(made: dict[str, Rechecking], method: str) -> list[tuple[str, Any]]:
+    return [(name, args[0]) for name, e in made.items() for m, args in e.calls if m == method]
+
+
+async def test_an_idle_engine_makes_one_recheck_and_is_then_said_to_be_idle() -> None:
+    made, record, ids, listener = await rollout_with_rechecks(Quick)
+    assert sorted(ids, key=int) == [str(i) for i in range(8)], "no sample twice, and no recheck"
+    [(name, recheck)] = calls(made, "recheck")
+    assert recheck.token_ids == (0,)
+    assert recheck.request.prompt_token_ids == (1,)
+    assert record["recheck/samples"] == 1
+    assert record["recheck/ended_early"] == 0
+    assert listener.heard == [name]
+
+
+async def test_without_harvest_idle_engines_make_all_rechecks_that_are_due() -> None:
+    made, record, ids, _ = await rollout_with_rechecks(Quick, harvest=False)
+    assert len(ids) == 8
+    assert len(calls(made, "recheck")) == record["recheck/samples"] > 1
+    assert record["recheck/samples"] + record["recheck/left_out"] == 8
+
+
+async def test_a_rollout_ends_without_waiting_for_rechecks() -> None:
+    made, record, ids, listener = await rollout_with_rechecks(Rechecking)
+    assert len(ids) == 8
+    [(name, recheck)] = calls(made, "recheck")
+    assert calls(made, "end_recheck") == [(name, recheck.request.sample_id)]
+    assert (record["recheck/samples"], record["recheck/ended_early"]) == (0, 1)
+    assert listener.heard == [], "the rollout was over when the recheck was"
+
+
+async def test_an_engine_that_is_lost_in_a_recheck_is_replaced() -> None:
+    def lose(made: dict[str, Rechecking]) -> None:
+        for name, _ in calls(made, "recheck"):
+            made[name].dead = True
+            made[name].ended.set()
+
+    made, record, ids, _ = await rollout_with_rechecks(Rechecking, lose)
+    assert len(ids) == 8
+    [(name, _)] = calls(made, "recheck")
+    assert f"{name}.1" in made
+    assert (record["recheck/samples"], record["recheck/ended_early"]) == (0, 1)
 
 
 async def test_ten_thousand_samples_over_64_engines() -> None:

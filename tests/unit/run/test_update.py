@@ -78,7 +78,7 @@ async def one_step(
             await asyncio.sleep(0)
     update.rollout_ended()
     samples = [scored(number, place) for number in range(4) for place in range(2)]
-    record = await update.finish(1, samples, Stopwatch())
+    record = await update.finish(1, samples, Stopwatch(), 0)
     return learner.calls, update, record
 
 

@@ -50,6 +50,25 @@ def test_drafts_are_credited_to_the_step_before() -> None:
     assert controller.totals.drafts == 3
 
 
+def test_a_recheck_drafts_nothing_and_is_not_counted() -> None:
+    eagle = Arm("eagle3", 4)
+    strategy, clock = Scripted([eagle, eagle]), Clock()
+    controller = DraftController(strategy, clock)
+    for rechecking in (False, True, True, False):
+        controller.rechecking = rechecking
+        controller.schedule_started()
+        record = controller.step_scheduled(1, 0, 0, 0)
+        assert record.proposed == (OFF if rechecking else eagle)
+        clock.now += 1.0
+        controller.step_finished(record, [], 1)
+    assert [context.step for context in strategy.contexts] == [0, 1]
+    assert [report.verified for report in strategy.reports] == [OFF, eagle]
+    assert (controller.totals.steps, controller.totals.output_tokens) == (2, 2)
+    assert controller.totals.busy_s == 2.0
+    assert len(controller.take_trace()) == 2
+    assert sum(span.seconds for span in controller.spans.take()) == 2.0
+
+
 def test_overlapping_steps_share_no_time() -> None:
     """Asynchronous scheduling: step 1 is scheduled while step 0 runs."""
     strategy, clock = Scripted([OFF, OFF]), Clock()

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
@@ -20,6 +21,7 @@ from tlt.errors import EngineError, EngineTainted
 from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
 from tlt.rollout.loop import Finished
+from tlt.rollout.recheck import Recheck
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.spans import Span
 
@@ -81,8 +83,8 @@ class VllmCore:
             os.environ["OMP_NUM_THREADS"] = str(len(cores))
         for key, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(key, value)
-        if self.has_ngrams:
-            # Our proposer, which looks n-grams up, plugs into this model runner only.
+        if self.has_ngrams or self._config.num_gpus == 0:
+            # The n-gram lookup and the keyed sampler plug into this model runner only.
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
     def report(self) -> dict[str, Any]:
@@ -162,6 +164,22 @@ class VllmCore:
                 self._keep_states(vllm_id, request, end)
             finished.append(end)
         return finished
+
+    def begin_recheck(self, recheck: Recheck) -> None:
+        """Hand a recheck to vLLM. Nothing is drafted or counted until `end_recheck`."""
+        self.controller.rechecking = True
+        self.admit(recheck.request)
+        _, vllm_id = self._requests[recheck.request.sample_id]
+        self.llm.collective_rpc("tlt_begin_recheck", args=(vllm_id, recheck.token_ids))
+
+    def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
+        """Forget a recheck, and abort it if it goes on; return what expected tokens missed by."""
+        unfinished = self._requests.pop(recheck.request.sample_id, None)
+        if unfinished is not None:
+            self.llm.abort_request([unfinished[1]], internal=True)
+        self.controller.rechecking = False
+        missed: Mapping[int, float] = self.llm.collective_rpc("tlt_end_recheck")[0]
+        return missed
 
     def _keep_states(self, vllm_id: str, request: SampleRequest, end: Finished) -> None:
         """Store the hidden states of a whole sample for the drafter's training; drop others."""

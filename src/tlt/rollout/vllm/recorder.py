@@ -70,14 +70,13 @@ class StateRecorder:
 
     def take(self, request_id: str, token_ids: Sequence[int]) -> Captured | None:
         """Return and drop the states of an ended sample; return None if some are missing."""
-        reading = self._running.pop(request_id, None)
+        reading = self._running.get(request_id)
         if reading is None:
             return None
         num_prompt = len(reading.prompt)
         wanted = len(token_ids) - 1
         first, state_TS = self._states(reading, wanted)
-        # Later requests may need the states of the prompt; nobody needs those of the response.
-        reading.parts = [part for part in reading.parts if part[0] < num_prompt]
+        self.drop(request_id)
         if state_TS is None:
             return None
         unread = state_TS.new_zeros(1, state_TS.shape[1])
@@ -90,6 +89,12 @@ class StateRecorder:
             final_TH=state_TS[:, 3 * width :],
             first_position=first,
         )
+
+    def drop(self, request_id: str) -> None:
+        """Drop the states of a response. Later requests may need those of its prompt."""
+        if (reading := self._running.pop(request_id, None)) is not None:
+            num_prompt = len(reading.prompt)
+            reading.parts = [part for part in reading.parts if part[0] < num_prompt]
 
     def clear(self) -> None:
         """Drop all states, because the policy changes."""

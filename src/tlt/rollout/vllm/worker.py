@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from tlt.node.weights import check_weights
-from tlt.rollout.vllm import compat, plugin, selftest
+from tlt.rollout.vllm import compat, invariant, plugin, sampler, selftest
+from tlt.rollout.vllm.missed import MissedDraws
 from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.recorder import StateRecorder
-from tlt.rollout.vllm.sampler import LeanRejectionSampler
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
 from tlt.rollout.vllm.watch import PolicyWatch
 from tlt.states.buffer import BufferSettings, SampleBuffer
@@ -111,11 +112,29 @@ class _Adaptive:
             drafter.drafter = getattr(scheduler_output, "tlt_drafter", "eagle3")
             drafter.missed.forget(scheduler_output.finished_req_ids)
         if (lookup := self._history_lookup()) is not None:
-            lookup.requests_ended(scheduler_output.finished_req_ids)
+            lookup.requests_ended(scheduler_output.finished_req_ids - self._rechecks)
+        self._rechecks -= scheduler_output.finished_req_ids
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if self._recorder is not None:
             self._record(scheduler_output)
         return output
+
+    # --- samples generated again without drafts -----------------------------------------------
+
+    _rechecks: frozenset[str] = frozenset()
+    """Requests that vLLM's runner knows and that are rechecks; no n-grams are learned from them."""
+
+    def tlt_begin_recheck(self, request_id: str, expected: Sequence[int]) -> None:
+        """Compare the next draws, all of one request, with the tokens expected."""
+        self._rechecks |= {request_id}
+        self._missed = MissedDraws(self.model_runner.sampler.keys, expected)  # type: ignore[attr-defined]
+
+    def tlt_end_recheck(self) -> dict[int, float]:
+        """Return by how much expected tokens missed the draw, by position, and drop the states."""
+        if self._recorder is not None:
+            for request_id in self._rechecks:
+                self._recorder.drop(request_id)
+        return self._missed.end()
 
     # --- hidden states for the drafter's training ---------------------------------------------
 
@@ -166,13 +185,14 @@ class _Adaptive:
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """Return what this process runs; the engine asks every worker before the first request."""
         drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
+        is_keyed = isinstance(self.model_runner.sampler, sampler.KeyedSampler)  # type: ignore[attr-defined]
         return {
             "plugin": plugin.active,
             "vllm": compat.vllm_version(),
             "fixes": compat.applied(),
             "proposer": type(drafter).__name__ if drafter is not None else None,
-            "sampler": type(getattr(self.model_runner, "rejection_sampler", None)).__name__,  # type: ignore[attr-defined]
-            "faults": selftest.sampling_faults(self.device) if self_test else [],  # type: ignore[attr-defined]
+            "sampler": type(self.model_runner.sampler).__name__,  # type: ignore[attr-defined]
+            "faults": selftest.sampling_faults(self.device, is_keyed) if self_test else [],  # type: ignore[attr-defined]
             "drafter_faults": self._drafter_faults(),
             "policy_faults": self._watch.differing(),
             "compared_tensors": self._watch.num_compared,
@@ -251,12 +271,28 @@ class AdaptiveCPUWorker(_Adaptive, CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
-        speculative = self.vllm_config.speculative_config
-        if speculative is not None:
-            runner = self.model_runner
-            runner.rejection_sampler = LeanRejectionSampler(
-                runner.sampler, speculative, runner.device
-            )
+        config = self.vllm_config
+        if not compat.skips("keyed"):
+            sampler.install(self.model_runner, config.speculative_config, config.model_config.seed)
+        if self._is_invariant:
+            invariant.prepare(self.model_runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self._is_invariant:
+            invariant.pad_head(self.get_model())
+
+    @property
+    def _is_invariant(self) -> bool:
+        """Whether logits must not depend on the batch: only float32 is exact enough to tell."""
+        return self.vllm_config.model_config.dtype == torch.float32
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)
+        # vLLM made a generator for every request with a seed. The keyed sampler needs none, and
+        # vLLM 0.32 fails on a generator whose request still has a part of its prompt to come.
+        self.model_runner.input_batch.generators.clear()
+        return output
 
 
 class AdaptiveGPUWorker(_Adaptive, Worker):

@@ -67,6 +67,18 @@ def test_a_sample_read_step_by_step_with_rejected_drafts() -> None:
     assert engine.recorder.take("a", prompt) is None
 
 
+def test_later_requests_get_the_prompts_states_of_one_that_was_dropped() -> None:
+    engine = Engine()
+    prompt = engine.prompts["a"] = engine.prompts["b"] = [5, 6, 7, 8, 9, 10]
+    engine.step({"a": (0, prompt)})
+    engine.step({"a": (6, [*prompt, 1])})
+    engine.recorder.drop("a")
+    engine.recorder.drop("never there")
+    assert engine.recorder.take("a", [*prompt, 1, 2]) is None
+    engine.step({"b": (BLOCK, prompt)})
+    check(engine.recorder.take("b", [*prompt, 3]), [*prompt, 3])
+
+
 def test_what_the_prefix_cache_had_comes_from_who_read_it() -> None:
     engine = Engine()
     prompt = [5, 6, 7, 8, 9, 10]
