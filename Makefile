@@ -84,6 +84,8 @@ bench:
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py
 	$(BIN)/python benchmarks/quality.py
+	$(BIN)/tlt bench same --model models/smollm2 --json > benchmarks/results/same.json
+	$(BIN)/python benchmarks/same_run.py
 	$(BIN)/python benchmarks/e2e/run.py
 	bash benchmarks/strategy.sh
 

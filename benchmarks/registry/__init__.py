@@ -1,6 +1,6 @@
 """Every figure that the documentation states: its name, its result file, and how it is written."""
 
-from registry import cpu, drafter, e2e, harvest, simulator, strategy, training
+from registry import cpu, drafter, e2e, harvest, lossless, simulator, strategy, training
 from registry.core import FIGURES, Results, UnknownFigure, render
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "drafter",
     "e2e",
     "harvest",
+    "lossless",
     "render",
     "simulator",
     "strategy",

@@ -45,6 +45,24 @@ def test_doctor(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
+def test_drafts_do_not_change_samples(tmp_path: Path) -> None:
+    """The command of the page on losslessness, with the tiny model that it makes itself."""
+    lines = [f"What is {number} + {number}?" for number in range(12)]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines))
+    done = tlt("bench same --prompts prompts.txt --samples 12 --max-tokens 48 --json", tmp_path)
+    result = json.loads(done.stdout)
+    assert result["lossless"]
+    assert "Same samples" in result["verdict"]
+    off, *others = result["modes"]
+    assert [row["mode"] for row in others] == ["off, 3 at a time", "ngram:4", "random switching"]
+    assert off["draft_tokens"] == 0
+    for row in others[1:]:
+        # Both outcomes of verification happen often.
+        assert 10 < row["accepted_tokens"] < row["draft_tokens"] - 10
+    assert not any(row["difference"] for row in result["modes"])
+
+
+@pytest.mark.vllm
 @pytest.mark.ray
 @pytest.mark.two_cores
 def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ ALLOWED["__main__"] = {"cli"}
 STDLIB_ONLY = {"contracts", "errors", "hardware", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
-    ROOT / "harvest" / name for name in ("leases.py", "forecast.py", "rounds.py", "coordinator.py")
+    *(ROOT / "harvest" / f"{name}.py" for name in ("leases", "forecast", "rounds", "coordinator")),
+    ROOT / "rollout" / "recheck.py",
 }
 ON_RAY = {ROOT / "learner" / "group.py", ROOT / "harvest" / "session.py"}
 """The driver's handles on actors."""

@@ -28,3 +28,17 @@ def test_the_code_of_the_development_page_runs(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_draws_of_the_page_on_losslessness() -> None:
+    """The page's code prints what stands below it, and its table shows the draw of seed 8."""
+    page = (ROOT / "docs/lossless.md").read_text()
+    found = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.S)
+    assert found is not None
+    code, printed = found.groups()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == printed
+    sums = re.findall(r"^\| [ABC] \| 0\.\d .*\| \**([-\d.]+)\** \|$", page, re.M)
+    assert f"8 {sums} draws B" in printed

@@ -1,8 +1,11 @@
-"""`tlt bench`: measure modes and strategies side by side."""
+"""`tlt bench`: measure modes and strategies side by side, and compare their samples."""
 
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +13,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlt.cli.options import command_line, require_plots, result_table
+from tlt.cli.options import (
+    Dtype,
+    Prompts,
+    command_line,
+    read_prompts,
+    require_plots,
+    result_table,
+)
 from tlt.cli.progress import progress_bar
 
 HEAD_ROOM = 33
@@ -20,6 +30,8 @@ Median = Annotated[int, typer.Option(help="Median response length in tokens.")]
 P95 = Annotated[int, typer.Option(help="95th percentile of the response lengths.")]
 Longest = Annotated[int, typer.Option(help="Longest response in tokens.")]
 MEDIAN, P95TH, LONGEST = 60, 500, 1500
+
+SMOLLM2 = Path("models/smollm2")
 
 app = typer.Typer(no_args_is_help=True, help="Measure modes and strategies side by side.")
 
@@ -181,6 +193,118 @@ def strategy(
     (out / "strategy.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_replay(results, out / "strategy.png")
     console.print(f"[green]wrote[/] {out}/strategy.json and {out}/strategy.png")
+
+
+@app.command()
+def same(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the policy; by default models/smollm2 if it exists, else a tiny "
+            "random model."
+        ),
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="Folder of an EAGLE-3 drafter, for modes that use it.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
+    prompts: Prompts = None,
+    samples: Annotated[int, typer.Option(min=1, help="Number of samples, one per prompt.")] = 12,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response in tokens.")] = 48,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Number of likeliest tokens to sample from; 0 for all.")
+    ] = 0,
+    dtype: Dtype = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of prompts and samples.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Show that drafts do not change samples: generate with and without, and compare all tokens.
+
+    Exit code 1 means that a difference is a fault: any in float32, and in bfloat16 one that is no
+    near-tie.
+    """
+    from tlt.bench import same as bench
+    from tlt.contracts import SamplingSpec
+    from tlt.observe.provenance import provenance
+    from tlt.tasks.chat import Chat
+
+    console = Console(stderr=as_json)
+    with _policy(model) as (folder, name):
+        chat = Chat(str(folder))
+        if prompts is not None:
+            texts = read_prompts(prompts, samples, "--samples")
+        else:
+            from tlt.tasks.gym import problems
+
+            texts = [problem.question for problem in problems(task, samples, seed, "same")]
+        plan = bench.Plan(
+            model=str(folder),
+            drafter=str(drafter) if drafter else None,
+            dtype=dtype,
+            prompts=tuple(chat.prompt(text) for text in texts),
+            sampling=SamplingSpec(max_tokens, temperature, top_p, top_k, logprobs=False),
+            seed=seed,
+        )
+        with progress_bar(console) as show:
+            result = bench.run(plan, show)
+    result |= {"model": name, "provenance": provenance(command_line())}
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        console.print(_same_table(result))
+        console.print(result["verdict"], highlight=False, soft_wrap=True)
+    if not result["lossless"]:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _policy(model: Path | None) -> Iterator[tuple[Path, str]]:
+    """Yield a model's folder and its name: the given one, SmolLM2, or a tiny one made here."""
+    from tlt.models import tiny
+
+    if model is not None or SMOLLM2.exists():
+        folder = model or SMOLLM2
+        yield folder, str(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="tlt-same-") as made:
+        yield tiny.make(Path(made) / "tiny"), "a tiny random model"
+
+
+def _same_table(result: dict[str, Any]) -> Table:
+    settings = [f"temperature {result['temperature']:g}"]
+    settings += [f"top-p {result['top_p']:g}"] if result["top_p"] < 1 else []
+    settings += [f"top-k {result['top_k']}"] if result["top_k"] else []
+    table = result_table(f"{result['model']}, {result['dtype']}, {', '.join(settings)}")
+    table.add_column("mode", no_wrap=True)
+    for heading in ("samples", "tokens", "draft tokens accepted", "tokens per draft", "seconds"):
+        table.add_column(heading, justify="right")
+    table.add_column("same tokens as off")
+    for number, row in enumerate(result["modes"]):
+        drafted = row["draft_tokens"]
+        table.add_row(
+            row["mode"],
+            str(row["samples"]),
+            str(row["tokens"]),
+            f"{row['accepted_tokens']}/{drafted}" if drafted else "",
+            f"{row['tokens_per_draft']:.2f}" if drafted else "",
+            f"{row['seconds']:.1f}",
+            _sameness(row["difference"]) if number else "reference",
+        )
+    return table
+
+
+def _sameness(difference: dict[str, Any] | None) -> str:
+    if difference is None:
+        return "yes"
+    where = f"no: sample {difference['sample']}, token {difference['position']}"
+    if difference["apart"] is None:
+        return f"{where}, an early end"
+    kind = "a near-tie" if difference["near_tie"] else "no near-tie"
+    return f"{where}, {kind} ({difference['apart']:.2g} nats)"
 
 
 def _strategy_table(name: str, rows: list[dict[str, Any]]) -> Table:

@@ -10,7 +10,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlt.cli.options import Compute, Dtype, command_line, require_plots, result_table
+from tlt.cli.options import (
+    Compute,
+    Dtype,
+    Prompts,
+    command_line,
+    read_prompts,
+    require_plots,
+    result_table,
+)
 from tlt.cli.progress import progress_bar
 
 app = typer.Typer(no_args_is_help=True, help="Train and export EAGLE-3 drafters.")
@@ -21,10 +29,7 @@ def train(
     model: Annotated[Path, typer.Option(help="Folder of the policy.")],
     out: Annotated[Path, typer.Option(help="Folder of the run: versions, report, drafter.")],
     task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="File of your own prompts: .jsonl with a 'prompt', or one per line."),
-    ] = None,
+    prompts: Prompts = None,
     num_samples: Annotated[int, typer.Option(min=64, help="Responses to train on.")] = 768,
     num_held_out: Annotated[int, typer.Option(min=1, help="Held-out prompts to measure on.")] = 32,
     max_tokens: Annotated[int, typer.Option(help="Longest response in tokens.")] = 900,
@@ -125,34 +130,13 @@ def export(
 def _prompts(
     model: str, task: str, file: Path | None, count: int, seed: int
 ) -> list[tuple[int, ...]]:
-    from tlt.errors import ConfigError
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
     chat = Chat(model)
     if file is None:
         return [chat.prompt(problem.question) for problem in problems(task, count, seed, "drafter")]
-    if not file.exists():
-        raise ConfigError(f"--prompts {file} does not exist; give a .jsonl or text file")
-    lines = [line for line in file.read_text().splitlines() if line.strip()]
-    if len(lines) < count:
-        raise ConfigError(
-            f"--prompts {file} has {len(lines)} prompts, but {count} are asked for; lower "
-            "--num-samples or --num-held-out"
-        )
-    texts = []
-    for number, line in enumerate(lines[:count], 1):
-        text: str | None = line
-        if file.suffix == ".jsonl":
-            try:
-                text = json.loads(line)["prompt"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                text = None
-        if not isinstance(text, str):
-            raise ConfigError(
-                f"{file}, line {number}: no 'prompt'; e.g. " + json.dumps({"prompt": "Is 7 prime?"})
-            )
-        texts.append(text)
+    texts = read_prompts(file, count, "--num-samples or --num-held-out")
     return [chat.prompt(text) for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""Batches of samples without Ray, from engines in child processes, for scripts and tests.
+"""Samples without Ray, from engines in child processes, for scripts, benchmarks and tests.
 
 Each engine gets a fresh process: vLLM binds threads, patches torch, and does not start twice in one
 process.
@@ -7,13 +7,23 @@ process.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
+import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest
+from tlt.errors import EngineGone
 from tlt.rollout.engine import RolloutEngine
+
+_engine: RolloutEngine | None = None
+"""The engine of this process, if it is the child of a `ChildEngine`."""
 
 
 def generate(
@@ -42,3 +52,69 @@ def generate_here(
         return samples, engine.stats(), report
     finally:
         engine.shutdown()
+
+
+class ChildEngine:
+    """An engine in a child process, which starts at once; methods are called by their names.
+
+    What the process prints goes into a file, which is shown if the process dies.
+    """
+
+    def __init__(self, config: EngineConfig, name: str = "engine-0") -> None:
+        self._name = name
+        self._folder = tempfile.TemporaryDirectory(prefix=f"tlt-{name}-")
+        self._printed = Path(self._folder.name) / "printed.log"
+        self._printed.touch()
+        self._executor = ProcessPoolExecutor(
+            1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_print_to,
+            initargs=(str(self._printed),),
+        )
+        self._started = self._executor.submit(_start, config, name)
+
+    def __enter__(self) -> ChildEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._started.done() and self._started.exception() is None and error is None:
+            self.call("shutdown")
+        self._executor.shutdown(wait=error is None, cancel_futures=True)
+        self._folder.cleanup()
+
+    def report(self) -> dict[str, Any]:
+        """Wait until the engine has started, and return its report."""
+        return self._result(self._started)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine, and return its result."""
+        return self._result(self._executor.submit(_call, method, args))
+
+    def _result(self, future: Future[Any]) -> Any:
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            printed = self._printed.read_text(errors="replace").strip()
+            raise EngineGone(f"{self._name}: its process has ended\n{printed[-2000:]}") from error
+
+
+def _print_to(path: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+
+
+def _start(config: EngineConfig, name: str) -> dict[str, Any]:
+    global _engine
+    _engine = RolloutEngine(config, name)
+    return _engine.start()
+
+
+def _call(method: str, args: Sequence[Any]) -> Any:
+    return getattr(_engine, method)(*args)

@@ -1,0 +1,366 @@
+"""`tlt bench same`: the same samples with and without drafts, compared token by token.
+
+Two engines generate the same prompts with the same seeds. One engine cannot draft, and the other
+one drafts. The first mode is plain decoding of all samples at once; every other mode must draw
+its tokens. A difference is examined with logits of its own: two tokens are nearly tied if the
+rounding of the logits decides between them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import EngineStats, SampleRequest, SamplingSpec, ShowProgress
+from tlt.errors import ConfigError
+from tlt.rollout.guard import check_sampling
+from tlt.rollout.offline import ChildEngine
+from tlt.rollout.recheck import NEAR_TIES
+from tlt.rollout.vllm.args import engine_args
+
+FEW = 3
+"""Samples at a time in the mode that decodes plainly in small batches."""
+LONGEST_DRAFT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way through all samples."""
+
+    name: str
+    strategy: dict[str, Any]
+    at_a_time: int
+    """Samples that run at the same time, at most."""
+    drafts: bool
+    """Whether the engine that can draft runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run of `tlt bench same`."""
+
+    model: str
+    drafter: str | None
+    dtype: str
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingSpec
+    """The settings of all samples, without their seeds."""
+    seed: int
+    """The seed that the seeds of the samples follow from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token in which a mode differs from plain decoding."""
+
+    sample: int
+    """The sample's number, from 1."""
+    position: int
+    """The token's place in the response, from 1."""
+    expected: int | None
+    """The token of plain decoding; None if its response has ended."""
+    got: int | None
+    num_samples: int
+    """Samples that differ anywhere."""
+    apart: float | None = None
+    """By how many nats the tokens miss a tie; None if a response ended too early."""
+    near_tie: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one mode drew."""
+
+    mode: str
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    seconds: float
+    tokens: tuple[tuple[int, ...], ...]
+    """The responses, in the order of the prompts."""
+
+    @property
+    def tokens_per_draft(self) -> float:
+        """Tokens per verified draft, the policy's own token included."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
+
+
+def modes(num_samples: int, has_drafter: bool) -> tuple[Mode, ...]:
+    """Return the modes to compare; the first one is plain decoding of all samples at once."""
+    off = {"kind": "off"}
+    arms = [["off", 0], ["ngram", 1], ["ngram", 3], ["ngram", LONGEST_DRAFT]]
+    found = [
+        Mode(f"off, {num_samples} at a time", off, num_samples, drafts=False),
+        Mode(f"off, {FEW} at a time", off, FEW, drafts=False),
+        Mode("ngram:4", _fixed("ngram", 4), num_samples, drafts=True),
+    ]
+    if has_drafter:
+        arms += [["eagle3", 1], ["eagle3", 2], ["eagle3", 5]]
+        found.append(Mode("eagle3:3", _fixed("eagle3", 3), num_samples, drafts=True))
+    switching = {"kind": "random", "arms": arms, "seed": 1}
+    return (*found, Mode("random switching", switching, num_samples, drafts=True))
+
+
+def _fixed(drafter: str, num_draft_tokens: int) -> dict[str, Any]:
+    return {"kind": "fixed", "drafter": drafter, "num_draft_tokens": num_draft_tokens}
+
+
+def engine_config(plan: Plan, drafts: bool) -> EngineConfig:
+    """Return the engine that drafts, or the one that cannot."""
+    longest = max(map(len, plan.prompts)) + plan.sampling.max_tokens + LONGEST_DRAFT + 1
+    # Each engine gets a core of its own, unless there is only one.
+    alone = len(os.sched_getaffinity(0)) < 2
+    return EngineConfig(
+        model=plan.model,
+        drafter=plan.drafter if drafts else None,
+        strategy=_fixed("ngram", 1) if drafts else {"kind": "off"},
+        max_draft_tokens=LONGEST_DRAFT if drafts else None,
+        core_group=f"bench-same-{'drafts' if drafts else 'off'}" if alone else "bench-same",
+        engine_args={
+            "dtype": plan.dtype,
+            "enforce_eager": True,
+            "max_model_len": longest,
+            "max_num_seqs": len(plan.prompts),
+        },
+    )
+
+
+def requests(plan: Plan) -> list[SampleRequest]:
+    """Return a request per prompt, each with a seed of its own."""
+    rng = random.Random(plan.seed)
+    return [
+        SampleRequest(str(index), prompt, replace(plan.sampling, seed=rng.getrandbits(63)))
+        for index, prompt in enumerate(plan.prompts)
+    ]
+
+
+def check(plan: Plan) -> None:
+    """Refuse bad settings before an engine starts."""
+    check_sampling(plan.sampling, speculating=True)
+    if plan.drafter is not None and not (Path(plan.drafter) / "config.json").exists():
+        raise ConfigError(
+            f"--drafter {plan.drafter} is not a drafter's folder: config.json is missing; make one "
+            "with `tlt drafter train`"
+        )
+    for drafts in (False, True):
+        engine_args(engine_config(plan, drafts))
+
+
+def run(plan: Plan, show: ShowProgress) -> dict[str, Any]:
+    """Generate in all modes, compare, and return the result as plain data."""
+    check(plan)
+    work = requests(plan)
+    todo = modes(len(work), plan.drafter is not None)
+    total = len(todo) * len(work)
+    show("starting two engines", 0, total)
+    outcomes: list[Outcome] = []
+    with (
+        ChildEngine(engine_config(plan, drafts=False), "plain") as plain,
+        ChildEngine(engine_config(plan, drafts=True), "drafting") as drafting,
+    ):
+        for engine in (plain, drafting):
+            engine.report()
+            _warm_up(engine, work)
+        for number, mode in enumerate(todo):
+            engine = drafting if mode.drafts else plain
+            done = number * len(work)
+            outcomes.append(_generate(engine, mode, work, show, done, total))
+    differences = [first_difference(outcomes[0], other) for other in outcomes]
+    if any(differences):
+        show("examining the differences", total, total)
+        differences = examine(plan, work, outcomes[0], differences)
+    return summary(plan, outcomes, differences)
+
+
+def _warm_up(engine: ChildEngine, work: Sequence[SampleRequest]) -> None:
+    few = [replace(r, sampling=replace(r.sampling, max_tokens=4)) for r in work[:2]]
+    engine.call("submit", few)
+    finished = 0
+    while finished < len(few):
+        finished += len(engine.call("take_finished", 1.0))
+
+
+def _generate(
+    engine: ChildEngine,
+    mode: Mode,
+    work: Sequence[SampleRequest],
+    show: ShowProgress,
+    before: int,
+    total: int,
+) -> Outcome:
+    engine.call("set_strategy", mode.strategy)
+    engine.call("reset_prefix_cache")  # clears the n-grams of earlier modes, too
+    stats = engine.call("stats")
+    waiting = list(work)
+    tokens: dict[str, tuple[int, ...]] = {}
+    started_s = time.perf_counter()
+    while len(tokens) < len(work):
+        free = mode.at_a_time - (len(work) - len(waiting) - len(tokens))
+        if new := waiting[:free]:
+            engine.call("submit", new)
+            del waiting[:free]
+        show(mode.name, before + len(tokens), total)
+        tokens |= {s.sample_id: s.token_ids for s in engine.call("take_finished", 1.0)}
+    seconds = time.perf_counter() - started_s
+    counted = EngineStats.difference([stats], [engine.call("stats")])
+    return Outcome(
+        mode.name,
+        counted.drafts,
+        counted.draft_tokens,
+        counted.accepted_tokens,
+        seconds,
+        tuple(tokens[request.sample_id] for request in work),
+    )
+
+
+# --- comparison ---------------------------------------------------------------------------------
+
+
+def first_difference(expected: Outcome, got: Outcome) -> Difference | None:
+    """Return where the first sample that differs does so; None if all tokens are the same."""
+    pairs = list(zip(expected.tokens, got.tokens, strict=True))
+    differing = [number for number, (a, b) in enumerate(pairs) if a != b]
+    if not differing:
+        return None
+    a, b = pairs[differing[0]]
+    shorter = min(len(a), len(b))
+    place = next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    return Difference(
+        sample=differing[0] + 1,
+        position=place + 1,
+        expected=a[place] if place < len(a) else None,
+        got=b[place] if place < len(b) else None,
+        num_samples=len(differing),
+    )
+
+
+def examine(
+    plan: Plan,
+    work: Sequence[SampleRequest],
+    expected: Outcome,
+    differences: Sequence[Difference | None],
+) -> list[Difference | None]:
+    """Return the differences, each with whether its two tokens are nearly tied."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(plan.model, dtype=torch.float32)
+    found: list[Difference | None] = []
+    for difference in differences:
+        if difference is None or difference.expected is None or difference.got is None:
+            found.append(difference)
+            continue
+        request = work[difference.sample - 1]
+        before = expected.tokens[difference.sample - 1][: difference.position - 1]
+        with torch.no_grad():
+            row = policy(torch.tensor([[*request.prompt_token_ids, *before]])).logits[0, -1]
+        limit = NEAR_TIES[plan.dtype]
+        both = (difference.expected, difference.got)
+        apart = max(missed(row, request.sampling, len(before), token, limit) for token in both)
+        found.append(replace(difference, apart=apart, near_tie=apart <= limit))
+    return found
+
+
+def missed(row: Any, sampling: SamplingSpec, position: int, token: int, slack: float) -> float:
+    """Return by how many nats a token misses the draw from a row of logits.
+
+    A token just outside of top-k or top-p counts as inside: rounding moves that border, too.
+    """
+    import numpy as np
+
+    from tlt.rollout.keyed import shortfall
+
+    key = np.uint64(sampling.seed or 0)
+    if sampling.temperature == 0:
+        return shortfall(row.numpy(), key, position, np.float32(0), token)
+    scaled = row / sampling.temperature
+    cuts = {(sampling.top_k, sampling.top_p)}
+    cuts.add((sampling.top_k and sampling.top_k + 1, min(1.0, sampling.top_p + slack)))
+    return min(
+        shortfall(keep_top(scaled, *cut).numpy(), key, position, np.float32(1), token)
+        for cut in cuts
+    )
+
+
+def keep_top(row: Any, top_k: int, top_p: float) -> Any:
+    """Return a row of logits without the tokens that top-k and top-p leave out."""
+    ordered, order = row.sort(descending=True)
+    probabilities = ordered.softmax(-1)
+    out = (probabilities.cumsum(-1) - probabilities >= top_p) & (top_p < 1)
+    if top_k:
+        out[top_k:] = True
+    return row.index_fill(0, order[out], float("-inf"))
+
+
+# --- result -------------------------------------------------------------------------------------
+
+
+def summary(
+    plan: Plan, outcomes: Sequence[Outcome], differences: Sequence[Difference | None]
+) -> dict[str, Any]:
+    """Return the result as plain data."""
+    rows = [
+        {
+            "mode": outcome.mode,
+            "samples": len(outcome.tokens),
+            "tokens": sum(map(len, outcome.tokens)),
+            "draft_tokens": outcome.draft_tokens,
+            "accepted_tokens": outcome.accepted_tokens,
+            "tokens_per_draft": outcome.tokens_per_draft,
+            "seconds": outcome.seconds,
+            "difference": asdict(difference) if difference else None,
+        }
+        for outcome, difference in zip(outcomes, differences, strict=True)
+    ]
+    sampling = plan.sampling
+    return {
+        "model": plan.model,
+        "drafter": plan.drafter,
+        "dtype": plan.dtype,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": plan.seed,
+        "modes": rows,
+        "lossless": is_lossless(rows, plan.dtype),
+        "verdict": verdict(rows, plan.dtype),
+    }
+
+
+def is_lossless(rows: Sequence[dict[str, Any]], dtype: str) -> bool:
+    """Return whether no difference is a fault; in float32 every difference is one."""
+    found = [row["difference"] for row in rows if row["difference"]]
+    return not found or (dtype != "float32" and all(each["near_tie"] for each in found))
+
+
+def verdict(rows: Sequence[dict[str, Any]], dtype: str) -> str:
+    """Return the result in one sentence."""
+    reference, *others = rows
+    differing = [row["mode"] for row in others if row["difference"]]
+    accepted = sum(row["accepted_tokens"] for row in others)
+    if not differing:
+        drew = f"Same samples: all {len(rows)} modes drew the same {reference['tokens']} tokens"
+        if not accepted:
+            return (
+                f"{drew}, but no draft token was accepted, so this shows little; raise "
+                "--max-tokens or pass --drafter."
+            )
+        drafted = sum(row["draft_tokens"] for row in others)
+        return f"{drew}, and accepted {accepted} of {drafted} draft tokens on the way."
+    names = " and ".join(f"'{name}'" for name in differing)
+    if is_lossless(rows, dtype):
+        return (
+            f"Samples differ at near-ties only, in {names}: in {dtype}, other batch shapes round "
+            "the logits differently; --dtype float32 gives the same tokens."
+        )
+    return (
+        f"Different samples in {names}: this is a fault of losslessness; please report it with "
+        "this table and the output of `tlt doctor`."
+    )

@@ -1,0 +1,183 @@
+"""`tlt bench same`: differences are found and judged, and the table and the exit code say so."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tlt.bench import same
+from tlt.bench.same import Difference, Outcome, Plan
+from tlt.cli.main import app
+from tlt.contracts import SamplingSpec
+from tlt.errors import ConfigError
+from tlt.rollout.recheck import NEAR_TIES
+from tlt.strategy.spec import build_strategy
+
+PLAN = Plan("models/x", None, "float32", ((5, 6), (7,), (8,)), SamplingSpec(8), seed=0)
+OFF = Outcome("off, 3 at a time", 0, 0, 0, 2.0, ((1, 2, 3), (4, 5), (6, 7, 8, 9)))
+THREE_TOKENS = torch.tensor([0.6, 0.3, 0.1]).log()
+
+
+def drafted(tokens: tuple[tuple[int, ...], ...], accepted: int = 4) -> Outcome:
+    return Outcome("ngram:4", 5, 12, accepted, 1.0, tokens)
+
+
+def result(got: Outcome, dtype: str = "float32", apart: float | None = None) -> dict[str, Any]:
+    """Return the result of plain decoding and one other mode."""
+    found = same.first_difference(OFF, got)
+    if found is not None and apart is not None:
+        found = replace(found, apart=apart, near_tie=apart <= NEAR_TIES[dtype])
+    return same.summary(replace(PLAN, dtype=dtype), [OFF, got], [None, found])
+
+
+def test_no_difference() -> None:
+    assert same.first_difference(OFF, drafted(OFF.tokens)) is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (((1, 2, 3), (4, 0), (6, 7, 0, 9)), Difference(2, 2, 5, 0, num_samples=2)),
+        (((1, 2, 3), (4, 5), (6, 7)), Difference(3, 3, 8, None, num_samples=1)),
+        (((1, 2, 3, 9), (4, 5), (6, 7, 8, 9)), Difference(1, 4, None, 9, num_samples=1)),
+    ],
+)
+def test_the_first_difference(tokens: tuple[tuple[int, ...], ...], expected: Difference) -> None:
+    assert same.first_difference(OFF, drafted(tokens)) == expected
+
+
+def test_modes() -> None:
+    for has_drafter in (False, True):
+        found = same.modes(16, has_drafter)
+        assert found[0].strategy == {"kind": "off"}
+        assert not found[0].drafts
+        assert found[0].at_a_time == 16 != found[1].at_a_time
+        assert len({mode.name for mode in found}) == len(found)
+        arms = {arm for mode in found for arm in build_strategy(mode.strategy).arms()}
+        assert max(arm.num_draft_tokens for arm in arms) <= same.LONGEST_DRAFT
+        assert ("eagle3" in {arm.drafter for arm in arms}) == has_drafter
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (replace(PLAN, drafter="nowhere"), r"--drafter nowhere .* `tlt drafter train`"),
+        (replace(PLAN, sampling=SamplingSpec(8, temperature=3)), "sampling.temperature = 3"),
+        (replace(PLAN, sampling=SamplingSpec(8, top_p=0)), "sampling.top_p = 0"),
+    ],
+)
+def test_wrong_settings_are_refused_before_an_engine_starts(wrong: Plan, says: str) -> None:
+    same.check(PLAN)
+    with pytest.raises(ConfigError, match=says):
+        same.check(wrong)
+
+
+def test_every_sample_has_a_seed_of_its_own() -> None:
+    found = same.requests(PLAN)
+    assert len({request.sampling.seed for request in found}) == 3
+    assert found == same.requests(PLAN)
+    assert found != same.requests(replace(PLAN, seed=1))
+
+
+# The draws of docs/lossless.md: seed 8 draws the second token, and seed 7 the first one by 0.02.
+
+
+@pytest.mark.parametrize(("seed", "misses"), [(8, [0.66, 0.0, 2.76]), (7, [0.0, 1.20, 0.02])])
+def test_by_how_much_a_token_misses_the_draw(seed: int, misses: list[float]) -> None:
+    sampling = SamplingSpec(1, seed=seed)
+    found = [same.missed(THREE_TOKENS, sampling, 0, token, 0.0) for token in range(3)]
+    assert found == pytest.approx(misses, abs=0.006)
+
+
+def test_a_token_outside_of_the_border_misses_by_far() -> None:
+    narrow = SamplingSpec(1, top_k=1, seed=8)
+    assert same.missed(THREE_TOKENS, narrow, 0, 0, 0.0) == 0.0
+    assert same.missed(THREE_TOKENS, narrow, 0, 1, 0.0) == 0.0  # the first one outside
+    assert same.missed(THREE_TOKENS, narrow, 0, 2, 0.0) == math.inf
+    # Rounding may put the second token inside of top-p = 0.6, or leave it outside.
+    border = SamplingSpec(1, top_p=0.6, seed=8)
+    assert same.missed(THREE_TOKENS, border, 0, 1, 1e-3) == 0.0
+    assert same.missed(THREE_TOKENS, replace(border, top_p=0.5), 0, 1, 1e-3) == math.inf
+
+
+def test_greedy_tokens_miss_by_their_logits() -> None:
+    greedy = SamplingSpec(1, temperature=0, seed=8)
+    assert same.missed(THREE_TOKENS, greedy, 0, 1, 0.0) == pytest.approx(math.log(2))
+
+
+def test_keep_top() -> None:
+    logits = torch.tensor([0.1, 0.6, 0.3]).log()
+    assert same.keep_top(logits, 0, 1.0).isfinite().tolist() == [True, True, True]
+    assert same.keep_top(logits, 2, 1.0).isfinite().tolist() == [False, True, True]
+    assert same.keep_top(logits, 0, 0.5).isfinite().tolist() == [False, True, False]
+    assert same.keep_top(logits, 0, 0.7).isfinite().tolist() == [False, True, True]
+
+
+OTHER = ((1, 2, 3), (4, 0), (6, 7, 8, 9))
+
+
+@pytest.mark.parametrize(
+    ("found", "lossless", "says"),
+    [
+        (result(drafted(OFF.tokens)), True, "drew the same 9 tokens, and accepted 4 of 12"),
+        (result(drafted(OFF.tokens, accepted=0)), True, "no draft token was accepted"),
+        (result(drafted(OTHER), apart=1e-6), False, "Different samples in 'ngram:4': this is a"),
+        (result(drafted(OTHER), "bfloat16", apart=0.1), True, "differ at near-ties only"),
+        (result(drafted(OTHER), "bfloat16", apart=3.0), False, "Different samples in 'ngram:4'"),
+        (result(drafted(((1, 2, 3), (4,), (6, 7, 8, 9))), "bfloat16"), False, "Different samples"),
+    ],
+)
+def test_the_verdict(found: dict[str, Any], lossless: bool, says: str) -> None:
+    assert found["lossless"] is lossless
+    assert says in found["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("found", "exit_code", "cell"),
+    [
+        (result(drafted(OFF.tokens)), 0, "yes"),
+        (result(drafted(OTHER), apart=0.0002), 1, "no: sample 2, token 2, a near-tie"),
+        (result(drafted(OTHER), "bfloat16", apart=3.0), 1, "no near-tie (3 nats)"),
+        (result(drafted(((1,), (4, 5), (6, 7, 8, 9)))), 1, "no: sample 1, token 2, an early end"),
+    ],
+)
+def test_the_table_and_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    found: dict[str, Any],
+    exit_code: int,
+    cell: str,
+) -> None:
+    plans: list[Plan] = []
+
+    def run(plan: Plan, show: Any) -> dict[str, Any]:
+        plans.append(plan)
+        return dict(found)
+
+    monkeypatch.setattr(same, "run", run)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    done = CliRunner().invoke(app, ["bench", "same", "--samples", "3", "--top-k", "5"])
+    assert done.exit_code == exit_code, done.output
+    assert "a tiny random model" in done.output
+    assert "4/12" in done.output
+    assert "1.80" in done.output  # tokens per draft
+    assert "reference" in done.output
+    assert cell in done.output
+    assert len(plans[0].prompts) == 3
+    assert plans[0].sampling.top_k == 5
+    printed = CliRunner().invoke(app, ["bench", "same", "--samples", "3", "--json"])
+    assert printed.exit_code == exit_code
+    assert json.loads(printed.stdout)["modes"] == found["modes"]
+
+
+def test_wrong_prompts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("few.txt").write_text("What is 1 + 1?\n")
+    done = CliRunner().invoke(app, ["bench", "same", "--prompts", "few.txt"])
+    assert "has 1 prompts, but 12 are asked for; lower --samples" in str(done.exception)
