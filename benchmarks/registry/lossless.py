@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from registry.core import Doc, Rows, figures, table
+from tlt.bench.same import HEADS, cells
 
 RIVALS = {"plain": "vLLM's sampler", "drafted": "rejection sampler before, 4 drafts"}
 
@@ -26,31 +27,9 @@ def cost(d: Doc) -> Rows:
     return rows
 
 
-def sameness(difference: Doc | None) -> str:
-    if difference is None:
-        return "yes"
-    kind = "a near-tie" if difference["near_tie"] else "no near-tie"
-    return f"no: sample {difference['sample']}, token {difference['position']}, {kind}"
-
-
 @table("same", "same")
 def same(d: Doc) -> Rows:
-    heads = ["samples", "tokens", "draft tokens accepted", "tokens per draft", "seconds"]
-    rows = [["mode", *heads, "same tokens as off"]]
-    for number, row in enumerate(d["modes"]):
-        drafted = row["draft_tokens"]
-        rows.append(
-            [
-                row["mode"],
-                str(row["samples"]),
-                str(row["tokens"]),
-                f"{row['accepted_tokens']}/{drafted}" if drafted else "",
-                f"{row['tokens_per_draft']:.2f}" if drafted else "",
-                f"{row['seconds']:.1f}",
-                sameness(row["difference"]) if number else "reference",
-            ]
-        )
-    return rows
+    return [list(HEADS), *cells(d)]
 
 
 figures("same", "same", {"verdict": lambda d: d["verdict"]})

@@ -22,6 +22,7 @@ from tlt.errors import ConfigError
 from tlt.rollout.guard import check_sampling
 from tlt.rollout.offline import ChildEngine
 from tlt.rollout.recheck import NEAR_TIES
+from tlt.rollout.recheck import first_difference as first_position
 from tlt.rollout.vllm.args import engine_args
 
 FEW = 3
@@ -69,13 +70,13 @@ class Difference:
     num_samples: int
     """Samples that differ anywhere."""
     apart: float | None = None
-    """By how many nats the tokens miss a tie; None if a response ended too early."""
+    """Nats by which the tokens miss a tie; None if a response ended too early."""
     near_tie: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one mode drew."""
+    """The tokens of one mode, and how they were drafted."""
 
     mode: str
     drafts: int
@@ -225,14 +226,14 @@ def _generate(
 def first_difference(expected: Outcome, got: Outcome) -> Difference | None:
     """Return where the first sample that differs does so; None if all tokens are the same."""
     pairs = list(zip(expected.tokens, got.tokens, strict=True))
-    differing = [number for number, (a, b) in enumerate(pairs) if a != b]
+    places = [(number, first_position(a, b)) for number, (a, b) in enumerate(pairs)]
+    differing = [(number, place) for number, place in places if place is not None]
     if not differing:
         return None
-    a, b = pairs[differing[0]]
-    shorter = min(len(a), len(b))
-    place = next((i for i in range(shorter) if a[i] != b[i]), shorter)
+    number, place = differing[0]
+    a, b = pairs[number]
     return Difference(
-        sample=differing[0] + 1,
+        sample=number + 1,
         position=place + 1,
         expected=a[place] if place < len(a) else None,
         got=b[place] if place < len(b) else None,
@@ -332,6 +333,42 @@ def summary(
         "lossless": is_lossless(rows, plan.dtype),
         "verdict": verdict(rows, plan.dtype),
     }
+
+
+HEADS = (
+    *("mode", "samples", "tokens", "draft tokens accepted", "tokens per draft", "seconds"),
+    "same tokens as off",
+)
+"""The head of the table of a result."""
+
+
+def cells(result: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of a result's table as text."""
+    rows = []
+    for number, row in enumerate(result["modes"]):
+        drafted = row["draft_tokens"]
+        rows.append(
+            [
+                row["mode"],
+                str(row["samples"]),
+                str(row["tokens"]),
+                f"{row['accepted_tokens']}/{drafted}" if drafted else "",
+                f"{row['tokens_per_draft']:.2f}" if drafted else "",
+                f"{row['seconds']:.1f}",
+                _sameness(row["difference"]) if number else "reference",
+            ]
+        )
+    return rows
+
+
+def _sameness(difference: dict[str, Any] | None) -> str:
+    if difference is None:
+        return "yes"
+    where = f"no: sample {difference['sample']}, token {difference['position']}"
+    if difference["apart"] is None:
+        return f"{where}, an early end"
+    kind = "a near-tie" if difference["near_tie"] else "no near-tie"
+    return f"{where}, {kind} ({difference['apart']:.2g} nats)"
 
 
 def is_lossless(rows: Sequence[dict[str, Any]], dtype: str) -> bool:

@@ -275,36 +275,20 @@ def _policy(model: Path | None) -> Iterator[tuple[Path, str]]:
 
 
 def _same_table(result: dict[str, Any]) -> Table:
+    from tlt.bench.same import HEADS, cells
+
     settings = [f"temperature {result['temperature']:g}"]
     settings += [f"top-p {result['top_p']:g}"] if result["top_p"] < 1 else []
     settings += [f"top-k {result['top_k']}"] if result["top_k"] else []
     table = result_table(f"{result['model']}, {result['dtype']}, {', '.join(settings)}")
-    table.add_column("mode", no_wrap=True)
-    for heading in ("samples", "tokens", "draft tokens accepted", "tokens per draft", "seconds"):
+    mode, *counts, same = HEADS
+    table.add_column(mode, no_wrap=True)
+    for heading in counts:
         table.add_column(heading, justify="right")
-    table.add_column("same tokens as off")
-    for number, row in enumerate(result["modes"]):
-        drafted = row["draft_tokens"]
-        table.add_row(
-            row["mode"],
-            str(row["samples"]),
-            str(row["tokens"]),
-            f"{row['accepted_tokens']}/{drafted}" if drafted else "",
-            f"{row['tokens_per_draft']:.2f}" if drafted else "",
-            f"{row['seconds']:.1f}",
-            _sameness(row["difference"]) if number else "reference",
-        )
+    table.add_column(same)
+    for row in cells(result):
+        table.add_row(*row)
     return table
-
-
-def _sameness(difference: dict[str, Any] | None) -> str:
-    if difference is None:
-        return "yes"
-    where = f"no: sample {difference['sample']}, token {difference['position']}"
-    if difference["apart"] is None:
-        return f"{where}, an early end"
-    kind = "a near-tie" if difference["near_tie"] else "no near-tie"
-    return f"{where}, {kind} ({difference['apart']:.2g} nats)"
 
 
 def _strategy_table(name: str, rows: list[dict[str, Any]]) -> Table:

@@ -26,10 +26,10 @@ BLOCK = 64
 """Tokens per block. `_fold` adds exactly this many numbers."""
 
 _BLOCKS, _TOKENS = 0, 1
-"""What noise is for: the last word of the generator's counter but one."""
+"""Purposes of noise: the third word of the generator's counter."""
 
 NOTHING, RAW, AT_TEMPERATURE = range(3)
-"""What `draw_rows` writes log-probabilities of."""
+"""Distributions whose log-probabilities `draw_rows` writes."""
 
 _LOWEST = np.float32(-87.0)
 """Below this, the exponential is no longer a normal number of 32 bits, and counts as 0."""

@@ -48,16 +48,21 @@ class Verdict:
     differs_at: int | None
     """Position of the first token that differs; None if all are equal."""
     shortfall: float
-    """By how much the expected token's log-probability missed the draw there, in nats."""
+    """Nats by which the expected token's log-probability missed the draw there."""
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Return the first position in which two responses differ; None if they are equal."""
+    shorter = min(len(expected), len(found))
+    at = next((i for i in range(shorter) if expected[i] != found[i]), shorter)
+    return None if at == len(expected) == len(found) else at
 
 
 def compare(expected: Sequence[int], found: Sequence[int], missed: Mapping[int, float]) -> Verdict:
     """Return the verdict on the tokens found; `missed` has the shortfall at each position."""
-    if tuple(expected) == tuple(found):
+    at = first_difference(expected, found)
+    if at is None:
         return Verdict(None, 0.0)
-    at = 0
-    while at < min(len(expected), len(found)) and expected[at] == found[at]:
-        at += 1
     # Nothing was missed where one of the two ended and the other did not.
     return Verdict(at, min(missed.get(at, LARGEST), LARGEST))
 
