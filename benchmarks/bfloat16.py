@@ -56,9 +56,9 @@ def main() -> None:
             found = _compare(options.model, requests, drawn[first], drawn[second])
             results[dtype][f"{first} / {second}"] = found
             print(dtype, first, "/", second, found, flush=True)
-    settings = {"samples": options.samples, "tokens": options.tokens, "temperature": 1.0}
-    record = {"provenance": provenance(), "settings": settings, "results": results}
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+        settings = {"samples": options.samples, "tokens": options.tokens, "temperature": 1.0}
+        record = {"provenance": provenance(), "settings": settings, "results": results}
+        RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _requests(options: argparse.Namespace) -> list[Any]:

@@ -33,8 +33,8 @@ from tlt.observe.provenance import provenance
 RESULT = Path(__file__).parent / "results" / "draft_noise.json"
 SETTINGS = {
     # (batch, draft tokens, rounds, tokens a sample)
-    "acceptance": [(16, 4, 4, 96)],
-    "speed": [(1, 2, 4, 64), (1, 4, 4, 64), (4, 2, 4, 64), (4, 4, 4, 64)],
+    "acceptance": [(16, 4, 3, 96)],
+    "speed": [(1, 3, 6, 48), (4, 3, 6, 48)],
 }
 TEMPERATURES = (0.7, 1.0)
 
@@ -353,31 +353,37 @@ def main() -> None:
     texts = chats(options.model, options.prompts)[-64:]
     bench = Bench(options.model, options.drafter, 4)
     kinds = options.kinds or [*bench.kinds]
-    found = {}
     for part in options.part or [*SETTINGS]:
-        found[part] = []
+        rows: list[dict[str, Any]] = []
         for setting, temperature in itertools.product(SETTINGS[part], TEMPERATURES):
             if options.rounds:
                 setting = (*setting[:2], options.rounds, setting[3])
             started_s = time.monotonic()
-            row = measure(bench, texts, kinds, setting, temperature)
-            found[part].append(row)
-            print(
-                part, *setting[:2], temperature, f"{time.monotonic() - started_s:.0f} s", flush=True
-            )
-            print(f"  entropy {row['entropy']:.2f}, {row['differing_samples']} differ", flush=True)
-            for kind, result in row["kinds"].items():
-                once = " ".join(f"{share:.3f}" for share in result["accepted_once_reached"])
-                cells = [
-                    f"{name} {result[name]['mean']:.3f} +- {result[name]['standard_error']:.3f}"
-                    for name in ("length", "length_vs_argmax", "speed_vs_argmax")
-                ]
-                print(f"  {kind:10s} once reached {once} | {' | '.join(cells)}", flush=True)
+            rows.append(measure(bench, texts, kinds, setting, temperature))
+            tell(part, setting, rows[-1], time.monotonic() - started_s)
+            save(options.name, options.drafter, part, rows)
     bench.engine.shutdown()
+
+
+def tell(part: str, setting: tuple[int, ...], row: dict[str, Any], seconds: float) -> None:
+    """Print what was found in one setting."""
+    print(part, *setting[:2], row["temperature"], f"{seconds:.0f} s", flush=True)
+    print(f"  entropy {row['entropy']:.2f}, {row['differing_samples']} differ", flush=True)
+    for kind, result in row["kinds"].items():
+        once = " ".join(f"{share:.3f}" for share in result["accepted_once_reached"])
+        cells = [
+            f"{name} {result[name]['mean']:.3f} +- {result[name]['standard_error']:.3f}"
+            for name in ("length", "length_vs_argmax", "speed_vs_argmax")
+        ]
+        print(f"  {kind:10s} once reached {once} | {' | '.join(cells)}", flush=True)
+
+
+def save(name: str, drafter: str, part: str, rows: list[dict[str, Any]]) -> None:
+    """Write what was found so far: a measurement that is cut off keeps its settings."""
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"policies": {}}
     result["provenance"] = provenance()
-    training = json.loads((Path(options.drafter) / "training.json").read_text())
-    result["policies"].setdefault(options.name, {}).update(found | {"drafter": training})
+    training = json.loads((Path(drafter) / "training.json").read_text())
+    result["policies"].setdefault(name, {}).update({part: rows, "drafter": training})
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -10,7 +10,8 @@ mkdir -p "$work"
 [ -d models/smollm2 ] || "$tlt" models smollm2
 
 "$python" benchmarks/draft_noise.py prompts natural "$work/natural.jsonl"
-"$python" benchmarks/draft_noise.py drafter models/smollm2 "$work/natural.jsonl" "$work/raw-eagle3"
+"$python" benchmarks/draft_noise.py drafter models/smollm2 "$work/natural.jsonl" "$work/raw-eagle3" \
+  --minutes 8
 "$python" benchmarks/draft_noise.py measure raw models/smollm2 "$work/raw-eagle3" \
   "$work/natural.jsonl"
 

@@ -3,9 +3,9 @@
     python benchmarks/same_run.py [--steps 60] [--prompts 32] [--only off,tlt-2]
 
 Every arm is `tlt train configs/tiny_gcd_cpu.toml` with the same seed: without and with TLT, on one
-and on two engines, with engines killed in between, and with the whole run killed and resumed. Each
-is compared with `off`, RL step by RL step: all samples, all metrics that are neither times nor
-about drafts, and the final weights. Equal means equal in every bit.
+and on two engines, with drafters swapped, with engines killed in between, and with the whole run
+killed and resumed. Each is compared with `off`, RL step by RL step: all samples, all metrics that
+are neither times nor about drafts, and the final weights. Equal means equal in every bit.
 
 A complete run is not repeated, so the arms can be run one by one (`--only`); delete runs/same to
 start over. Makes models/tiny-sft if it is missing. Writes results/same_run.json. Two cores.
@@ -49,6 +49,10 @@ RECIPE = (
 """The recipe with room for long responses: a tail gives a second engine time to train drafters."""
 TLT = "tlt.enabled=true tlt.min_lease_s=0.1 tlt.session_s=0.5 tlt.lr=3e-3"
 """TLT with short leases: these rollouts take seconds, and the default wants two of idle time."""
+EAGLE3 = (
+    "engine.strategy.kind=fixed engine.strategy.drafter=eagle3 engine.strategy.num_draft_tokens=2"
+)
+"""No n-grams, which leave little idle time: drafters are published and swapped during the run."""
 
 SAME = ("step", "policy_version", "reward/", "prompt/", "response/", "eval/", "learner/")
 """Beginnings of the metrics that must be equal, with `rollout/output_tokens`."""
@@ -73,6 +77,7 @@ ARMS = (
     Arm("off-2", "off, two engines", "tlt.enabled=false pool.num_engines=2"),
     Arm("tlt-1", "TLT, one engine", f"{TLT} pool.num_engines=1"),
     Arm("tlt-2", "TLT, two engines", f"{TLT} pool.num_engines=2"),
+    Arm("tlt-eagle3", "TLT, EAGLE-3 alone", f"{TLT} {EAGLE3} pool.num_engines=2"),
     Arm("tlt-engines-killed", "TLT, engines killed", f"{TLT} pool.num_engines=2", "engine"),
     Arm("tlt-resumed", "TLT, run killed and resumed", f"{TLT} pool.num_engines=2", "run"),
 )

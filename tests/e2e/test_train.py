@@ -66,27 +66,6 @@ def test_reward_rises(policy: Path, seed: int) -> None:
     assert (run / "policy" / "model.safetensors").exists()
 
 
-# --- the same run ---------------------------------------------------------------------------------
-
-
-@pytest.mark.gate
-def test_with_tlt_it_is_the_same_run(policy: Path, undisturbed: list[dict[str, float]]) -> None:
-    """With drafts and harvest, samples and weights are those of the run without, in every bit."""
-    off, on = (policy / "runs" / name for name in ("undisturbed", "same"))
-    tlt(f"train {RECIPE} run.out={on} {SHORT} {TLT}", policy)
-    assert max(r["rollout/acceptance_length"] for r in records(on)) > 1
-    kept = [sorted((run / "samples").iterdir()) for run in (off, on)]
-    assert len(kept[0]) == STEPS
-    for without, with_tlt in zip(*kept, strict=True):
-        assert with_tlt.read_text() == without.read_text(), without.name
-    for name in ("learner/loss", "learner/grad_norm", "learner/gap_mean"):
-        assert [r[name] for r in records(on)] == [r[name] for r in undisturbed], name
-    weights = [load_file(run / "policy" / "model.safetensors") for run in (off, on)]
-    start = load_file(policy / "models" / "tiny-sft" / "model.safetensors")
-    assert all(weights[0][name].equal(tensor) for name, tensor in weights[1].items())
-    assert not any(start[name].equal(tensor) for name, tensor in weights[1].items())
-
-
 # --- other ways to run it -------------------------------------------------------------------------
 
 
@@ -235,6 +214,33 @@ def steps_of(found: list[dict[str, float]]) -> list[int]:
 
 
 @pytest.mark.gate
+def test_with_tlt_and_a_killed_driver_it_is_the_same_run(
+    policy: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    """Drafts, harvest, a kill and a resume change no bit of samples, updates and weights."""
+    off, on = (policy / "runs" / name for name in ("undisturbed", "same"))
+    with running(policy, "same", TLT) as process:
+        wait_for_step(1, on, process)
+        time.sleep(random.Random(0).uniform(0, 1.5))  # anywhere in a step
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with running(policy, "same", f"{TLT} --resume") as process:
+        assert process.wait(timeout=limit(300)) == 0, (policy / "same.log").read_text()[-3000:]
+    found = records(on)
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    assert max(r["rollout/acceptance_length"] for r in found) > 1
+    kept = [sorted((run / "samples").iterdir()) for run in (off, on)]
+    assert len(kept[0]) == STEPS
+    for without, with_tlt in zip(*kept, strict=True):
+        assert with_tlt.read_text() == without.read_text(), without.name
+    for name in ("learner/loss", "learner/grad_norm", "learner/gap_mean"):
+        assert [r[name] for r in found] == [r[name] for r in undisturbed], name
+    weights = [load_file(run / "policy" / "model.safetensors") for run in (off, on)]
+    start = load_file(policy / "models" / "tiny-sft" / "model.safetensors")
+    assert all(weights[0][name].equal(tensor) for name, tensor in weights[1].items())
+    assert not any(start[name].equal(tensor) for name, tensor in weights[1].items())
+
+
 def test_killed_drivers_resume_and_end_exactly_as_undisturbed(
     policy: Path, undisturbed: list[dict[str, float]]
 ) -> None:
