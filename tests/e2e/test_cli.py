@@ -36,7 +36,6 @@ def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
     assert done.stderr.strip() == "error: --hidden-size 100 is not a multiple of 64; e.g. 128"
 
 
-@pytest.mark.gate
 @pytest.mark.vllm
 def test_doctor(tmp_path: Path) -> None:
     done = tlt("doctor", tmp_path)
