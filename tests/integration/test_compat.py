@@ -31,7 +31,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 KERNELS = {
-    # Library, in order of vLLM's choice: what torch must report for vLLM to choose it, and the instructions that it needs.
+    # Library, in the order of vLLM's choice: what torch must report, and the instructions needed.
     "_C": ((True, True), "avx512_bf16"),
     "_C_AVX512": ((True, False), "avx512f"),
     "_C_AVX2": ((False, False), "avx2"),
