@@ -85,7 +85,12 @@ bench:
 	$(BIN)/python benchmarks/neighbour.py
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/tlt bench same --model models/smollm2 --json > benchmarks/results/same.json
-	$(BIN)/python benchmarks/same_run.py
+	$(BIN)/python benchmarks/same_run.py --prompts 8
+	$(BIN)/python benchmarks/bfloat16.py
+	bash benchmarks/draft_noise.sh
+	$(BIN)/python benchmarks/look_ahead.py --start raw --model models/smollm2
+	$(BIN)/python benchmarks/look_ahead.py --start cool --model models/smollm2
+	$(BIN)/python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft
 	$(BIN)/python benchmarks/e2e/run.py
 	bash benchmarks/strategy.sh
 

@@ -47,14 +47,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     for dtype in options.dtypes:
         drawn: dict[str, list[tuple[int, ...]]] = {}
+        num_drafted: dict[str, int] = {}
         for way, arguments in WAYS.items():
             started_s = time.monotonic()
-            drawn[way] = _sample(options.model, requests, dtype, way, arguments)
+            drawn[way], num_drafted[way] = _sample(options.model, requests, dtype, way, arguments)
             print(f"{dtype}, {way}: {time.monotonic() - started_s:.0f} s", flush=True)
         results[dtype] = {}
         for first, second in PAIRS:
             found = _compare(options.model, requests, drawn[first], drawn[second])
-            results[dtype][f"{first} / {second}"] = found
+            results[dtype][f"{first} / {second}"] = found | {"draft_tokens": num_drafted[second]}
             print(dtype, first, "/", second, found, flush=True)
         settings = {"samples": options.samples, "tokens": options.tokens, "temperature": 1.0}
         record = {"provenance": provenance(), "settings": settings, "results": results}
@@ -79,9 +80,10 @@ def _requests(options: argparse.Namespace) -> list[Any]:
 
 def _sample(
     model: str, requests: Sequence[Any], dtype: str, way: str, arguments: dict[str, Any]
-) -> list[tuple[int, ...]]:
+) -> tuple[list[tuple[int, ...]], int]:
+    """Return the tokens of all samples, and how many draft tokens were verified."""
     from tlt.config.rollout import EngineConfig
-    from tlt.rollout.offline import generate
+    from tlt.rollout.offline import ChildEngine
 
     config = EngineConfig(
         model=model,
@@ -90,7 +92,14 @@ def _sample(
         strategy=NGRAMS if way == "n-grams" else {"kind": "off"},
         engine_args={"enforce_eager": True, "dtype": dtype, "max_model_len": 512} | arguments,
     )
-    return [sample.token_ids for sample in generate(config, requests)]
+    tokens: dict[str, tuple[int, ...]] = {}
+    with ChildEngine(config) as engine:
+        engine.report()
+        engine.call("submit", requests)
+        while len(tokens) < len(requests):
+            tokens |= {s.sample_id: s.token_ids for s in engine.call("take_finished", 60.0)}
+        num_drafted = engine.call("stats").draft_tokens
+    return [tokens[request.sample_id] for request in requests], num_drafted
 
 
 def _compare(

@@ -2,7 +2,7 @@
 
     python benchmarks/look_ahead.py --start raw --model models/smollm2
     python benchmarks/look_ahead.py --start cool --model models/smollm2
-    python benchmarks/look_ahead.py --start sft --model models/smollm2-start
+    python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft  # of draft_noise.sh
 
 Look-ahead would generate the samples of the next RL step with the present policy, on idle engines.
 After the update these texts are drafts. With keyed noise (`tlt.rollout.keyed`) a sample has the
@@ -502,6 +502,7 @@ def main() -> None:
             "enforce_eager": True,
             "max_model_len": 640,
             "max_num_seqs": max(options.prompts, options.last_prompts) * options.group_size,
+            "logprobs_mode": "processed_logprobs",  # at the temperature, as the learner's
         },
     )
 

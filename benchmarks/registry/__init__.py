@@ -1,6 +1,16 @@
 """Every figure that the documentation states: its name, its result file, and how it is written."""
 
-from registry import cpu, drafter, e2e, harvest, lossless, simulator, strategy, training
+from registry import (
+    cpu,
+    drafter,
+    e2e,
+    harvest,
+    look_ahead,
+    lossless,
+    simulator,
+    strategy,
+    training,
+)
 from registry.core import FIGURES, Results, UnknownFigure, render
 
 __all__ = [
@@ -11,6 +21,7 @@ __all__ = [
     "drafter",
     "e2e",
     "harvest",
+    "look_ahead",
     "lossless",
     "render",
     "simulator",

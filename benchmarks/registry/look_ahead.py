@@ -191,10 +191,23 @@ def changes(d: Doc, first: bool) -> str:
     return " and ".join(f"{pair['rms_change_of_lr']:.2f}" for pair in found)
 
 
+def saved(d: Doc, lr: float, last: bool = True) -> str:
+    """Return tokens per engine step with drafts of 8 old tokens, over the starts."""
+    found = []
+    for start in starts(d):
+        pairs = pairs_of(d, start, first=not last)
+        if lr in pairs:
+            found.append(per_step(pairs[lr]["texts"], "steps", 8))
+    return f"{min(found):.1f} to {max(found):.1f}"
+
+
 figures(
     FILE,
     FILE,
     {
+        "steps.low": lambda d: saved(d, 1e-6),
+        "steps.middle": lambda d: saved(d, 5e-6),
+        "steps.high": lambda d: saved(d, 2e-5),
         "redrawn": lambda d: share(d, "redrawn"),
         "as_teacher_forced": lambda d: share(d, "as_teacher_forced"),
         "disagreement_of_tv": ratio,

@@ -72,17 +72,45 @@ def noise_speed(d: Doc) -> Rows:
     return noise_rows(d, "speed", "speed_vs_argmax")
 
 
+def spread_of(d: Doc, part: str, measure: str, kind: str, against: str = "") -> str:
+    """Return the lowest and the highest value of a kind, or of its ratio to the best other kind."""
+    found = []
+    for policy in d["policies"].values():
+        for row in policy[part]:
+            values = {name: of[measure]["mean"] for name, of in row["kinds"].items()}
+            best = max(value for name, value in values.items() if name != kind)
+            found.append(values[kind] / best if against == "best" else values[kind])
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
+figures(
+    "draft_noise",
+    "draft_noise",
+    {
+        "chosen_of_best": lambda d: spread_of(d, "acceptance", "length", "chosen", "best"),
+        "chosen": lambda d: spread_of(d, "acceptance", "length_vs_argmax", "chosen"),
+        "full": lambda d: spread_of(d, "acceptance", "length_vs_argmax", "level 1"),
+        "half": lambda d: spread_of(d, "acceptance", "length_vs_argmax", "level 0.5"),
+        "speed.chosen": lambda d: spread_of(d, "speed", "speed_vs_argmax", "chosen"),
+        "steps.raw": lambda d: str(d["policies"]["raw"]["drafter"]["optimizer_steps"]),
+        "steps.sft": lambda d: str(d["policies"]["sft"]["drafter"]["optimizer_steps"]),
+    },
+)
+
+
 # --- bfloat16 -------------------------------------------------------------------------------------
 
 
 @table("bfloat16", "bfloat16")
 def bfloat16(d: Doc) -> Rows:
     """Samples that differ through batch shapes, and how close the draw was where they part."""
-    rows = [["type", "compared", "samples that differ", "draw missed by, median", "at most"]]
+    rows = [["type", "compared", "draft tokens", "samples that differ"]]
+    rows[0] += ["draw missed by, median", "at most"]
     for dtype, pairs in d["results"].items():
         for pair, found in pairs.items():
             missed = [found["median_shortfall"], found["largest_shortfall"]]
             told = ["-" if value is None else f"{value:.3f} nats" for value in missed]
             differ = f"{found['differ']} of {d['settings']['samples']}"
-            rows.append([dtype, pair.replace(" / ", " and "), differ, *told])
+            drafts = f"{found['draft_tokens']:,}"
+            rows.append([dtype, pair.replace(" / ", " and "), drafts, differ, *told])
     return rows

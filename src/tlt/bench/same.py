@@ -87,7 +87,7 @@ class Outcome:
     """The responses, in the order of the prompts."""
 
     @property
-    def tokens_per_draft(self) -> float:
+    def acceptance_length(self) -> float:
         """Tokens per verified draft, the policy's own token included."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
@@ -313,7 +313,7 @@ def summary(
             "tokens": sum(map(len, outcome.tokens)),
             "draft_tokens": outcome.draft_tokens,
             "accepted_tokens": outcome.accepted_tokens,
-            "tokens_per_draft": outcome.tokens_per_draft,
+            "acceptance_length": outcome.acceptance_length,
             "seconds": outcome.seconds,
             "difference": asdict(difference) if difference else None,
         }
@@ -353,7 +353,7 @@ def cells(result: dict[str, Any]) -> list[list[str]]:
                 str(row["samples"]),
                 str(row["tokens"]),
                 f"{row['accepted_tokens']}/{drafted}" if drafted else "",
-                f"{row['tokens_per_draft']:.2f}" if drafted else "",
+                f"{row['acceptance_length']:.2f}" if drafted else "",
                 f"{row['seconds']:.1f}",
                 _sameness(row["difference"]) if number else "reference",
             ]
