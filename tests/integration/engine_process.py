@@ -22,7 +22,8 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["engine_imports"])
 
 
-def _serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
+def serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
+    """Run an engine in this process, and call the methods that the pipe names."""
     os.environ.update({"TQDM_DISABLE": "1"} | environment)
     from tlt.rollout.engine import RolloutEngine
 
@@ -53,10 +54,15 @@ def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> 
 class EngineProcess:
     """A `RolloutEngine` in a child process, and calls of its methods through a pipe."""
 
+    context: Any = _context
+    """How the process starts, of `multiprocessing`."""
+    serve = staticmethod(serve)
+    """What the process runs."""
+
     def __init__(self, config: EngineConfig, environment: dict[str, str] | None = None) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(
-            target=_serve, args=(config, environment or {}, theirs), daemon=True
+        self._pipe, theirs = self.context.Pipe()
+        self._process = self.context.Process(
+            target=self.serve, args=(config, environment or {}, theirs), daemon=True
         )
         self._process.start()
         theirs.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import ray
 
@@ -17,13 +19,7 @@ from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.pool import Spawner
 from tlt.rollout.vllm.core import PROCESS_ENVIRONMENT
 
-if TYPE_CHECKING:
-    import torch
-
-    from tlt.node.fingerprint import Fingerprint
-
-    Shipped = tuple[list[tuple[str, torch.Tensor]], tuple[int, dict[str, tuple[str, Fingerprint]]]]
-    """Named tensors, and their seed and fingerprints on the sending node."""
+logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """Seconds after which an engine with nothing to deliver shows that it is alive."""
@@ -47,14 +43,15 @@ class EngineActor:
         """Call a method of the engine."""
         return getattr(self._engine, method)(*args)
 
-    def call_with_weights(self, method: str, shipped: Shipped, version: int) -> Any:
+    def call_with_weights(self, method: str, raw: Any, version: int) -> Any:
         """Load weights that came from another node, through Ray's object store."""
-        from tlt.node.weights import SharedWeights, read_fingerprints
+        from tlt.node.weights import SharedWeights
 
-        tensors, (seed, fingerprints) = shipped
-        with SharedWeights(tensors, seed) as weights:
-            if read_fingerprints(str(weights.path)) != (seed, fingerprints):
-                raise EngineError("weights were damaged on their way from another node")
+        try:
+            weights = SharedWeights.of_bytes(raw)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        with weights:
             return self.call(method, weights.manifest(), version)
 
     def take_finished(self) -> list[Sample]:
@@ -70,14 +67,13 @@ _shipping = threading.Lock()
 
 def ship(path: str) -> Any:
     """Return a reference to weights in the object store, which every other node fetches once."""
-    from tlt.node.weights import read_fingerprints, read_weights
+    from tlt.node.weights import file_bytes
 
     with _shipping:
         if path not in _shipped:
             if len(_shipped) > 1:  # keep two: the latest policy and the latest drafter
                 _shipped.pop(next(iter(_shipped)))
-            tensors = [(name, tensor.clone()) for name, tensor in read_weights(path)]
-            _shipped[path] = ray.put((tensors, read_fingerprints(path)))
+            _shipped[path] = ray.put(file_bytes(path))
         return _shipped[path]
 
 
@@ -90,9 +86,10 @@ class RayEngine:
         environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
         if config.num_gpus == 0:
             environment["OMP_NUM_THREADS"] = str(config.num_cores)
+        self.num_gpus = config.num_gpus
         self.is_remote = False
         """Whether the engine is on another node than this process; known once it has started."""
-        self._actor = (
+        self.actor = (
             ray.remote(EngineActor)
             .options(
                 num_cpus=config.num_cores if config.num_gpus == 0 else 1,
@@ -106,26 +103,26 @@ class RayEngine:
         )
 
     async def start(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self._await(self._actor.start.remote())
+        report: dict[str, Any] = await self._await(self.actor.start.remote())
         self.pid = report["pid"]
         self.is_remote = report["node"] != ray.get_runtime_context().get_node_id()
         return report
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self._await(self._actor.call.remote("submit", list(requests)))
+        await self._await(self.actor.call.remote("submit", list(requests)))
 
     async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return await self._await(self._actor.call.remote("withdraw", list(sample_ids)))
+        return await self._await(self.actor.call.remote("withdraw", list(sample_ids)))
 
     async def take_finished(self) -> list[Sample]:
-        return await self._await(self._actor.take_finished.remote())
+        return await self._await(self.actor.take_finished.remote())
 
     async def call(self, method: str, *args: Any) -> Any:
         if method in ("update_policy", "update_drafter") and self.is_remote:
             manifest, version = args
-            tensors = await asyncio.to_thread(ship, manifest["path"])
-            return await self._await(self._actor.call_with_weights.remote(method, tensors, version))
-        return await self._await(self._actor.call.remote(method, *args))
+            raw = await asyncio.to_thread(ship, manifest["path"])
+            return await self._await(self.actor.call_with_weights.remote(method, raw, version))
+        return await self._await(self.actor.call.remote(method, *args))
 
     async def stop(self, graceful: bool) -> None:
         if graceful:
@@ -134,7 +131,7 @@ class RayEngine:
                     await self.call("shutdown")
             except (EngineError, TimeoutError):
                 pass
-        ray.kill(self._actor)
+        ray.kill(self.actor)
 
     async def _await(self, ref: Any) -> Any:
         try:
@@ -146,6 +143,56 @@ class RayEngine:
             raise EngineError(str(error)) from error
         except ray.exceptions.RayActorError as error:
             raise EngineGone("the engine's process is gone") from error
+
+
+@dataclass(frozen=True)
+class PolicyRoute:
+    """Engines that a learner sends its policy to, from GPU to GPU. The driver makes it."""
+
+    backend: str
+    """`ipc` or `nccl`, see `tlt.rollout.vllm.device_transfer`."""
+    engines: tuple[str, ...]
+    actors: tuple[Any, ...] = field(compare=False)
+    num_workers: tuple[int, ...] = field(compare=False)
+    """GPUs of each engine."""
+
+    def open(self, rank: int, host: str, shapes: Any, dtype: Any, weights: Any) -> Any:
+        """Connect a learner rank, in its process, and return its `PolicySender`."""
+        from tlt.rollout.vllm.send import PolicySender
+
+        return PolicySender(self.backend, rank, host, self, shapes, dtype, weights)
+
+    def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> None:
+        """Call a method of each engine with arguments of its own, and wait for all of them."""
+        pairs = zip(self.actors, args, strict=True)
+        refs = [actor.call.remote(method, *own) for actor, own in pairs]
+        errors = {
+            name: e for name, ref in zip(self.engines, refs, strict=True) if (e := _error(ref))
+        }
+        if errors and (method != "finish_policy" or len(errors) == len(refs)):
+            raise next(iter(errors.values()))
+        for name, error in errors.items():
+            # It ends by itself, and the pool replaces it: no evidence against the weights.
+            logger.warning("%s did not take the policy that was sent: %r", name, error)
+
+
+def _error(ref: Any) -> Exception | None:
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayError as error:
+        return cast(Exception, error)
+    return None
+
+
+def policy_route(backend: str, handles: Mapping[str, Any]) -> PolicyRoute:
+    """Return the route to engines that the pool holds."""
+    engines = cast(Mapping[str, RayEngine], handles)
+    return PolicyRoute(
+        backend,
+        tuple(engines),
+        tuple(engine.actor for engine in engines.values()),
+        tuple(engine.num_gpus for engine in engines.values()),
+    )
 
 
 def ray_spawner(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,8 @@ from tlt.rollout.vllm.args import drafters
 from tlt.rollout.vllm.core import VllmCore
 from tlt.spans import Span
 from tlt.strategy.spec import StrategySpec, build_strategy, complete_strategy
+
+MIXED = "a policy update now would mix two policies in one sample"
 
 
 class RolloutEngine(EngineLoop):
@@ -69,16 +71,24 @@ class RolloutEngine(EngineLoop):
 
     # --- memory -------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Give the device's memory to a learner that shares it; move all weights to the host.
+    def sleep(self, keep_policy: bool = True) -> None:
+        """Give the device's memory to a learner that shares it.
 
-        Refused while samples are unfinished. A CPU engine has nothing to give.
+        A policy that is not kept must be loaded anew before the engine wakes. Refused while samples
+        are unfinished. A CPU engine has nothing to give.
         """
         if self.config.num_gpus:
-            self.between_rollouts(self.core.sleep, "an engine sleeps only between rollouts")
+            self.between_rollouts(
+                lambda: self.core.sleep(keep_policy), "an engine sleeps only between rollouts"
+            )
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights back, before a weight sync."""
+        if self.config.num_gpus:
+            self.between_steps(self.core.wake_weights)
 
     def wake(self) -> None:
-        """Take the memory back, before a weight sync, a drafter swap or new samples."""
+        """Take all memory back, before a drafter swap or new samples, and after a weight sync."""
         if self.config.num_gpus:
             self.between_steps(self.core.wake)
 
@@ -113,14 +123,33 @@ class RolloutEngine(EngineLoop):
         Refused while samples are unfinished.
         """
 
+        return self._new_policy(lambda: self.core.load_policy(manifest), version)
+
+    def _new_policy(self, load: Callable[[], float], version: int) -> float:
         def update() -> float:
-            seconds = self.core.load_policy(manifest)
+            seconds = load()
             self.policy_version = version
             return seconds
 
-        return self.between_rollouts(
-            update, "a policy update now would mix two policies in one sample"
-        )
+        return self.between_rollouts(update, MIXED)
+
+    # A policy from GPU to GPU comes in several calls, which the learner makes (`vllm.send`).
+
+    def connect_policy(self, init_info: dict[str, Any]) -> None:
+        """Connect with a learner that sends policies from GPU to GPU."""
+        self.between_rollouts(lambda: self.core.connect_policy(init_info), MIXED)
+
+    def start_policy(self, shapes: list[tuple[str, list[int]]]) -> None:
+        """Begin to load a policy; the engine generates nothing before `finish_policy`."""
+        self.between_rollouts(lambda: self.core.start_policy(shapes), MIXED)
+
+    def receive_policy(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load one chunk of a policy."""
+        self.between_rollouts(lambda: self.core.receive_policy(update_info), MIXED)
+
+    def finish_policy(self, version: int, seed: int, fingerprints: dict[str, Any]) -> float:
+        """Compare the loaded policy with the learner's, and return the seconds it took."""
+        return self._new_policy(lambda: self.core.finish_policy(seed, fingerprints), version)
 
     def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
         """Load new drafter weights between two engine steps, and return the seconds it took.

@@ -13,6 +13,7 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
+from tlt.rollout.runner import uses_v2
 
 SPECULATIVE_KEYS = frozenset(
     {
@@ -87,7 +88,7 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
             raise ConfigError(f"engine_args.{key} cannot be set: {reason}; remove it")
     if not speculates(config, arms):
         return
-    _check_speculative_config(args.get("speculative_config") or {})
+    _check_speculative_config(args.get("speculative_config") or {}, uses_v2(config))
     if args.get("logits_processors"):
         raise LossyError(
             "engine_args.logits_processors: custom processors do not see drafted tokens; remove "
@@ -98,14 +99,15 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
             "engine_args.data_parallel_size > 1 turns vLLM's draft lengths off; use "
             "pool.num_engines for data parallelism and data_parallel_size = 1"
         )
-    if "ngram" in drafters and config.drafter is not None and args.get("async_scheduling"):
+    hides_tokens = bool(args.get("async_scheduling")) and not uses_v2(config)
+    if "ngram" in drafters and config.drafter is not None and hides_tokens:
         raise ConfigError(
-            "engine_args.async_scheduling = true hides the sampled tokens from the n-gram lookup; "
-            "set it to false, or use the drafter 'eagle3' alone"
+            "engine_args.async_scheduling = true hides the sampled tokens from the n-gram lookup "
+            "of vLLM's V1 runner; set it to false, or use the drafter 'eagle3' alone"
         )
 
 
-def _check_speculative_config(speculative: Mapping[str, Any]) -> None:
+def _check_speculative_config(speculative: Mapping[str, Any], on_v2: bool) -> None:
     for key in speculative:
         if key not in SPECULATIVE_KEYS:
             raise LossyError(
@@ -113,16 +115,23 @@ def _check_speculative_config(speculative: Mapping[str, Any]) -> None:
                 f"samples; allowed are {', '.join(sorted(SPECULATIVE_KEYS))}"
             )
     method = speculative.get("method", "eagle3")
-    if method not in ("eagle3", "ngram"):
+    ngram = "ngram_gpu" if on_v2 else "ngram"
+    if method not in ("eagle3", ngram):
         raise LossyError(
             f"engine_args.speculative_config.method = {method!r} is not supported; "
-            "'eagle3' or 'ngram'"
+            f"'eagle3' or {ngram!r}"
         )
     rejection = speculative.get("rejection_sample_method", "standard")
-    if rejection != "standard":
+    if rejection == "block" and not on_v2:
+        raise ConfigError(
+            "engine_args.speculative_config.rejection_sample_method = 'block' needs vLLM's V2 "
+            "runner, which runs on GPUs; use 'standard', which accepts as many of TLT's drafts"
+        )
+    if rejection not in ("standard", "block"):
         raise LossyError(
             f"engine_args.speculative_config.rejection_sample_method = {rejection!r} changes "
-            "which tokens are accepted; use 'standard'"
+            "which tokens are accepted; use 'standard' (same samples with and without drafts), or "
+            "on GPUs 'block' (same distribution)"
         )
 
 

@@ -22,6 +22,9 @@ from tlt.contracts import EngineStats, Sample, SampleRequest
 from tlt.errors import EngineGone
 from tlt.rollout.engine import RolloutEngine
 
+NOTED_CHARS = 10_000
+"""Characters of an engine's output that are added to an error."""
+
 _engine: RolloutEngine | None = None
 """The engine of this process, if it is the child of a `ChildEngine`."""
 
@@ -57,7 +60,8 @@ def generate_here(
 class ChildEngine:
     """An engine in a child process, which starts at once; methods are called by their names.
 
-    What the process prints goes into a file, which is shown if the process dies.
+    What the process prints goes into a file, which is shown if the process dies, and added to an
+    error that leaves the `with` block.
     """
 
     def __init__(self, config: EngineConfig, name: str = "engine-0") -> None:
@@ -85,6 +89,8 @@ class ChildEngine:
         if self._started.done() and self._started.exception() is None and error is None:
             self.call("shutdown")
         self._executor.shutdown(wait=error is None, cancel_futures=True)
+        if error is not None:
+            error.add_note(f"{self._name} printed:\n{self._tail(NOTED_CHARS)}")
         self._folder.cleanup()
 
     def report(self) -> dict[str, Any]:
@@ -99,8 +105,10 @@ class ChildEngine:
         try:
             return future.result()
         except BrokenProcessPool as error:
-            printed = self._printed.read_text(errors="replace").strip()
-            raise EngineGone(f"{self._name}: its process has ended\n{printed[-2000:]}") from error
+            raise EngineGone(f"{self._name}: its process has ended\n{self._tail(2000)}") from error
+
+    def _tail(self, num_chars: int) -> str:
+        return self._printed.read_text(errors="replace").strip()[-num_chars:]
 
 
 def _print_to(path: str) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     NewWeights = SharedWeights | Iterable[tuple[str, torch.Tensor]]
     """Named tensors, or a file in this node's shared memory, which the pool then removes."""
+    Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class RolloutPool:
         self._sends: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, asyncio.Queue[Sample | Exception]] = {}
         self._weights: dict[str, tuple[SharedWeights, int]] = {}
+        self._publish: tuple[Publish, int] | None = None
+        """Writes the policy of this version, which engines got from GPU to GPU."""
         self._failure: Exception | None = None
         self._started = False
         self._listener: LoadListener | None = None
@@ -242,7 +245,36 @@ class RolloutPool:
                 f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
                 "before the policy changes"
             )
+        self._publish = None
         return await self._update("update_policy", weights, version)
+
+    @contextlib.asynccontextmanager
+    async def policy_comes(
+        self, version: int, publish: Publish
+    ) -> AsyncIterator[Mapping[str, EngineHandle]]:
+        """Yield the engines that a learner sends a policy to; it is theirs at the end.
+
+        An engine that starts later gets it through shared memory: `publish` writes it when needed.
+        Engines that took only a part of the policy are replaced.
+        """
+        if self._dispatcher.num_unfinished:
+            raise EngineError(
+                f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
+                "before the policy changes"
+            )
+        handles = dict(self._handles)
+        self._publish = publish, version
+        self._forget_file("update_policy")
+        try:
+            yield handles
+        except BaseException:
+            stops = [handle.stop(graceful=False) for handle in handles.values()]
+            await asyncio.gather(*stops, return_exceptions=True)
+            raise
+
+    def _forget_file(self, method: str) -> None:
+        if (old := self._weights.pop(method, None)) is not None:
+            old[0].close()
 
     async def update_drafter(
         self, weights: NewWeights, version: int, skip: Collection[str] = ()
@@ -349,6 +381,7 @@ class RolloutPool:
         """Load the current weights into a new engine, and newer ones that arrive meanwhile."""
         loaded: dict[str, tuple[SharedWeights, int]] = {}
         while True:
+            await self._publish_policy()
             newer = [(m, w) for m, w in self._weights.items() if loaded.get(m) is not w]
             if not newer:
                 return
@@ -359,6 +392,16 @@ class RolloutPool:
                     if self._weights.get(method) is current:
                         raise  # newer weights have not replaced these meanwhile
                 loaded[method] = current
+
+    async def _publish_policy(self) -> None:
+        """Let the learner write the policy to shared memory, if it sent it from GPU to GPU."""
+        while self._publish is not None and "update_policy" not in self._weights:
+            publish, version = self._publish
+            weights = await publish()
+            if self._publish == (publish, version) and "update_policy" not in self._weights:
+                self._weights["update_policy"] = weights, version
+            else:
+                weights.close()  # a newer policy, or another engine's file of this one
 
     async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
         limit_s = self._config.start_timeout_s

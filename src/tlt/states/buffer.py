@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -73,6 +73,11 @@ class Entry:
         return cls(name, int(step), int(learned), int(tokens), held_out == "h")
 
 
+def _digest(sample_id: str, rl_step: int) -> str:
+    """Return a hash that decides what happens to a sample, the same in every process."""
+    return hashlib.blake2b(f"{rl_step}/{sample_id}".encode(), digest_size=8).hexdigest()
+
+
 def _newest_first(entry: Entry) -> tuple[int, str]:
     """Sort by RL step, then by hash, so that every RL step offers samples of all lengths."""
     return -entry.rl_step, entry.name[-16 - len(SUFFIX) :]
@@ -99,8 +104,8 @@ class SampleBuffer:
         The buffer refuses samples that are too large, that are worth less than the samples they
         would evict, or that have no learned tokens.
         """
-        digest = hashlib.blake2b(f"{rl_step}/{sample_id}".encode(), digest_size=8).hexdigest()
-        sample = self._capped(sample, digest)
+        digest = _digest(sample_id, rl_step)
+        sample = self.capped(sample_id, rl_step, sample)
         num_learned = int(sample.loss_mask_T.sum())
         if num_learned == 0:
             return False
@@ -186,15 +191,20 @@ class SampleBuffer:
         age = latest_step - entry.rl_step
         return float(entry.num_learned * 0.5 ** (age / HALF_LIFE_STEPS))
 
-    def _capped(self, sample: Captured, digest: str) -> Captured:
-        """Cut a window from anywhere in a long response, so that all depths are learned."""
+    def capped(self, sample_id: str, rl_step: int, sample: Captured) -> Captured:
+        """Cut a window from anywhere in a long response, so that all depths are learned.
+
+        The window is a copy: it does not keep the rest of the sample.
+        """
         size = self.settings.max_sample_tokens
         if len(sample) <= size:
             return sample
+        digest = _digest(sample_id, rl_step)
         # The prompt may take at most half of the window.
         lowest = min(max(0, sample.first_learned - size // 2), len(sample) - size)
         begin = lowest + int(digest[8:], 16) % (len(sample) - size - lowest + 1)
-        return sample.window(begin, begin + size)
+        window = sample.window(begin, begin + size)
+        return replace(window, aux_TA=window.aux_TA.clone(), final_TH=window.final_TH.clone())
 
     # --- reading ------------------------------------------------------------------------------
 

@@ -29,10 +29,11 @@ class StateWriter:
         threading.Thread(target=self._run, name="tlt-capture", daemon=True).start()
 
     def write(self, sample_id: str, rl_step: int, captured: Captured) -> None:
-        """Hand a sample over to the thread."""
+        """Hand a sample over to the thread. Only the window that the buffer keeps has to wait."""
+        captured = self.buffer.capped(sample_id, rl_step, captured)
         with self._lock:
             if self._waiting_bytes + captured.num_bytes > WAITING_BYTES:
-                self.num_dropped += 1
+                self._drop(sample_id)
                 return
             self._waiting_bytes += captured.num_bytes
         self._queue.put((sample_id, rl_step, captured))
@@ -42,6 +43,16 @@ class StateWriter:
         with self._lock:
             self._lock.wait_for(lambda: self._waiting_bytes == 0)
 
+    def _drop(self, sample_id: str) -> None:
+        self.num_dropped += 1
+        if self.num_dropped.bit_count() == 1:  # the first, second, fourth, eighth ...
+            logger.warning(
+                "the states of %d samples were not stored, the last of them %s: the buffer's "
+                "writer fell behind or failed",
+                self.num_dropped,
+                sample_id,
+            )
+
     def _run(self) -> None:
         while True:
             sample_id, rl_step, captured = self._queue.get()
@@ -49,7 +60,7 @@ class StateWriter:
                 self.num_written += self.buffer.put(sample_id, rl_step, captured)
             except Exception:  # a full disk must not end a training run
                 logger.exception("captured states of %s could not be stored", sample_id)
-                self.num_dropped += 1
+                self._drop(sample_id)
             with self._lock:
                 self._waiting_bytes -= captured.num_bytes
                 self._lock.notify_all()

@@ -41,8 +41,8 @@ def config(**kwargs: Any) -> EngineConfig:
         ),
         (
             {"engine_args": {"speculative_config": {"rejection_sample_method": "block"}}},
-            LossyError,
-            "use 'standard'",
+            ConfigError,
+            "needs vLLM's V2 runner",
         ),
         (
             {"engine_args": {"speculative_config": {"method": "medusa"}}},
@@ -61,6 +61,12 @@ def test_engines_that_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         engine_args(config(**settings))
+
+
+def test_block_verification_is_allowed_on_gpus() -> None:
+    given = {"engine_args": {"speculative_config": {"rejection_sample_method": "block"}}}
+    speculative = engine_args(config(num_gpus=1, **given))["speculative_config"]
+    assert speculative["rejection_sample_method"] == "block"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +128,27 @@ def test_schedulers_follow_the_device() -> None:
     gpu = engine_args(config(num_gpus=2))
     assert gpu["scheduler_cls"].endswith(".AdaptiveAsyncScheduler")
     assert gpu["tensor_parallel_size"] == 2
-    # The n-gram lookup reads tokens on the CPU, so it needs synchronous scheduling.
     ngram = engine_args(config(num_gpus=1, strategy=NGRAM))
-    assert ngram["scheduler_cls"].endswith(".AdaptiveScheduler")
-    assert ngram["async_scheduling"] is False
+    assert ngram["async_scheduling"] is True
+
+
+def test_runners_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    cpu, gpu = engine_args(config()), engine_args(config(num_gpus=1))
+    assert cpu["additional_config"]["tlt"]["runner"] == "v1"
+    assert gpu["additional_config"]["tlt"]["runner"] == "v2"
+    assert cpu["worker_cls"] == "tlt.rollout.vllm.cpu_worker.AdaptiveCPUWorker"
+    assert gpu["worker_cls"] == "tlt.rollout.vllm.gpu_worker.AdaptiveGPUWorker"
+
+
+def test_the_v1_runner_on_a_gpu_looks_ngrams_up_synchronously(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args = engine_args(config(num_gpus=1, strategy=NGRAM))
+    assert args["scheduler_cls"].endswith(".AdaptiveScheduler")
+    assert args["async_scheduling"] is False
+    assert args["additional_config"]["tlt"]["runner"] == "v1"
 
 
 def test_engines_without_drafts_get_no_speculative_config() -> None:
@@ -134,6 +157,8 @@ def test_engines_without_drafts_get_no_speculative_config() -> None:
     assert max_draft_tokens(bare) == 0
     ngram = engine_args(config(drafter=None, strategy=NGRAM))["speculative_config"]
     assert ngram["method"] == "ngram"
+    on_gpu = engine_args(config(drafter=None, strategy=NGRAM, num_gpus=1))["speculative_config"]
+    assert on_gpu["method"] == "ngram_gpu"
     assert max_draft_tokens(config(strategy={"kind": "off"}, max_draft_tokens=8)) == 8
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm, DrafterName
+from tlt.errors import ConfigError
 from tlt.rollout.guard import check_engine, speculates
-from tlt.rollout.vllm.plugin import TRANSFER_BACKEND
+from tlt.rollout.runner import uses_v2
+from tlt.rollout.vllm.plugin import TRANSFER_BACKENDS
 from tlt.strategy.graphs import GraphPlan, choices_of
 from tlt.strategy.spec import build_strategy, complete_strategy
 
@@ -24,8 +26,8 @@ _GRAPH_ARGS = {
 def drafters(config: EngineConfig) -> list[DrafterName]:
     """Return the drafters of a strategy whose spec names no arms.
 
-    On GPUs n-grams would cost a trained drafter its asynchronous scheduling. To have both, name
-    them in the strategy's arms.
+    On GPUs a lookup of n-grams waits for the sampled tokens, which costs a trained drafter a part
+    of its asynchronous scheduling. To have both, name them in the strategy's arms.
     """
     names: list[DrafterName] = ["eagle3"] if config.drafter is not None else []
     if config.ngram is not None and not (names and config.num_gpus):
@@ -54,29 +56,38 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     arms = build_strategy(strategy).arms()
     check_engine(config, arms)
     on_gpu = config.num_gpus > 0
-    needs_cpu_tokens = any(arm.drafter == "ngram" for arm in arms)
-    is_async = bool(config.engine_args.get("async_scheduling", on_gpu and not needs_cpu_tokens))
+    on_v2 = uses_v2(config)
+    # The n-gram lookup of the V1 runner needs the tokens of the last engine step.
+    can_be_async = on_v2 or not any(arm.drafter == "ngram" for arm in arms)
+    is_async = bool(config.engine_args.get("async_scheduling", on_gpu and can_be_async))
+    ngram = config.ngram if on_v2 or not is_async else None
     args: dict[str, Any] = {
         "model": config.model,
         "async_scheduling": is_async,
         "scheduler_cls": f"{_HERE}.scheduler.Adaptive{'Async' if is_async else ''}Scheduler",
-        "worker_cls": f"{_HERE}.worker.Adaptive{'GPU' if on_gpu else 'CPU'}Worker",
-        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        "worker_cls": f"{_HERE}.gpu_worker.AdaptiveGPUWorker"
+        if on_gpu
+        else f"{_HERE}.cpu_worker.AdaptiveCPUWorker",
+        "weight_transfer_config": {"backend": TRANSFER_BACKENDS[config.weights]},
         "additional_config": {
             "tlt": {
                 "strategy": strategy,
-                "ngram": config.ngram.model_dump() if config.ngram and not is_async else None,
+                "runner": "v2" if on_v2 else "v1",
+                "ngram": ngram.model_dump() if ngram else None,
                 "drafter_state_bytes": config.drafter_state_mib * 2**20,
             }
         },
         "disable_log_stats": True,
         "enable_prefix_caching": True,
     }
+    num_workers = _num_workers(config)
+    args["tensor_parallel_size"] = num_workers
+    if num_workers > 1:
+        # In a placement group vLLM would take its Ray executor, which wants one GPU per bundle.
+        args["distributed_executor_backend"] = "mp"
     if on_gpu:
-        args["tensor_parallel_size"] = config.num_gpus
-        if config.num_gpus > 1:
-            # In a placement group vLLM would take its Ray executor, which wants one GPU per bundle.
-            args["distributed_executor_backend"] = "mp"
+        # Sleep of level 2 drops all weights; the policy comes anew, the drafter does not.
+        args["sleep_preserve_parameter_names"] = ["draft.*"]
     else:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
     user = dict(config.engine_args)
@@ -87,6 +98,19 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     if speculative is not None:
         args["speculative_config"] = speculative
     return args | user
+
+
+def _num_workers(config: EngineConfig) -> int:
+    """Return the engine's tensor-parallel size: its GPUs, or what `engine_args` says on CPUs."""
+    if config.num_gpus:
+        return config.num_gpus
+    wanted = int(config.engine_args.get("tensor_parallel_size", 1))
+    if config.num_cores % wanted:
+        raise ConfigError(
+            f"engine_args.tensor_parallel_size = {wanted} with engine.num_cores = "
+            f"{config.num_cores}: each worker has as many cores; set engine.num_cores = {wanted}"
+        )
+    return wanted
 
 
 def graph_plan(config: EngineConfig) -> GraphPlan | None:
@@ -126,7 +150,7 @@ def _speculative_config(
         speculative |= {"method": "eagle3", "model": config.drafter}
     elif config.ngram is not None:
         speculative |= {
-            "method": "ngram",
+            "method": "ngram_gpu" if uses_v2(config) else "ngram",
             "prompt_lookup_min": config.ngram.min_match,
             "prompt_lookup_max": config.ngram.max_match,
         }

@@ -10,7 +10,8 @@ step that does not draft costs no extra work, and a new drafter reads the states
 weights.
 
 Everything stays on the device, and nothing here waits for the device: the number of rows of an
-engine step is known without reading them. Shapes: T rows, A the width of the policy's states.
+engine step is known without reading them. Shapes: T rows, A the width of the policy's states, S
+sequences that rows pose as.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Missed:
     owner_T: Any
     """Owner of each row, a numpy array: an id inside the store, a row of the batch once taken."""
     position_T: torch.Tensor
+    """Position of each row; -1 for the row of a rejected draft, which writes nothing."""
     token_T: torch.Tensor
     """Token after each position."""
     state_TA: torch.Tensor
@@ -144,3 +146,20 @@ def _merge(steps: Sequence[Missed], place: dict[int, int]) -> Missed:
         torch.cat([step.state_TA for step in steps]),
     )
     return merged.select(np.argsort(owner_T, kind="stable"))
+
+
+def sequences(
+    missed: Missed, max_rows: int, max_sequences: int
+) -> Iterator[tuple[Missed, Any, Any]]:
+    """Yield taken rows in parts, as sequences of the rows of one request.
+
+    Beside each part come the owner of each of its sequences, and where each begins, followed by the
+    number of rows. No sequence has more than `max_rows` rows, no part more than `max_sequences`.
+    """
+    owner_T = missed.owner_T
+    first_T = np.searchsorted(owner_T, owner_T)  # first row of the same request
+    start_S = np.flatnonzero((np.arange(len(missed)) - first_T) % max_rows == 0)
+    for begin in range(0, len(start_S), max_sequences):
+        bounds = np.append(start_S, len(missed))[begin : begin + max_sequences + 1]
+        part = missed.select(np.arange(bounds[0], bounds[-1]))
+        yield part, owner_T[bounds[:-1]], bounds - bounds[0]

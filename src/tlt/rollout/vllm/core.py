@@ -22,6 +22,7 @@ from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
 from tlt.rollout.loop import Finished
 from tlt.rollout.recheck import Recheck
+from tlt.rollout.runner import RUNNER_VARIABLE, uses_v2
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.spans import Span
 
@@ -52,7 +53,10 @@ class VllmCore:
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
         self._cores: tuple[int, ...] = ()
-        self._asleep = False
+        self._asleep: set[str] = set()
+        """What of the device's memory is given away: vLLM's tags of sleep."""
+        self._has_policy = True
+        """Whether the policy is whole: not dropped by sleep, nor loaded in part."""
         self.captured_samples = 0
         self.policy_mismatches = 0
         self.fingerprint_s = 0.0
@@ -80,12 +84,17 @@ class VllmCore:
         if self._config.num_gpus == 0:
             self._cores = cores = claim_cores(self._config.num_cores, self._config.core_group)
             os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
-            os.environ["OMP_NUM_THREADS"] = str(len(cores))
+            num_workers = int(self._args["tensor_parallel_size"])
+            os.environ["OMP_NUM_THREADS"] = str(len(cores) // num_workers)
+            if num_workers > 1:
+                # vLLM would want a NUMA node for each worker.
+                shares = [cores[rank::num_workers] for rank in range(num_workers)]
+                bind = "|".join(",".join(map(str, share)) for share in shares)
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
         for key, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(key, value)
-        if self.has_ngrams or self._config.num_gpus == 0:
-            # The n-gram lookup and the keyed sampler plug into this model runner only.
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if not uses_v2(self._config):
+            os.environ[RUNNER_VARIABLE] = "0"
 
     def report(self) -> dict[str, Any]:
         """Ask every worker about itself, and return the report of the first one.
@@ -135,6 +144,8 @@ class VllmCore:
 
     def admit(self, request: SampleRequest) -> None:
         """Hand a request to vLLM."""
+        if not self._has_policy:
+            raise EngineTainted(f"{self._name} has no policy since it slept; load one first")
         from vllm.inputs.engine import tokens_input
 
         vllm_id = self.llm.add_request(
@@ -196,13 +207,48 @@ class VllmCore:
     def load_policy(self, manifest: dict[str, Any]) -> float:
         """Load policy weights, drop all cached prefixes, and return the seconds it took."""
         started_s = self.controller.now_s()
+        self.wake_weights()
         self._load(manifest, draft=False)
+        return self._policy_loaded(started_s)
+
+    def _policy_loaded(self, started_s: float) -> float:
         # Cached prefixes hold keys and values of the old policy.
         if not self.llm.reset_prefix_cache():
             raise EngineTainted(
                 f"{self._name} keeps cached prefixes of the last policy: vLLM did not drop them"
             )
+        self._has_policy = True
         return self._loaded(started_s)
+
+    # A policy from GPU to GPU (`send`) comes in several calls.
+
+    def connect_policy(self, init_info: dict[str, Any]) -> None:
+        """Connect with the learner, instead of an earlier one."""
+        self.llm.collective_rpc("shutdown_weight_transfer_engine")
+        self.llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
+
+    def start_policy(self, shapes: list[tuple[str, list[int]]]) -> None:
+        """Begin to load a policy whose tensors have these names and shapes."""
+        self._started_s = self.controller.now_s()
+        self.wake_weights()
+        self.llm.collective_rpc("tlt_start_policy", args=(shapes,))
+        self._has_policy = False
+
+    def receive_policy(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load one chunk of a policy."""
+        try:
+            self.llm.collective_rpc("update_weights", args=(update_info,))
+        except Exception as error:
+            raise EngineTainted(f"{self._name}: a policy was loaded in part: {error!r}") from error
+
+    def finish_policy(self, seed: int, fingerprints: dict[str, Any]) -> float:
+        """Compare the loaded policy with the learner's, and return the seconds since the start."""
+        try:
+            reports = self.llm.collective_rpc("tlt_finish_policy", args=(seed, fingerprints))
+        except Exception as error:
+            raise EngineTainted(f"{self._name}: a policy was loaded in part: {error!r}") from error
+        self._judge(reports, draft=False)
+        return self._policy_loaded(self._started_s)
 
     def load_drafter(self, manifest: dict[str, Any], version: int) -> float:
         """Load drafter weights, and return the seconds it took."""
@@ -220,6 +266,10 @@ class VllmCore:
             raise EngineTainted(
                 f"{self._name}: new weights were loaded in part: {error!r}"
             ) from error
+        self._judge(reports, draft)
+
+    def _judge(self, reports: list[dict[str, Any]], draft: bool) -> None:
+        """Refuse to go on with a policy that is not the learner's."""
         self.fingerprint_s += max(report["seconds"] for report in reports)
         differed = sorted({name for report in reports for name in report["differed"]})
         if not differed:
@@ -242,17 +292,30 @@ class VllmCore:
             raise EngineError(f"{self._name} did not forget: samples are under way")
         self.llm.collective_rpc("tlt_forget_history")
 
-    def sleep(self) -> None:
-        """Move all weights to the host, and free the device's memory."""
-        if not self._asleep:
-            self.llm.sleep(level=1)
-        self._asleep = True
+    def sleep(self, keep_policy: bool) -> None:
+        """Free the device's memory. The policy goes to the host if it is kept, else it is lost.
+
+        vLLM keeps the drafter in both cases (`sleep_preserve_parameter_names`).
+        """
+        if "weights" not in self._asleep:
+            self.llm.sleep(level=1 if keep_policy else 2)
+            self._has_policy = self._has_policy and keep_policy
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights back, for an update; the KV cache stays asleep."""
+        if "weights" in self._asleep:
+            self.llm.wake_up(tags=["weights"])
+            self._asleep.discard("weights")
 
     def wake(self) -> None:
-        """Take the device's memory back."""
-        if self._asleep:
-            self.llm.wake_up()
-        self._asleep = False
+        """Take all of the device's memory back, after a policy update if the policy was lost."""
+        if not self._has_policy:
+            raise EngineTainted(f"{self._name} wakes without a policy: none was loaded")
+        self.wake_weights()
+        if "kv_cache" in self._asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._asleep.discard("kv_cache")
 
 
 def stream_seed(seed: int | None, name: str) -> int:

@@ -69,15 +69,18 @@ class History:
         num_tokens: Any,
         token_ids: Any,
         num_wanted: Sequence[int],
+        rows: Any = None,
     ) -> list[list[int]]:
         """Learn the new tokens of these requests, then draft up to `num_wanted` tokens for each.
 
         There is one row per request, in any order; the arrays may have more rows. A row of
-        `token_ids` holds prompt and response, `num_tokens` tokens in total. The history learns the
-        new tokens of all requests before it drafts.
+        `token_ids` holds prompt and response, `num_tokens` tokens in total. `rows` names the row of
+        each request in `token_ids` if it is not the first, second and so on. The history learns
+        the new tokens of all requests before it drafts.
         """
         num_tokens = np.asarray(num_tokens, dtype=np.int64)
-        state = self._learn(request_ids, num_prompt_tokens, num_tokens, token_ids)
+        rows = np.arange(len(request_ids)) if rows is None else np.asarray(rows, dtype=np.int64)
+        state = self._learn(request_ids, num_prompt_tokens, num_tokens, token_ids, rows)
         drafts: Any = np.zeros((len(request_ids), max(num_wanted, default=0)), dtype=np.int64)
         num_drafted = np.array(num_wanted, dtype=np.int64)
         draft_rows(
@@ -86,18 +89,20 @@ class History:
             self._lengths,
             self._num_learned,
             token_ids,
+            rows,
             num_tokens,
             state,
             drafts,
             num_drafted,
         )
-        rows = zip(drafts.tolist(), num_drafted.tolist(), strict=True)
-        return [draft[:length] for draft, length in rows]
+        drafted = zip(drafts.tolist(), num_drafted.tolist(), strict=True)
+        return [draft[:length] for draft, length in drafted]
 
     def end(self, request_id: str, num_prompt_tokens: int, token_ids: Any) -> None:
         """Learn the rest of a request that has ended. A later request may reuse its name."""
         num_tokens = np.array([len(token_ids)], dtype=np.int64)
-        self._learn([request_id], [num_prompt_tokens], num_tokens, token_ids[np.newaxis])
+        first_row: Any = np.zeros(1, dtype=np.int64)
+        self._learn([request_id], [num_prompt_tokens], num_tokens, token_ids[np.newaxis], first_row)
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -109,11 +114,16 @@ class History:
         self._tables.fill(0)
 
     def _learn(
-        self, request_ids: Sequence[str], num_prompt_tokens: Any, num_tokens: Any, token_ids: Any
+        self,
+        request_ids: Sequence[str],
+        num_prompt_tokens: Any,
+        num_tokens: Any,
+        token_ids: Any,
+        rows: Any,
     ) -> Any:
         for row, request_id in enumerate(request_ids):
             if request_id not in self._running:
-                prompt = token_ids[row, : num_prompt_tokens[row]]
+                prompt = token_ids[rows[row], : num_prompt_tokens[row]]
                 self._running[request_id] = (zlib.crc32(prompt.tobytes()) >> 1, 0, 0)
         state = np.array([self._running[i] for i in request_ids], dtype=np.int64).reshape(-1, 3)
         self._num_learned = learn_rows(
@@ -122,6 +132,7 @@ class History:
             self._lengths,
             self._num_learned,
             token_ids,
+            rows,
             num_tokens,
             state,
         )

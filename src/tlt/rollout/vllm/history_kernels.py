@@ -6,7 +6,7 @@ of one of the `lengths` to the token that followed it; an entry is that token's 
 are hashed from their last token backwards, within a prompt (scope 0) or overall (scope 1).
 
 A row of `state` is a request: checksum of its prompt, number of its learned tokens, number of the
-last learned token.
+last learned token. `rows` names the row of `token_ids` that holds the request's text.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def learn_rows(
     lengths: Any,
     newest: int,
     token_ids: Any,
+    rows: Any,
     num_tokens: Any,
     state: Any,
 ) -> int:
@@ -39,13 +40,13 @@ def learn_rows(
             newest += 1
             place = newest % capacity
             distance = newest - last if 0 < last > newest - capacity else 0
-            ring[place, TOKEN] = token_ids[row, index]
+            ring[place, TOKEN] = token_ids[rows[row], index]
             ring[place, BACK] = distance
             ring[place, NEXT] = 0
             ring[place, PROMPT] = prompt
             if distance:
                 ring[last % capacity, NEXT] = distance
-                _note(tables, lengths, token_ids, row, index, prompt, place)
+                _note(tables, lengths, token_ids, rows[row], index, prompt, place)
             last = newest
         state[row, 1] = max(state[row, 1], num_tokens[row])
         state[row, 2] = last
@@ -76,6 +77,7 @@ def draft_rows(
     lengths: Any,
     newest: int,
     token_ids: Any,
+    rows: Any,
     num_tokens: Any,
     state: Any,
     drafts: Any,
@@ -91,7 +93,7 @@ def draft_rows(
     for row in range(len(state)):
         size = min(longest, num_tokens[row])
         for index in range(size):
-            text[index] = token_ids[row, num_tokens[row] - size + index]
+            text[index] = token_ids[rows[row], num_tokens[row] - size + index]
         count = 0
         while count < num_drafted[row]:
             found = _find(ring, tables, lengths, newest, text, size, state[row, 0])

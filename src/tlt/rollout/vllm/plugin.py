@@ -6,13 +6,19 @@ the plug-in is active (`worker.tlt_report`).
 
 from __future__ import annotations
 
-TRANSFER_BACKEND = "tlt_shm"
+TRANSFER_BACKENDS = {"shared_memory": "tlt_shm", "ipc": "tlt_ipc", "nccl": "tlt_nccl"}
+"""Names of our backends of vLLM's weight transfer, by `EngineConfig.weights`."""
+_CLASSES = {
+    "tlt_shm": ("tlt.rollout.vllm.transfer", "SharedMemoryTransfer"),
+    "tlt_ipc": ("tlt.rollout.vllm.device_transfer", "IpcTransfer"),
+    "tlt_nccl": ("tlt.rollout.vllm.device_transfer", "NcclTransfer"),
+}
 
 active = False
 
 
 def register() -> None:
-    """Apply the fixes and register the shared-memory weight transfer. Safe to call twice."""
+    """Apply the fixes and register our weight transfers. Safe to call twice."""
     global active
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
@@ -20,7 +26,6 @@ def register() -> None:
 
     compat.apply()
     if not active:
-        WeightTransferEngineFactory.register_engine(
-            TRANSFER_BACKEND, "tlt.rollout.vllm.transfer", "SharedMemoryTransfer"
-        )
+        for backend, (module, name) in _CLASSES.items():
+            WeightTransferEngineFactory.register_engine(backend, module, name)
     active = True

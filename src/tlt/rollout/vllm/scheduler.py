@@ -3,7 +3,8 @@
 vLLM drafts one number of tokens per engine step, `SchedulerOutput.num_spec_tokens_to_schedule`,
 which may change from step to step. Both schedulers here set it to the strategy's choice just before
 vLLM's own bookkeeping reads it, and put the drafter's name beside it. The scheduler output travels
-to every worker, so all tensor-parallel ranks agree.
+to every worker, so all tensor-parallel ranks agree. With it go the texts of requests that ended,
+where the history of samples needs them (`history_drafts`).
 
 `scheduler_cls` is not a public interface of vLLM: the supported versions are pinned, and
 `active_controller` fails if vLLM did not take our scheduler.
@@ -35,6 +36,9 @@ class _Adaptive:
         self.controller = DraftController(build_strategy(settings["strategy"]), time.perf_counter)
         # Engine steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
+        self._sends_texts = settings["runner"] == "v2" and settings["ngram"] is not None
+        self._ended: dict[str, tuple[int, list[int]]] = {}
+        """Length of the prompt, and text, of each request that ended since the last engine step."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.controller.schedule_started()
@@ -59,7 +63,15 @@ class _Adaptive:
                 scheduler_output.num_spec_tokens_to_schedule = record.proposed.num_draft_tokens
                 scheduler_output.tlt_drafter = record.proposed.drafter
             self._records.append(record)
+        if self._ended:
+            scheduler_output.tlt_ended, self._ended = self._ended, {}
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sends_texts:
+            text = list(request.all_token_ids)
+            self._ended[request.request_id] = (request.num_prompt_tokens, text)
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(  # type: ignore[misc]

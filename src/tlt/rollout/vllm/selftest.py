@@ -1,15 +1,17 @@
 """Self-test: does this process sample from the right distribution under speculation?
 
 The test runs the sampler of this process on a small known distribution, and compares frequencies:
-the keyed sampler of CPU engines, or vLLM's own rejection sampler as installed here. The keyed one
-must also draw the same tokens whatever was drafted. The test takes tens of milliseconds, and runs
-in every worker before the first request. An engine that fails it may decode greedily, but never
-sample with drafts.
+the keyed sampler of CPU engines, or the rejection sampler of vLLM's V1 runner as installed here.
+The keyed one must also draw the same tokens whatever was drafted. The test takes tens of
+milliseconds, and runs in every worker before the first request. An engine that fails it may decode
+greedily, but never sample with drafts. `selftest_v2` is the test for vLLM's V2 runner.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ TEMPERATURE = 0.7
 # A correct sampler exceeds 5 standard errors in any cell once in 10^5 runs; the fault of the CPU
 # build exceeds 50.
 MAX_SIGMA = 5.0
+SETTINGS = (("temperature", 1.0), ("top-p", 0.85))
+"""What is tested, and the top-p of the test."""
 
 
 def sampling_faults(device: torch.device, is_keyed: bool) -> list[str]:
@@ -28,20 +32,38 @@ def sampling_faults(device: torch.device, is_keyed: bool) -> list[str]:
     faults = []
     if not is_keyed and (expanded := _expand_floats(device)) is not None:
         faults.append(expanded)
-    for label, top_p in (("temperature", 1.0), ("top-p", 0.85)):
+    for label, top_p in SETTINGS:
         metadata = _settings(device, top_p)
         if is_keyed:
             output = _keyed_sample(_drafts(0), metadata)
             if not torch.equal(output, _keyed_sample(_drafts(1), metadata)):
                 faults.append(f"tokens sampled with {label} depend on the drafts")
         else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with _seeded(device):
                 output = _vllm_sample(_drafts(0).to(device), metadata)
-        sigma = _worst_deviation(output, top_p)
+        sigma = worst_deviation(output, top_p)
         if not sigma < MAX_SIGMA:
             faults.append(f"sampling with {label} is off by {sigma:.0f} standard errors")
     return faults
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """Seed the device's random numbers for a while, and give it back its own state.
+
+    Engines whose self-test left the same state behind would draw from the same noise.
+    """
+    generator = torch.default_generator
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        index = module.current_device() if device.index is None else device.index
+        generator = module.default_generators[index]
+    state = generator.get_state()
+    generator.manual_seed(0)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _expand_floats(device: torch.device) -> str | None:
@@ -85,7 +107,7 @@ def _settings(device: torch.device, top_p: float) -> Any:
     )
 
 
-def _worst_deviation(tokens: torch.Tensor, top_p: float) -> float:
+def worst_deviation(tokens: torch.Tensor, top_p: float) -> float:
     """Return the largest deviation of a token's frequency, in standard errors."""
     scaled = (torch.tensor(LOGITS) / TEMPERATURE).softmax(-1)
     kept = scaled.cumsum(-1) - scaled < top_p
@@ -96,8 +118,8 @@ def _worst_deviation(tokens: torch.Tensor, top_p: float) -> float:
         if probability < 1e-9:
             worst = max(worst, math.inf if count else 0.0)
             continue
-        error = math.sqrt(probability * (1 - probability) / NUM_ROWS)
-        worst = max(worst, abs(count / NUM_ROWS - probability) / error)
+        error = math.sqrt(probability * (1 - probability) / len(tokens))
+        worst = max(worst, abs(count / len(tokens) - probability) / error)
     return worst
 
 

@@ -1,7 +1,7 @@
 """vLLM's weight-transfer API over shared memory: backend `tlt_shm`.
 
-The backend loads policy and drafter weights into all workers of a node, on GPUs too through the
-host's memory. vLLM's own `ipc` and `nccl` backends would use the same three calls.
+The backend loads policy and drafter weights into all workers of a node, through the host's memory.
+GPU engines take their policy from GPU to GPU instead (`device_transfer`).
 """
 
 from __future__ import annotations

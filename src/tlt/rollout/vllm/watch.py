@@ -61,7 +61,15 @@ class PolicyWatch:
         learner's before counts as differing if that is no longer possible.
         """
         self._source = source
-        self._seed, given = self._given() if self._whole else (0, {})
+        return self._expect(*self._given()) if self._whole else self._expect(0, {})
+
+    def expect_sent(self, seed: int, given: Mapping[str, Fingerprint]) -> list[str]:
+        """Expect a policy that came without a file; return the tensors that differ, as `expect`."""
+        self._source = Path()
+        return self._expect(seed, given) if self._whole else self._expect(0, {})
+
+    def _expect(self, seed: int, given: Mapping[str, Fingerprint]) -> list[str]:
+        self._seed = seed
         now = policy_fingerprint(self._model, self._dtype, self._seed)
         before, self._compared = self._compared, set()
         self._expected = dict(now)
@@ -80,7 +88,9 @@ class PolicyWatch:
         return sorted(n for n, print_ in self._expected.items() if not print_.same(now.get(n)))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the policy's source."""
+        """Yield the tensors of the policy's source; fail if the policy came without a file."""
+        if self._source == Path():
+            raise FileNotFoundError("the policy came from GPU to GPU; there is no file of it")
         if not self._source.is_dir():
             yield from read_weights(str(self._source))
             return

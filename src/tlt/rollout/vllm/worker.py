@@ -1,4 +1,9 @@
-"""Workers that switch the drafter per engine step, and report on themselves at start-up."""
+"""The part of our workers that the devices share: `cpu_worker` and `gpu_worker` mix it in.
+
+The worker records states, loads and watches weights, and reports on itself. What differs between
+vLLM's model runners is in `runner_v1` and `runner_v2`. This module must not import vLLM's CPU
+worker: that import patches torch for a machine without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from vllm.config import set_current_vllm_config
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+from tlt.errors import EngineError
 from tlt.node.weights import check_weights
-from tlt.rollout.vllm import compat, invariant, plugin, sampler, selftest
+from tlt.rollout.vllm import compat, plugin
 from tlt.rollout.vllm.missed import MissedDraws
-from tlt.rollout.vllm.proposer import SwitchingProposer
+from tlt.rollout.vllm.receive import ReceivesPolicy
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
 from tlt.rollout.vllm.watch import PolicyWatch
@@ -26,30 +30,39 @@ from tlt.states.writer import StateWriter
 logger = logging.getLogger(__name__)
 
 
-class _Adaptive:
-    """The part that the workers of every device share, mixed in before vLLM's class."""
+class AdaptiveWorker(ReceivesPolicy):
+    """A worker that switches the drafter per engine step, mixed in before vLLM's class."""
 
     def init_device(self) -> None:
-        super().init_device()  # type: ignore[misc]
-        self._look_into_history()
-        speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
-        if speculative is None or speculative.method != "eagle3":
-            return
-        runner = self.model_runner  # type: ignore[attr-defined]
-        if not hasattr(runner, "drafter"):
-            return  # not the last pipeline stage, or vLLM's V2 runner: only draft lengths switch
-        settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
-        # The runner has built vLLM's EAGLE proposer but loaded nothing into it yet.
-        runner.drafter = SwitchingProposer(
-            self.vllm_config,  # type: ignore[attr-defined]
-            runner.device,
-            runner,
-            settings.get("ngram"),
-            settings.get("drafter_state_bytes", 0),
-        )
+        self._runner = self._make_runner()
+        with self._runner.installing():
+            super().init_device()  # type: ignore[misc]
+        self._runner.install(self.model_runner)  # type: ignore[attr-defined]
+
+    def _make_runner(self) -> Any:
+        """Return our side of the model runner that vLLM is about to build."""
+        expected = self.vllm_config.additional_config[CONFIG_KEY]["runner"]  # type: ignore[attr-defined]
+        actual = "v2" if self.use_v2_model_runner else "v1"  # type: ignore[attr-defined]
+        if actual != expected:
+            raise EngineError(
+                f"vLLM runs this model on its model runner {actual}, and the engine was set up for "
+                f"{expected}; set VLLM_USE_V2_MODEL_RUNNER={int(actual == 'v2')}"
+            )
+        return self._make_v2() if actual == "v2" else self._make_v1()
+
+    def _make_v1(self) -> Any:
+        from tlt.rollout.vllm.runner_v1 import RunnerV1
+
+        return RunnerV1(self.vllm_config)  # type: ignore[attr-defined]
+
+    def _make_v2(self) -> Any:
+        from tlt.rollout.vllm.runner_v2 import RunnerV2
+
+        return RunnerV2(self.vllm_config)  # type: ignore[attr-defined]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._runner.loaded()
         self._renew_drafter()
         parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
         model_config = self.vllm_config.model_config  # type: ignore[attr-defined]
@@ -62,61 +75,22 @@ class _Adaptive:
         )
         self._watch.expect(Path(model_config.model))
 
-    @property
-    def _draft_model(self) -> Any:
-        """The draft model of either of vLLM's model runners; None without one."""
-        runner = self.model_runner  # type: ignore[attr-defined]
-        drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-        model = getattr(drafter, "model", None)
-        return model if isinstance(model, torch.nn.Module) else None
-
     def _renew_drafter(self) -> None:
         """Copy the modules that the drafter's checkpoint lacks from the policy."""
-        if (drafter := self._draft_model) is not None:
+        if (drafter := self._runner.draft_model) is not None:
             compat.copy_policy_into_drafter(self.get_model(), drafter)  # type: ignore[attr-defined]
-
-    def _look_into_history(self) -> None:
-        """Replace vLLM's n-gram proposer in an engine without a draft model."""
-        speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
-        runner = self.model_runner  # type: ignore[attr-defined]
-        ngram = self.vllm_config.additional_config[CONFIG_KEY].get("ngram")  # type: ignore[attr-defined]
-        if not ngram or not ngram["history_tokens"] or not hasattr(runner, "drafter"):
-            return
-        if speculative.method == "ngram":
-            from tlt.rollout.vllm.lookup import HistoryProposer
-
-            matches = {
-                "min_match": speculative.prompt_lookup_min,
-                "max_match": speculative.prompt_lookup_max,
-            }
-            runner.drafter = HistoryProposer(
-                self.vllm_config,  # type: ignore[attr-defined]
-                runner,
-                ngram | matches,
-            )
-
-    def _history_lookup(self) -> Any:
-        """Return the proposer that looks n-grams up in a history of samples; None without one."""
-        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        lookup = getattr(drafter, "ngram", drafter)
-        return lookup if hasattr(lookup, "history") else None
 
     def tlt_forget_history(self) -> None:
         """Forget the history of samples."""
-        if (lookup := self._history_lookup()) is not None:
-            lookup.forget()
+        self._runner.forget_history()
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        if isinstance(drafter, SwitchingProposer):
-            drafter.drafter = getattr(scheduler_output, "tlt_drafter", "eagle3")
-            drafter.missed.forget(scheduler_output.finished_req_ids)
-        if (lookup := self._history_lookup()) is not None:
-            lookup.requests_ended(scheduler_output.finished_req_ids - self._rechecks)
+        self._runner.begin_step(scheduler_output, self._rechecks)
         self._rechecks -= scheduler_output.finished_req_ids
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if self._recorder is not None:
             self._record(scheduler_output)
+        self._runner.end_step()
         return output
 
     # --- samples generated again without drafts -----------------------------------------------
@@ -142,25 +116,19 @@ class _Adaptive:
     _writer: StateWriter | None = None
 
     def tlt_capture(self, settings: dict[str, Any]) -> None:
-        """Store the hidden states of all later samples in the buffer of this node."""
+        """Store the hidden states of all later samples in the buffer of this node.
+
+        All tensor-parallel ranks compute the same states. One rank stores them.
+        """
+        if get_tensor_model_parallel_rank() > 0:
+            return
         block_size = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
         self._recorder = StateRecorder(block_size)
         self._writer = StateWriter(SampleBuffer(BufferSettings(**settings)))
 
     def _record(self, scheduler_output: Any) -> None:
-        """Record the states that vLLM's runner holds between forward pass and sampling."""
-        runner = self.model_runner  # type: ignore[attr-defined]
-        state = runner.execute_model_state
-        if state is None or state.aux_hidden_states is None:
-            return
-        assert self._recorder is not None
         try:
-            self._recorder.record(
-                runner.input_batch,
-                scheduler_output.num_scheduled_tokens,
-                state.aux_hidden_states,
-                state.hidden_states,
-            )
+            self._runner.record(self._recorder, scheduler_output)
         except Exception:
             self._give_recording_up()
 
@@ -173,7 +141,8 @@ class _Adaptive:
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
     ) -> int:
         """Store or drop the states of an ended request; return the number of stored samples."""
-        assert self._writer is not None
+        if self._writer is None:
+            return 0
         try:
             captured = self._recorder.take(request_id, token_ids) if self._recorder else None
             if captured is not None and sample_id is not None:
@@ -184,22 +153,20 @@ class _Adaptive:
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """Return what this process runs; the engine asks every worker before the first request."""
-        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        is_keyed = isinstance(self.model_runner.sampler, sampler.KeyedSampler)  # type: ignore[attr-defined]
         return {
             "plugin": plugin.active,
             "vllm": compat.vllm_version(),
             "fixes": compat.applied(),
-            "proposer": type(drafter).__name__ if drafter is not None else None,
-            "sampler": type(self.model_runner.sampler).__name__,  # type: ignore[attr-defined]
-            "faults": selftest.sampling_faults(self.device, is_keyed) if self_test else [],  # type: ignore[attr-defined]
+            "proposer": self._runner.proposer,
+            "sampler": self._runner.sampler,
+            "faults": self._runner.sampling_faults() if self_test else [],
             "drafter_faults": self._drafter_faults(),
             "policy_faults": self._watch.differing(),
             "compared_tensors": self._watch.num_compared,
         }
 
     def _drafter_faults(self) -> list[str]:
-        drafter = self._draft_model
+        drafter = self._runner.draft_model
         policy = self.get_model()  # type: ignore[attr-defined]
         return [] if drafter is None else compat.drafter_faults(policy, drafter)
 
@@ -259,41 +226,6 @@ class _Adaptive:
 
     def _drop_states(self) -> None:
         """Drop kept inputs and states. Between rollouts, the last requests are still known here."""
-        drafter = getattr(self.model_runner, "drafter", None)  # type: ignore[attr-defined]
-        if isinstance(drafter, SwitchingProposer):
-            drafter.missed.clear()
+        self._runner.drop_inputs()
         if self._recorder is not None:
             self._recorder.clear()
-
-
-class AdaptiveCPUWorker(_Adaptive, CPUWorker):
-    """One engine process on CPU cores."""
-
-    def init_device(self) -> None:
-        super().init_device()
-        config = self.vllm_config
-        if not compat.skips("keyed"):
-            sampler.install(self.model_runner, config.speculative_config, config.model_config.seed)
-        if self._is_invariant:
-            invariant.prepare(self.model_runner)
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        if self._is_invariant:
-            invariant.pad_head(self.get_model())
-
-    @property
-    def _is_invariant(self) -> bool:
-        """Whether logits must not depend on the batch: only float32 is exact enough to tell."""
-        return self.vllm_config.model_config.dtype == torch.float32
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        output = super().execute_model(scheduler_output)
-        # vLLM made a generator for every request with a seed. The keyed sampler needs none, and
-        # vLLM 0.32 fails on a generator whose request still has a part of its prompt to come.
-        self.model_runner.input_batch.generators.clear()
-        return output
-
-
-class AdaptiveGPUWorker(_Adaptive, Worker):
-    """One engine process on a GPU."""

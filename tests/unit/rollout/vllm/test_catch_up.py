@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tlt.rollout.vllm.catch_up import MissedInputs
+from tlt.rollout.vllm.catch_up import Missed, MissedInputs, sequences
 
 WIDTH = 4
 ROW_BYTES = 8 + 4 + WIDTH * 4
@@ -90,3 +90,19 @@ def test_batches_lose_and_repeat_nothing(seed: int) -> None:
             wanted = {name: expected.pop(name) for name in names if name in expected}
             assert taken(missed, names, max_rows=18) == wanted
     assert taken(missed, list("abcdef"), max_rows=18) == expected
+
+
+def test_rows_pose_as_short_sequences() -> None:
+    owner_T = np.array([0, 0, 0, 0, 0, 2, 3, 3])
+    row_T = torch.arange(8)
+    missed = Missed(owner_T, row_T, row_T + 100, row_T[:, None].float())
+    parts = list(sequences(missed, max_rows=2, max_sequences=3))
+    assert [part.position_T.tolist() for part, _, _ in parts] == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert [owner_S.tolist() for _, owner_S, _ in parts] == [[0, 0, 0], [2, 3]]
+    assert [start_S.tolist() for _, _, start_S in parts] == [[0, 2, 4, 5], [0, 1, 3]]
+    assert [part.token_T.tolist() for part, _, _ in parts] == [
+        [100, 101, 102, 103, 104],
+        [105, 106, 107],
+    ]
+    (whole,) = sequences(missed, max_rows=32, max_sequences=4)
+    assert whole[2].tolist() == [0, 5, 6, 8]

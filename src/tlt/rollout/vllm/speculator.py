@@ -1,0 +1,241 @@
+"""A speculator of vLLM's V2 runner that drafts with EAGLE-3, from history, or not at all.
+
+vLLM builds one speculator per engine. This one is its EAGLE speculator, and a subclass because
+vLLM's runner checks the type. `drafter` names who drafts in the current engine step; vLLM passes
+the number of drafts. The drafts stay on the device: vLLM's scheduler knows only their number.
+
+As on V1 (`proposer`), engine steps that only decode skip the draft model unless EAGLE-3 drafts. The
+speculator keeps the skipped inputs and fills the draft model's KV cache from them before the next
+EAGLE-3 draft (`catch_up`). V2 never tells the host which drafts were rejected, so the rows of
+rejected drafts are kept too, with position -1, and write nothing. So nothing here waits for the
+device. Engine steps with prompt tokens always run the draft model; V2 hands a resumed request over
+as a new one, which reads its text again as far as the prefix cache does not have it.
+
+Shapes: T rows (tokens of an engine step), B requests of the batch, A the width of the policy's
+states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+    init_attn_backend,
+)
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from tlt.contracts import DrafterName
+from tlt.rollout.vllm.catch_up import Missed, MissedInputs, sequences
+from tlt.rollout.vllm.draft_noise_v2 import KeyedDrafting
+from tlt.rollout.vllm.history_drafts import NgramDrafts
+
+
+class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
+    """EAGLE-3 and history in one engine. `drafter` drafts in the current engine step."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        history: NgramDrafts | None,
+        state_budget_bytes: int,
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self.drafter: DrafterName = "eagle3"  # vLLM's warm-up names none
+        self.history = history
+        self.missed = MissedInputs(state_budget_bytes)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(*args, **kwargs)
+        # Own builders, so that catch-up changes no buffer that a CUDA graph reads.
+        self._catch_up_groups, _, _ = init_attn_backend(
+            self.kv_cache_config,
+            self.attn_vllm_config,
+            self.device,
+            active_layer_names=self.draft_attn_layer_names,
+        )
+
+    def forget(self, request_ids: Collection[str]) -> None:
+        """Drop the skipped inputs of requests that ended."""
+        self.missed.forget(request_ids)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        def run(num_drafts: int | None) -> torch.Tensor:
+            return super(SwitchingSpeculator, self).propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                *args,
+                num_speculative_tokens=num_drafts,
+                **kwargs,
+            )
+
+        if num_speculative_tokens is None or kwargs.get("dummy_run"):
+            return run(num_speculative_tokens)  # vLLM's profiling, capture or warm-up
+        self.learn_noise(input_batch, num_sampled, last_sampled)
+        if self.drafter == "eagle3" and num_speculative_tokens > 0:
+            self.catch_up(input_batch)
+            return run(num_speculative_tokens)
+        if not self._skip(input_batch, aux_hidden_states, num_rejected, last_sampled):
+            run(0)
+        if self.noisy is not None:
+            self.noisy.forget(input_batch.idx_mapping)
+        if num_speculative_tokens > 0:
+            assert self.history is not None, "the strategy drafts n-grams the engine does not have"
+            self.history.draft(
+                input_batch, num_speculative_tokens, num_sampled, last_sampled, self.draft_tokens
+            )
+            self._write_logits(input_batch, num_speculative_tokens)
+        return self.draft_tokens[: input_batch.num_reqs]
+
+    def _write_logits(self, input_batch: Any, num_drafts: int) -> None:
+        """Give drafts from history one-hot logits where vLLM keeps those of the draft model."""
+        if self.draft_logits is None:
+            return
+        draft_BK = self.draft_tokens[: input_batch.num_reqs, :num_drafts]
+        logits_BKV = self.draft_logits.new_full((*draft_BK.shape, self.vocab_size), -torch.inf)
+        logits_BKV.scatter_(-1, draft_BK.unsqueeze(-1), 0.0)
+        self.draft_logits[input_batch.idx_mapping, :num_drafts] = logits_BKV
+
+    # --- skipping the draft model, and catch-up -------------------------------------------------
+
+    @property
+    def _can_skip(self) -> bool:
+        """Whether the keys and values of a position depend only on the inputs at that position."""
+        return (
+            self.missed.budget_bytes > 0
+            and len(self.draft_attn_layer_names) == 1
+            and not self.supports_mm_inputs
+            and self._reads_everything
+            and self.pcp_manager is None
+            and self.dp_size == self.dcp_size == 1
+        )
+
+    @property
+    def _reads_everything(self) -> bool:
+        """Whether the draft layer has no window, before which blocks may be another request's."""
+        (name,) = self.draft_attn_layer_names
+        (group,) = [g for g in self.kv_cache_config.kv_cache_groups if name in g.layer_names]
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {name: group.kv_cache_spec})
+        return isinstance(specs[name], FullAttentionSpec)
+
+    def _skip(
+        self,
+        batch: Any,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+    ) -> bool:
+        """Keep the draft model's inputs of this engine step; return False if the model must run."""
+        if batch.has_prefill or not aux_hidden_states or not self._can_skip:
+            return False
+        num_rows = batch.num_scheduled_tokens
+        num_tokens = batch.num_tokens
+        owner_T = self._to_device(np.repeat(np.arange(batch.num_reqs), num_rows))
+        last_B = batch.query_start_loc[1 : batch.num_reqs + 1] - 1 - num_rejected
+        token_T = batch.input_ids[:num_tokens].roll(-1)
+        token_T[last_B.long()] = last_sampled[batch.idx_mapping, 0].to(token_T.dtype)
+        row_T = torch.arange(num_tokens, device=self.device)
+        # All of these are copies, as they must be: vLLM reuses its tensors in the next engine step.
+        position_T = batch.positions[:num_tokens].where(row_T <= last_B[owner_T], -1)
+        state_TA = torch.cat([state[:num_tokens] for state in aux_hidden_states], -1)
+        kept = position_T, token_T, state_TA
+        if self.missed.add(batch.req_ids, num_rows, *kept):
+            return True
+        self.catch_up(batch)
+        return self.missed.add(batch.req_ids, num_rows, *kept)
+
+    def catch_up(self, batch: Any) -> None:
+        """Write the missing keys and values of the requests of this engine step."""
+        first_B = batch.positions[batch.query_start_loc[: batch.num_reqs].long()]
+        for missed in self.missed.take(batch.req_ids, self.max_num_tokens):
+            for part in sequences(missed, self._block_size, self.max_num_reqs):
+                self._write(first_B, *part)
+
+    @property
+    def _group(self) -> int:
+        """KV cache group of the draft model's one layer."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return next(
+            index
+            for index, group in enumerate(groups)
+            if self.draft_attn_layer_names & set(group.layer_names)
+        )
+
+    @property
+    def _block_size(self) -> int:
+        return int(self.block_tables.block_sizes[self._group])
+
+    def _write(self, first_B: torch.Tensor, missed: Missed, request_S: Any, start_S: Any) -> None:
+        """Run the draft model once, only for its keys and values.
+
+        Each row's position decides where they go; the result of the attention does not matter. So
+        rows pose as S sequences, each within the first block of the request that it names.
+
+        A resumed request computes its last positions again, from `first_B` on. This engine step or
+        a later one writes those; they may not even have a block yet.
+        """
+        num_rows = len(missed)
+        block_size = self._block_size
+        tables = self.block_tables.input_block_tables  # gathered for this batch
+        owner_T = self._to_device(missed.owner_T)
+        position_T = missed.position_T.clamp(min=0)
+        block_T = tables[self._group][owner_T, position_T // block_size].long()
+        slot_T = block_T * block_size + position_T % block_size
+        is_written_T = (missed.position_T >= 0) & (missed.position_T < first_B[owner_T])
+        slot_T.masked_fill_(~is_written_T, PAD_SLOT_ID)
+        slot_GT = slot_T.expand(len(tables), num_rows).contiguous()
+        starts = torch.from_numpy(start_S.astype(np.int32))
+        lengths = starts.diff()
+        longest = int(lengths.max())
+        metadata = build_attn_metadata(
+            attn_groups=self._catch_up_groups,
+            num_reqs=len(request_S),
+            num_tokens=num_rows,
+            query_start_loc_gpu=starts.to(self.device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            max_query_len=longest,
+            seq_lens=lengths.to(self.device, non_blocking=True),
+            max_seq_len=longest,
+            block_tables=[table[self._to_device(request_S)] for table in tables],
+            slot_mappings=slot_GT,
+            kv_cache_config=self.kv_cache_config,
+            seq_lens_cpu_upper_bound=lengths,
+            positions=position_T,
+            is_prefilling=torch.zeros(len(request_S), dtype=torch.bool),
+        )
+        self.input_buffers.input_ids[:num_rows] = missed.token_T
+        self.input_buffers.positions[:num_rows] = position_T
+        self.hidden_states[:num_rows] = self.model.combine_hidden_states(missed.state_TA)
+        slots = build_slot_mappings_by_layer(slot_GT, self.kv_cache_config)
+        self._run_model(num_rows, metadata, slots, None, CUDAGraphMode.NONE)
+
+    def _to_device(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,122 @@
+"""Samples are the same with and without drafts on vLLM's V2 runner, under Triton's interpreter.
+
+The engines are whole ones in float32. Prompts come in chunks, and the second run of a prompt reads
+its beginning from the prefix cache.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreter import InterpretedEngine
+from workloads import TINY_ARGS, random_prompts, seeded
+
+from tlt.config.rollout import EngineConfig, NgramConfig
+from tlt.contracts import Sample
+
+pytestmark = pytest.mark.vllm
+
+NUM_REQUESTS = 6
+MAX_TOKENS = 10
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "extra": {"min_tokens": 4}, "stop_token_ids": (5, 6, 7)},
+]
+SWITCHING = {
+    "kind": "random",
+    "arms": [["off", 0], ["eagle3", 1], ["eagle3", 3], ["ngram", 2]],
+    "seed": 1,
+}
+
+
+def start(tiny: Path, drafter: Path, *, is_async: bool, **speculative: Any) -> InterpretedEngine:
+    args: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "async_scheduling": is_async,
+    }
+    config = EngineConfig(
+        model=str(tiny),
+        drafter=str(drafter),
+        max_draft_tokens=3,
+        ngram=NgramConfig(min_match=1, max_match=3),
+        strategy={"kind": "off"},
+        kv_cache_gib=0.1,
+        core_group=f"lossless-v2-{is_async}-{len(speculative)}",
+        engine_args=TINY_ARGS | args | {"speculative_config": speculative},
+    )
+    engine = InterpretedEngine(config)
+    report = engine.start()
+    assert report["faults"] == []
+    assert report["proposer"] == "SwitchingSpeculator"
+    expected = "RejectionSampler" if speculative else "KeyedVerifier"
+    assert report["sampler"] == expected
+    return engine
+
+
+def samples_of(engine: InterpretedEngine, strategy: dict[str, Any]) -> list[Sample]:
+    engine.call("set_strategy", strategy)
+    work = seeded(random_prompts(NUM_REQUESTS, seed=5), SETTINGS, MAX_TOKENS)
+    engine.call("submit", work)
+    return engine.collect([request.sample_id for request in work])
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, tiny_drafter: Path) -> Iterator[InterpretedEngine]:
+    engine = start(tiny, tiny_drafter, is_async=False)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def reference(engine: InterpretedEngine) -> list[Sample]:
+    return samples_of(engine, {"kind": "off"})
+
+
+def check_equal(engine: InterpretedEngine, reference: list[Sample]) -> None:
+    before = engine.stats()
+    samples = samples_of(engine, SWITCHING)
+    after = engine.stats()
+    accepted = after.accepted_tokens - before.accepted_tokens
+    assert accepted > 3
+    assert after.draft_tokens - before.draft_tokens - accepted > 3
+    assert [s.token_ids for s in samples] == [s.token_ids for s in reference]
+    for sample, other in zip(samples, reference, strict=True):
+        assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.gate
+def test_same_samples_while_drafters_and_draft_lengths_switch(
+    engine: InterpretedEngine, reference: list[Sample]
+) -> None:
+    assert len({s.token_ids for s in reference}) == NUM_REQUESTS
+    check_equal(engine, reference)
+
+
+def test_same_samples_with_asynchronous_scheduling(
+    reference: list[Sample], tiny: Path, tiny_drafter: Path
+) -> None:
+    """The engine runs a step ahead of the tokens; without drafts it gives the same samples too."""
+    engine = start(tiny, tiny_drafter, is_async=True)
+    check_equal(engine, reference)
+    engine.close()
+
+
+def test_block_verification_keeps_vllms_sampler(
+    reference: list[Sample], tiny: Path, tiny_drafter: Path
+) -> None:
+    """Allowed, because the distribution is right: the start-up self-test has passed.
+
+    Greedy samples are the same, and sampled ones depend on the drafts.
+    """
+    engine = start(tiny, tiny_drafter, is_async=False, rejection_sample_method="block")
+    samples = samples_of(engine, {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3})
+    engine.close()
+    same = [a.token_ids == b.token_ids for a, b in zip(samples, reference, strict=True)]
+    assert same[0]
+    assert not all(same)

@@ -1,0 +1,391 @@
+"""The keyed sampler of vLLM's V2 runner, under Triton's interpreter, on logits made up here.
+
+The kernels are vLLM's. Two of them need help to run in the interpreter (`interpreter`): top-p and
+top-k convert the index of a loop, and the ratio test with probabilities of drafts calls `log1p`.
+What a GPU compiles from the kernels has never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import noise_v2
+import pytest
+from interpreter import interpreted
+
+pytestmark = pytest.mark.vllm
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"temperature": 0.7, "top_k": 30, "top_p": 0.8},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"min_tokens": 3, "stop_token_ids": list(range(4, 60))},
+    {"bad_words_token_ids": [[7], [11, 12]]},
+    {"logit_bias": {3: 4.0, 9: -3.0}},
+    {"allowed_token_ids": list(range(40))},
+    {"min_p": 0.1},
+]
+
+
+# --- equality -------------------------------------------------------------------------------------
+
+
+def compare_rows() -> dict[str, Any]:
+    """Return what drafts change in the tokens, log-probabilities and number of steps."""
+    import torch
+    from sampler_v2_rows import MAX_DRAFTS, VOCAB, Desk, oracle
+
+    found: dict[str, Any] = {}
+    modes = {"raw_logprobs": SETTINGS, "processed_logprobs": SETTINGS[2:4]}
+    for mode, settings in modes.items():
+        plain, drafting = Desk(settings, logprobs_mode=mode), Desk(settings, logprobs_mode=mode)
+        expected = plain.generate(None)
+        drafts = oracle(expected, drafting.slots(), seed=0, share=0.7)
+        drafting.draft_logits = torch.randn(len(settings), MAX_DRAFTS, VOCAB)
+        tokens = drafting.generate(drafts, random.Random(0))
+        found[mode] = {
+            "differing": [s for s, a, b in zip(settings, expected, tokens, strict=True) if a != b],
+            "logprobs": [(plain.logprobs[s], drafting.logprobs[s]) for s in plain.slots()],
+            "num_accepted": drafting.num_accepted,
+        }
+    # vLLM's own rule, with two sets of drafts.
+    expected = Desk(SETTINGS[1:3]).generate(None)
+    own = []
+    for share in (0.0, 1.0):
+        desk = Desk(SETTINGS[1:3], keyed=False)
+        own.append(desk.generate(oracle(expected, desk.slots(), seed=0, share=share)))
+    found["ratio test depends on drafts"] = own[0] != own[1]
+    found["drawn"] = drawn_by_the_kernel()
+    found["drafts"] = drafts_with_noise()
+    return found
+
+
+def drafts_with_noise() -> dict[str, Any]:
+    """Return drafts of a drafter that knows the policy's logits, and of one that must learn."""
+    import torch
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from tlt.rollout.vllm.draft_noise_v2 import NoisyDrafts
+
+    noisy = NoisyDrafts(num_slots=3, num_places=2, device=torch.device("cpu"))
+    temperature, seeds = torch.full((3,), 0.7), torch.tensor([11, 12, 13])
+    slots, positions = torch.tensor([2, 0, -1]), torch.tensor([30, 50, 70])  # padded with -1
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3)) * 0.3
+
+    def draft(place: int) -> Any:
+        key = positions + place
+        place_ = torch.tensor(place)
+        return noisy.draw(logits, key, slots, temperature, seeds, place_, use_fp64=False)
+
+    policy = gumbel_sample(
+        logits, slots, temperature, seeds, positions, apply_temperature=True, is_drafting=False
+    )
+    found: dict[str, Any] = {"drafts": draft(0)[:2].tolist(), "policy": policy[:2].tolist()}
+    draft(1)
+    likeliest = logits.argmax(-1)[:2]
+    one = torch.tensor([1, 1])
+    # Drafts for other places than those of the draws teach nothing.
+    noisy.observe(slots[:2], positions[:2] + 1, one, likeliest)
+    found["elsewhere"] = noisy.right_LK.tolist()
+    noisy.observe(slots[:2], positions[:2], one, likeliest)
+    found["right"] = noisy.right_LK.tolist()
+    found["learned"], found["likeliest"] = draft(0)[:2].tolist(), likeliest.tolist()
+    found["second place"] = draft(1)[:2].tolist()
+    # Both drafts are accepted, and the token after them is drawn.
+    noisy.observe(slots[:2], positions[:2], one * 3, likeliest)
+    found["accepted"] = noisy.right_LK.tolist()
+    return found
+
+
+KEYS = [(seed, position) for seed in (0, 7, 2**62 + 5, 2**63 - 1) for position in (0, 3, 32_767)]
+
+
+def key_logits() -> Any:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(len(KEYS), 40)).astype(np.float32)
+
+
+def drawn_by_the_kernel() -> list[int]:
+    """Return the tokens that vLLM's kernel draws for `KEYS`."""
+    import torch
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    seeds, positions = (torch.tensor(numbers) for numbers in zip(*KEYS, strict=True))
+    drawn = gumbel_sample(
+        torch.from_numpy(key_logits()),
+        torch.arange(len(KEYS)),
+        torch.ones(len(KEYS)),
+        seeds,
+        positions,
+        apply_temperature=False,
+        is_drafting=False,
+    )
+    return drawn.tolist()
+
+
+def test_drafts_change_no_token_and_no_logprob() -> None:
+    """Every sampling setting, random parts of the requests per step, right and wrong drafts."""
+    found = interpreted(compare_rows)
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        assert found[mode]["differing"] == []
+        assert found[mode]["num_accepted"] > 3
+        for before, after in found[mode]["logprobs"]:
+            assert before
+            for (token, logprob, rank), (other, its, its_rank) in zip(before, after, strict=False):
+                assert (token, rank) == (other, its_rank)
+                assert its == pytest.approx(logprob, abs=1e-5)
+    assert found["ratio test depends on drafts"]
+    check_drafts(found["drafts"])
+    # The noise of `noise_v2`, which the next test examines, is that of the kernel.
+    seeds, positions = zip(*KEYS, strict=True)
+    assert noise_v2.draw(key_logits(), seeds, positions).tolist() == found["drawn"]
+
+
+def check_drafts(found: dict[str, Any]) -> None:
+    """A drafter with the policy's logits drafts the draw; levels that are right are used."""
+    assert found["drafts"] == found["policy"] != found["likeliest"]
+    assert found["elsewhere"] == [[0, 0], [0, 0], [0, 0]]
+    full, half, none = (level[0] for level in found["right"])
+    assert none == 2
+    assert none > max(full, half)
+    assert all(level[1] == 0 for level in found["right"])
+    assert found["learned"] == found["likeliest"]
+    # Both places of both requests were accepted, at the levels that drafted them.
+    assert found["accepted"][2][0] == pytest.approx(2 + 2, abs=0.1)
+    assert found["accepted"][0][1] == pytest.approx(2, abs=0.1)
+
+
+# --- distribution and self-test -------------------------------------------------------------------
+
+
+@pytest.mark.gate
+def test_draws_follow_the_distribution_and_are_independent() -> None:
+    """200,000 draws by V2's noise: seeds of samples, each at 20 positions."""
+    import numpy as np
+    from scipy.stats import chi2_contingency, chisquare
+
+    num_seeds, num_positions = 10_000, 20
+    rng = np.random.default_rng(1)
+    seeds = rng.integers(0, 2**63 - 1, num_seeds).repeat(num_positions)
+    positions = np.tile(np.arange(100, 100 + num_positions), num_seeds)
+    logits = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0])
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    tokens = noise_v2.draw(np.tile(logits, (len(seeds), 1)), seeds, positions)
+    counts = np.bincount(tokens, minlength=len(logits))
+    assert chisquare(counts, probabilities * len(tokens)).pvalue > 1e-4
+    # The test finds a temperature that is off by 2%.
+    other = np.exp(logits / 1.02) / np.exp(logits / 1.02).sum()
+    assert chisquare(counts, other * len(tokens)).pvalue < 1e-4
+    by_sample = tokens.reshape(num_seeds, num_positions)
+    pairs = {
+        "next position": (by_sample[:, :-1], by_sample[:, 1:]),
+        "next sample": (by_sample[:-1], by_sample[1:]),
+    }
+    for name, (one, two) in pairs.items():
+        table = np.zeros((6, 6))
+        np.add.at(table, (one.ravel(), two.ravel()), 1)
+        assert chi2_contingency(table).pvalue > 1e-4, name
+
+
+def self_test_results(num_requests: int) -> dict[str, list[str]]:
+    """Return the faults that the self-test finds in good samplers and in bad ones."""
+
+    import torch
+    import vllm.v1.worker.cpu.shm  # noqa: F401  pinned memory without a device
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    from tlt.rollout.vllm import sampler_v2 as sampler_module
+    from tlt.rollout.vllm import selftest_v2 as selftest_module
+
+    sampler_v2: Any = sampler_module
+    selftest_v2: Any = selftest_module
+    device = torch.device("cpu")
+
+    def faults(*args: Any) -> list[str]:
+        return selftest_v2.sampling_faults(selftest_v2.stand_in(device, *args))
+
+    found = {"keyed": faults()}
+    selftest_v2._NUM_INTERPRETED = num_requests
+    selftest_v2.SETTINGS = selftest_v2.SETTINGS[:1]
+    found["keyed, many"] = faults()
+    found["block"] = faults("block")
+    found["block, sampled drafts"] = faults("block", True)
+    accept = sampler_v2.accept
+
+    def trusting(drawn: Any, inputs: Any, *others: Any) -> Any:
+        tokens, num = accept(drawn, inputs, *others)
+        tokens[:, 0] = inputs.view(len(tokens), -1)[:, 1]
+        return tokens, num
+
+    def refusing(*args: Any) -> Any:
+        tokens, num = accept(*args)
+        return tokens, torch.ones_like(num)
+
+    for broken in (trusting, refusing):
+        sampler_v2.accept = broken
+        found[broken.__name__] = faults()
+    sampler_v2.accept = accept
+
+    def with_the_noise_of_the_draw(rows: Any) -> Any:
+        """Return drafts that the drafter draws with the policy's noise."""
+        logits = torch.tensor(rows._draft_logits()).repeat(len(rows._logits_RV), 1)
+        states = rows._sampler.sampling_states
+        drafts = gumbel_sample(
+            logits,
+            rows._slot_R,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            rows._position_R,
+            apply_temperature=True,
+            is_drafting=False,
+        )
+        return drafts.view(num_requests, -1)[:, :-1]
+
+    selftest_v2._Rows.drafts = with_the_noise_of_the_draw
+    found["keyed, shared noise"] = faults("standard", True)
+    return found
+
+
+def test_the_self_test_passes_good_samplers_and_finds_faults() -> None:
+    """Keyed and block sampling follow the distribution, also with noise shared by the drafts.
+
+    That shared noise is wrong under the ratio test takes more draws than the interpreter can make;
+    `test_sampler.py` shows it.
+    """
+    found = interpreted(self_test_results, 160)
+    for good in ("keyed", "keyed, many", "block", "block, sampled drafts", "keyed, shared noise"):
+        assert found[good] == [], good
+    assert any("depend on the drafts" in fault for fault in found["trusting"])
+    assert any("are rejected" in fault for fault in found["refusing"])
+
+
+# --- without the interpreter ----------------------------------------------------------------------
+
+
+def test_vllm_calls_the_verifier_as_we_expect() -> None:
+    """By contract: the method that we replace, and the one that we call, are vLLM's."""
+    from vllm.v1.sample.ops import topk_topp_triton
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    from tlt.rollout.vllm.sampler_v2 import KeyedVerifier
+
+    theirs = inspect.signature(RejectionSampler._verify).parameters
+    assert list(inspect.signature(KeyedVerifier._verify).parameters) == list(theirs)
+    assert "self._verify(" in inspect.getsource(RejectionSampler._verify_in_chunks)
+    # The rejection sampler hands over what the plain sampler draws from.
+    drawing = list(inspect.signature(Sampler.sample).parameters)
+    assert drawing[:9] == [
+        *("self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos"),
+        *("input_ids", "expanded_local_pos", "seq_lens_upper_bound_np"),
+    ]
+    assert "input_batch.positions[input_batch.logits_indices]" in inspect.getsource(
+        Sampler.__call__
+    )
+    source = inspect.getsource(topk_topp_triton.apply_top_k_top_p_triton)
+    assert "batch_size <= _SPLIT_MAX_BATCH" in source
+
+
+def made_up_runner(method: str = "standard", kind: Any = None) -> Any:
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    sampler = Sampler.__new__(kind or Sampler)
+    sampler.use_flashinfer = sampler.use_xpu_sampler = True
+    speculative = SimpleNamespace(
+        num_speculative_tokens=3,
+        enable_adaptive_verification=False,
+        rejection_sample_method=method,
+    )
+    runner = SimpleNamespace(
+        sampler=sampler,
+        rejection_sampler=RejectionSampler(sampler, speculative, "cpu"),
+        speculative_config=speculative,
+        speculator=SimpleNamespace(shares_noise=False),
+        device="cpu",
+    )
+    speculator = runner.speculator
+    speculator.share_noise = lambda: setattr(speculator, "shares_noise", True)
+    return runner
+
+
+def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample.ops import topk_topp_triton
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    from tlt.errors import ConfigError
+    from tlt.rollout.vllm.sampler_v2 import KeyedVerifier, install
+
+    monkeypatch.setattr(topk_topp_triton, "_SPLIT_MAX_BATCH", 64)
+    left_alone = [made_up_runner("block")]
+    monkeypatch.setenv("TLT_COMPAT_SKIP", "keyed")
+    left_alone.append(made_up_runner())
+    install(left_alone[1])
+    monkeypatch.delenv("TLT_COMPAT_SKIP")
+    install(left_alone[0])
+    for runner in left_alone:
+        assert not isinstance(runner.rejection_sampler, KeyedVerifier)
+        assert runner.sampler.use_flashinfer
+        # Shared noise is wrong under vLLM's rules.
+        assert not runner.speculator.shares_noise
+    assert topk_topp_triton._SPLIT_MAX_BATCH == 64
+
+    runner = made_up_runner()
+    for _ in range(2):
+        install(runner)
+        assert isinstance(runner.rejection_sampler, KeyedVerifier)
+        # Fused samplers draw from streams of random numbers.
+        assert not runner.sampler.use_flashinfer
+        assert not runner.sampler.use_xpu_sampler
+        assert runner.speculator.shares_noise
+    assert topk_topp_triton._SPLIT_MAX_BATCH == 0
+    without_drafts = made_up_runner()
+    without_drafts.rejection_sampler = without_drafts.speculative_config = None
+    install(without_drafts)
+    assert without_drafts.rejection_sampler is None
+    assert not without_drafts.sampler.use_flashinfer
+
+    class Watermarking(Sampler):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ConfigError, match="Watermarking"):
+        install(made_up_runner(kind=Watermarking))
+    # Without speculation, every setting of vLLM is allowed.
+    without_drafts = made_up_runner(kind=Watermarking)
+    without_drafts.rejection_sampler = without_drafts.speculative_config = None
+    install(without_drafts)
+    assert without_drafts.sampler.use_flashinfer
+
+
+@pytest.mark.gate
+def test_acceptance_by_equality() -> None:
+    """Against a loop over made-up rows; -1 is never accepted."""
+    import torch
+
+    from tlt.rollout.vllm.sampler_v2 import accept
+
+    rng = random.Random(0)
+    for _ in range(200):
+        counts = [rng.randint(1, 4) for _ in range(rng.randint(1, 5))]
+        drawn = [rng.randrange(2) for _ in range(sum(counts))]
+        inputs = [rng.choice([0, 1, 0, 1, -1]) for _ in drawn]
+        ends = torch.tensor([0, *counts]).cumsum(0).int()
+        tokens, num = accept(torch.tensor(drawn), torch.tensor(inputs).int(), ends, 4)
+        assert tokens.shape == (len(counts), 4)
+        assert num.dtype == torch.int32
+        for row, count in enumerate(counts):
+            first = int(ends[row])
+            expected = [drawn[first]]
+            while len(expected) < count and inputs[first + len(expected)] == expected[-1]:
+                expected.append(drawn[first + len(expected)])
+            assert tokens[row, : int(num[row])].tolist() == expected

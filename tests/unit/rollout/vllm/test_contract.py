@@ -1,0 +1,135 @@
+"""Everything that the plug-in uses of vLLM exists in the CUDA wheel and in the installed vLLM.
+
+The committed contract holds the signatures of the CUDA wheel, which does not run on a machine
+without a GPU. All sides are read as sources: nothing is imported, and no engine starts.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from contract.make import CONTRACT, VERSION, read
+from contract.sources import Sources
+from contract.uses import uses
+
+RENEW = "run `python tests/contract/make.py` and read the difference"
+
+
+@pytest.fixture(scope="module")
+def installed() -> tuple[dict[str, str], list[str]]:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    return read(Path(spec.submodule_search_locations[0]).parent)
+
+
+@pytest.fixture(scope="module")
+def contract() -> dict[str, str]:
+    content = json.loads(CONTRACT.read_text())
+    assert content["vllm"] == VERSION
+    assert content["source"].endswith(".whl"), f"not from the CUDA wheel: {RENEW}"
+    names: dict[str, str] = content["names"]
+    return names
+
+
+Read = tuple[dict[str, str], list[str]]
+
+
+def test_nothing_is_used_that_is_not_in_the_contract(
+    installed: Read, contract: dict[str, str]
+) -> None:
+    assert sorted(installed[0].keys() - contract.keys()) == [], RENEW
+
+
+def test_nothing_is_in_the_contract_that_is_not_used(
+    installed: Read, contract: dict[str, str]
+) -> None:
+    assert sorted(contract.keys() - installed[0].keys()) == [], RENEW
+
+
+def test_signatures_of_the_installed_vllm_are_those_of_the_cuda_wheel(
+    installed: Read, contract: dict[str, str]
+) -> None:
+    names, _ = installed
+    assert {n: (t, names[n]) for n, t in contract.items() if names.get(n, t) != t} == {}
+
+
+def test_our_calls_and_overrides_fit(installed: Read) -> None:
+    assert installed[1] == []
+
+
+def test_the_contract_holds_all_kinds_of_use(contract: dict[str, str]) -> None:
+    """One name of each kind that the walk must find."""
+    gpu_worker = "vllm.v1.worker.gpu_worker.Worker"
+    assert contract[f"{gpu_worker}.sleep"] == "(self, level: int=1) -> None"  # overridden
+    assert f"{gpu_worker}.start_draft_weight_update" in contract  # called on self, in a mixin
+    patched = "vllm.v1.worker.gpu.spec_decode.eagle.utils._should_share"
+    assert contract[patched].startswith("(eagle")
+    assert "vllm.v1.core.sched.output.SchedulerOutput.num_spec_tokens_to_schedule" in contract
+    assert "vllm.engine.arg_utils.EngineArgs.scheduler_cls" in contract  # a key of our arguments
+    assert "$VLLM_CPU_ATTN_SPLIT_KV" in contract
+
+
+SOURCE = """
+class Base:
+    def step(self, output, fast=False): ...
+    def stop(self): ...
+class Runner(Base):
+    def __init__(self, config):
+        self.batch: Batch = Batch()
+class Batch:
+    rows: int
+def start(runner, *, level=1): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("ours", "fault"),
+    [
+        ("from vllm.engine import missing", "imports vllm.engine.missing"),
+        ("from vllm import engine\nengine.missing()", "uses vllm.engine.missing"),
+        ("from vllm.engine import start\nstart(1, depth=2)", "calls start with ['depth']"),
+        ("from vllm.engine import start\nstart(1, 2)", "calls start with 2 of 1"),
+        ("from vllm.engine import start\nstart()", "calls start without ['runner']"),
+        ("from vllm.engine import Runner\nr = Runner(1)\nr.batch.columns", "uses 'columns'"),
+        ("from vllm.engine import Runner\nclass R(Runner):\n  def step(self): ...", "step takes"),
+        (
+            "from vllm.engine import Runner\nclass R(Runner):\n  def go(self): super().run()",
+            "uses 'run'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_found(tmp_path: Path, ours: str, fault: str) -> None:
+    vllm, plugin = tmp_path / "vllm", tmp_path / "plugin"
+    vllm.mkdir()
+    plugin.mkdir()
+    (vllm / "__init__.py").touch()
+    (vllm / "engine.py").write_text(SOURCE)
+    (plugin / "ours.py").write_text(ours)
+    found = uses(plugin, Sources(tmp_path))
+    assert len(found.faults) == 1
+    assert fault in found.faults[0]
+
+
+def test_names_are_listed_with_their_signatures(tmp_path: Path) -> None:
+    vllm, plugin = tmp_path / "vllm", tmp_path / "plugin"
+    vllm.mkdir()
+    plugin.mkdir()
+    (vllm / "__init__.py").write_text("from vllm.engine import Runner")
+    (vllm / "engine.py").write_text(SOURCE)
+    (plugin / "ours.py").write_text(
+        "from vllm import Runner\n"
+        "class Mixin:\n  def go(self): return self.batch.rows, self.stop()\n"
+        "class Ours(Mixin, Runner):\n  def step(self, output, fast=True): ...\n"
+    )
+    found = uses(plugin, Sources(tmp_path))
+    assert found.faults == []
+    assert found.names == {
+        "vllm.Runner": "class(Base)",
+        "vllm.engine.Runner.batch": ": Batch",
+        "vllm.engine.Batch.rows": ": int",
+        "vllm.engine.Runner.stop": "(self)",
+        "vllm.engine.Runner.step": "(self, output, fast=False)",
+    }
