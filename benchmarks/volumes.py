@@ -27,6 +27,7 @@ from typing import Any
 
 from tlt.config.train import TltConfig
 from tlt.contracts import Sample
+from tlt.harvest.release import moved_bytes, stop_timeout_s
 from tlt.harvest.rounds import EXPORT_S
 from tlt.observe.timeline import max_engine_spans
 from tlt.report.findings import SYNC_SHARE
@@ -99,7 +100,7 @@ class Assumed:
     gpu_hours_per_failure: float = assumed(50700, "Llama 3 report: 419 in 54 days on 16,384 GPUs")
     capture_gib: float = assumed(64, "of a node: configs/qwen2_5_32b_math_4nodes.toml")
     capture_tokens: int = assumed(8192, "of a sample: both recipes")
-    draft_vocab: int = assumed(32768, "assumed; without tlt.draft_vocab_size it is all of them")
+    draft_vocab: int = assumed(32768, "default for large vocabularies")
     publishes: float = assumed(1, "drafters published in a step: assumed")
     reward_s: float = assumed(0.03, "of one process: 'a few dozen ms' in the recipes")
     reward_workers: int = assumed(16, "reward.num_workers of the recipes")
@@ -270,7 +271,10 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
         "whole_drafter_bytes": FLOAT32 * model.drafter_parameters(model.vocab),
         "moment_bytes": 2 * drafter,
         "published_bytes": published,
-        "leaving_bytes": 4 * drafter + c["ends_bytes"],  # with gradients and moments
+        "leaving_bytes": moved_bytes(drafter // FLOAT32, averaged=True),
+        "stop_s": stop_timeout_s(
+            drafter // FLOAT32, averaged=True, end_bytes=int(c["ends_bytes"]), on_gpu=True
+        ),
         "waiting_bytes": c["engines_of_node"] * (2 * drafter + c["ends_bytes"]),
         "trainers": trainers,
         "gathered_bytes": gathered,
@@ -294,7 +298,6 @@ def of_records(c: Values, given: Assumed) -> Values:
 
 def shares(c: Values, given: Assumed) -> Values:
     """Return the used share of every limit."""
-    stop_s = TLT.stop_timeout_s
     leaving_s = c["leaving_bytes"] / given.host_copy_bytes_per_s if c["trainers"] else 0.0
     export_s = c["drafter_bytes"] / given.host_copy_bytes_per_s if c["trainers"] else 0.0
     if c["nodes"] > 1:
@@ -306,7 +309,7 @@ def shares(c: Values, given: Assumed) -> Values:
         "weights for other nodes: driver's host memory": c["shipping_bytes"] / given.node_bytes,
         "engines load weights: host memory": c["loading_bytes"] / given.node_bytes,
         f"weights to nodes: {SYNC_SHARE:.0%} of a step": c["sync_star_s"] / sync_s,
-        f"a trainer leaves its GPU: {stop_s:g} s": leaving_s / stop_s,
+        "a trainer leaves its GPU: time from its size": leaving_s / c["stop_s"],
         f"exports: {EXPORT_S:g} s": export_s / EXPORT_S,
         f"a drafter to all nodes: {SWAP_S:g} s": c["publish_star_s"] / SWAP_S,
         "the driver's Python: a step": c["driver_s"] / given.step_s,

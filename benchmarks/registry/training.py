@@ -23,6 +23,26 @@ figures(
     },
 )
 
+
+@table("learner_memory", "learner_memory")
+def learner_memory(d: Doc) -> Rows:
+    rows = [["case", "ranks", "tokens of a row", "tracker", "formula", "measured"]]
+    for name, case in d["cases"].items():
+        settings, tracked = case["settings"], case["tracked_bytes"]
+        measured = case.get("measured_bytes")
+        rows.append(
+            [
+                name.replace("_", " "),
+                str(settings["num_ranks"]),
+                count(settings["row_tokens"]),
+                f"{tracked / 2**30:.2f} GiB",
+                f"{case['formula_bytes'] / tracked - 1:+.1%}",
+                f"{measured / tracked - 1:+.1%}" if measured else "",
+            ]
+        )
+    return rows
+
+
 figures(
     "train_rollout",
     "train_rollout",

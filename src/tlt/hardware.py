@@ -6,7 +6,10 @@ This module imports only the standard library, because it is used before torch i
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +31,46 @@ def thread_environment() -> dict[str, str]:
 
 
 CPU_INFO = Path("/proc/cpuinfo")
+MEMORY_INFO = Path("/proc/meminfo")
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The memory of one node; None where it is not known."""
+
+    num_gpus: int | None
+    gpu_bytes: int | None
+    """Memory of its smallest GPU."""
+    host_bytes: int | None
+
+
+def this_machine() -> Machine:
+    """Return the memory of this machine, of its GPUs as the driver reports it."""
+    gpus = [int(line) * 2**20 for line in gpu_report("memory.total").split() if line.isdigit()]
+    return Machine(len(gpus) or None, min(gpus, default=None), _host_bytes())
+
+
+def gpu_report(fields: str) -> str:
+    """Return a line with these fields for every GPU, as nvidia-smi reports them; empty if none."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _host_bytes() -> int | None:
+    """Return the memory of this machine, or of the container that this process is in."""
+    try:
+        lines = MEMORY_INFO.read_text().splitlines()
+        total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        return min(total, int(MEMORY_LIMIT.read_text()))
+    except (OSError, ValueError):
+        return total
 
 
 def cpu_flags() -> frozenset[str]:

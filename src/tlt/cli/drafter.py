@@ -37,7 +37,10 @@ def train(
     budget_minutes: Annotated[float, typer.Option(help="Time budget of the whole command.")] = 20.0,
     draft_tokens: Annotated[int, typer.Option(help="Draft length to train for.")] = 4,
     draft_vocab: Annotated[
-        int | None, typer.Option(help="Size of the draft vocabulary; all tokens by default.")
+        int | None,
+        typer.Option(
+            help="Size of the draft vocabulary; by default all tokens, or 32,768 of many."
+        ),
     ] = None,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
     row_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 2048,

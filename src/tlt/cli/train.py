@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from tlt.cli.options import command_line, result_table
 from tlt.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tlt.config.train import TrainConfig
+    from tlt.run.memory import Place
 
 COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -43,11 +48,7 @@ def train(
     settings = written_out(load_config(TrainConfig, config, overrides or []))
     console = Console()
     if check:
-        from tlt.run.folder import RunFolder
-        from tlt.run.preflight import prepare
-
-        RunFolder(Path(settings.run.out)).check(settings, resume)
-        prepare(settings)
+        _check(console, settings, resume)
         console.print(f"[green]ok[/] {config}: {settings.run.num_steps} steps")
         return
     from tlt.run.launch import launch
@@ -68,6 +69,47 @@ def train(
     with progress_bar(console) as show:
         records = launch(settings, resume, command_line(), show, show_record)
     _report(console, settings.run.out, records)
+
+
+def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
+    from tlt.run.folder import RunFolder
+    from tlt.run.preflight import check_outline, prepare
+
+    RunFolder(Path(settings.run.out)).check(settings, resume)
+    places = check_outline(settings)
+    if places is None:
+        places = prepare(settings).memory
+    else:
+        console.print(
+            f"[yellow]only planned[/]: {settings.policy.model} holds a config.json and nothing "
+            "else; tokenizer, weights, data and reward were not checked",
+            **LINE,
+        )
+    if places:
+        console.print(_memory_table(places))
+    if any(place.capacity is None for place in places):
+        console.print(
+            "memory of ? GiB is not known here: describe a node with node.num_gpus, node.gpu_gib "
+            "and node.host_gib",
+            **LINE,
+        )
+
+
+def _memory_table(places: list[Place]) -> Table:
+    """Return the memory plan as a table, in GiB."""
+    gib = 2**30
+    table = result_table("memory plan, GiB (calculated)")
+    for heading in ("place", "need", "of", "parts"):
+        table.add_column(heading, justify="right" if heading in ("need", "of") else "left")
+    for place in places:
+        parts = ", ".join(f"{name} {size / gib:.1f}" for name, size in place.parts)
+        table.add_row(
+            place.name,
+            f"{place.need / gib:.1f}",
+            "?" if place.capacity is None else f"{place.capacity / gib:.1f}",
+            f"{parts}. {place.note}" if place.note else parts,
+        )
+    return table
 
 
 def _report(console: Console, out: str, records: list[dict[str, float]]) -> None:

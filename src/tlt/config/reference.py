@@ -26,6 +26,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("eval", train.EvalConfig),
     ("checkpoint", train.CheckpointConfig),
     ("placement", train.PlacementConfig),
+    ("node", train.NodeConfig),
     ("metrics", train.MetricsConfig),
     ("debug", train.DebugConfig),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,9 @@ class EngineConfig(EngineSettings):
     """Folder of the policy, in Hugging Face format."""
     capture: dict[str, Any] | None = None
     """Buffer of the node for hidden states of the engine's forward passes, as `BufferSettings`."""
+    weights: Literal["shared_memory", "ipc", "nccl"] = "shared_memory"
+    """How the policy reaches the engine: through a file in the node's shared memory, from a learner
+    on the same GPU, or from a learner on other GPUs."""
     core_group: str = CORE_GROUP
     """Engines of one group never share a core; engines of different groups may."""
 

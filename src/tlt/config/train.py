@@ -210,6 +210,21 @@ class PlacementConfig(Schema):
     kind: Literal["colocated", "separate"] = "colocated"
     """`colocated`: ranks and engines take turns on the same devices. `separate`: ranks have their
     own devices and compute updates while the tail of the rollout still runs."""
+    weights: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
+    """Transfer of the policy from learner to engines. `auto` takes `ipc` for engines and ranks on
+    the same GPUs, `nccl` for those on GPUs of their own, and `shared_memory` on CPUs."""
+
+
+class NodeConfig(Schema):
+    """One node of the cluster, for the memory plan; by default this machine. Set it to plan for
+    hardware that is not here."""
+
+    num_gpus: int | None = Field(default=None, ge=1, examples=[8])
+    """GPUs of a node."""
+    gpu_gib: float | None = Field(default=None, gt=0, examples=[79])
+    """Memory of one GPU in GiB; 79 for one that is sold as 80 GB."""
+    host_gib: float | None = Field(default=None, gt=0, examples=[1900])
+    """Host memory of a node in GiB."""
 
 
 class MetricsConfig(Schema):
@@ -248,7 +263,8 @@ class TltConfig(Schema):
     """Draft length to train for."""
     draft_vocab_size: int | None = Field(default=None, ge=16)
     """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default all
-    tokens. A drafter from `engine.drafter` keeps its own vocabulary."""
+    tokens, or 32,768 if the policy has more than 65,536. A drafter from `engine.drafter` keeps its
+    own vocabulary."""
     session_s: float = Field(default=10.0, gt=0)
     """Seconds of training between evaluations of the drafter; a better drafter is published."""
     held_out_tokens: int = Field(default=1024, ge=16)
@@ -257,8 +273,9 @@ class TltConfig(Schema):
     """Shortest predicted idle time, in seconds, for which a worker is leased."""
     lease_s: float = Field(default=60.0, gt=0)
     """Seconds after which a lease ends by itself; a worker that stays idle gets a new one."""
-    stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds a trainer may take to stop before it is killed."""
+    stop_timeout_s: float | None = Field(default=None, gt=0, examples=[2.0])
+    """Seconds a trainer may take to stop before it is killed; by default 2, and on GPUs also the
+    time in which its drafter and optimizer reach the host."""
     max_trainers: int = Field(default=8, ge=1)
     """Largest number of trainers at the same time."""
 
@@ -299,6 +316,7 @@ class TrainConfig(Schema):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    node: NodeConfig = Field(default_factory=NodeConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
 

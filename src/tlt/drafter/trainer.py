@@ -23,6 +23,7 @@ from tlt.drafter import vocabulary
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.loss import unrolled_loss
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.host_copies import HostCopies
 from tlt.drafter.passes import DraftPasses, Interrupted, ShouldStop, check_stop
 from tlt.drafter.row import Row
 from tlt.hardware import compute_dtype
@@ -93,11 +94,14 @@ class DrafterTrainer:
         )
         self._rng = random.Random(settings.seed)
         self._mean: dict[str, torch.Tensor] | None = None
+        self._policy = head_VH, embedding_VH
+        self._host_copies = HostCopies()
         self._use_draft_head()
 
     def follow(self, head_VH: torch.Tensor, embedding_VH: torch.Tensor) -> None:
         """Learn from this policy's head and embedding from now on."""
-        self.passes.follow(head_VH, embedding_VH)
+        self._policy = head_VH, embedding_VH
+        self.passes.follow(*(part.to(self.drafter.d2t.device) for part in self._policy))
         self._use_draft_head()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -107,15 +111,34 @@ class DrafterTrainer:
         self._use_draft_head()
 
     def move(self, device: torch.device) -> None:
-        """Move weights, optimizer and the policy's head and embedding to another device."""
-        if self.passes.device.type == device.type:
-            return
-        self.drafter.to(device)
+        """Move from the host to a device, with the policy's head and embedding."""
+        if self.passes.device.type != device.type:
+            self._hold(self._host_copies.send(self.moving_tensors(), device))
+            self.follow(*self._policy)
+
+    def park(self) -> None:
+        """Wait in host memory until the next `move`.
+
+        Gradients are dropped, and the policy's head and embedding are on the host already.
+        """
+        self.optimizer.zero_grad()
+        self._hold(self._host_copies.fetch(self.moving_tensors()))
+        self.follow(*self._policy)
+
+    def moving_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that move with the trainer, by flat names, without copying them."""
+        held = {name: t for name, t in self.tensors().items() if not name.endswith(".step")}
+        return held | {f"mean.{name}": t for name, t in (self._mean or {}).items()}
+
+    def _hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over tensors of `moving_tensors` that are on another device now."""
+        for name, tensor in self.drafter.state_dict(keep_vars=True).items():
+            tensor.data = tensors[f"drafter.{name}"]
+        for name, parameter in self.drafter.named_parameters():
+            state = self.optimizer.state[parameter]
+            state.update({k: tensors[f"optimizer.{name}.{k}"] for k in state if k != "step"})
         if self._mean is not None:
-            self._mean = {name: tensor.to(device) for name, tensor in self._mean.items()}
-        for state in self.optimizer.state.values():
-            state.update({k: v.to(device) for k, v in state.items() if k != "step"})
-        self.follow(self.passes.head_VH.to(device), self.passes.embedding_VH.to(device))
+            self._mean = {name: tensors[f"mean.{name}"] for name in self._mean}
 
     def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
         """Replace the draft vocabulary if these responses have drifted away from it.

@@ -18,6 +18,7 @@ from typing import Any
 
 from tlt.config.train import TltConfig
 from tlt.harvest.leases import Begin, End, Kill, Leases, LeaseSettings
+from tlt.harvest.release import STOP_S
 from tlt.harvest.rounds import (
     REST_S,
     Held,
@@ -48,13 +49,18 @@ class CoordinatorSettings:
     """False does all the work, but publishes nothing."""
 
 
-def coordinator_settings(tlt: TltConfig, publish: bool) -> CoordinatorSettings:
-    """Return the coordinator's part of a run's settings."""
+def coordinator_settings(
+    tlt: TltConfig, publish: bool, stop_timeout_s: float = STOP_S
+) -> CoordinatorSettings:
+    """Return the coordinator's part of a run's settings.
+
+    `stop_timeout_s` holds unless the run sets another.
+    """
     return CoordinatorSettings(
         leases=LeaseSettings(
             min_s=tlt.min_lease_s,
             lease_s=tlt.lease_s,
-            stop_timeout_s=tlt.stop_timeout_s,
+            stop_timeout_s=tlt.stop_timeout_s or stop_timeout_s,
             max_leases=tlt.max_trainers,
         ),
         session_s=tlt.session_s,

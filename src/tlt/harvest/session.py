@@ -131,6 +131,8 @@ class Harvest:
         self._forecast = TailForecast()
         self._asleep: set[str] = set()
         """Engines whose memory is the trainers'."""
+        self._moving: dict[str, asyncio.Lock] = {}
+        """Held while an engine falls asleep or wakes."""
         self._published: tuple[int, dict[str, torch.Tensor] | None, Any]
         self._published = first_version, None, None
         """Number, weights, and the weights as trainers get them; None are those of the start."""
@@ -185,23 +187,28 @@ class Harvest:
         """Let a worker be leased once it is free, and on a GPU once its engine's memory is free."""
         if (freeing := self._freeing.get(spell.worker)) is not None:
             await asyncio.shield(freeing)
-        if self._on_gpu and self._idle.get(spell.worker) is spell:
-            self._asleep.add(spell.engine)
-            await self._pool.call_engine(spell.engine, "sleep")
+        if self._on_gpu:
+            async with self._moving.setdefault(spell.engine, asyncio.Lock()):
+                if self._idle.get(spell.worker) is spell:
+                    self._asleep.add(spell.engine)
+                    await self._pool.call_engine(spell.engine, "sleep")
         if self._idle.get(spell.worker) is spell:  # not needed again meanwhile
             self._tell(lambda coordinator: coordinator.idle(spell.worker, spell.remaining_s))
 
     async def needed(self, engine: str, wake: bool = True) -> None:
-        """Call an engine's worker back; return when its device is free."""
+        """Call an engine's worker back; return when its device is free, and the engine awake."""
         worker = place_of(engine)
         if self._idle.pop(worker, None) is not None and worker not in self._freeing:
             self._freeing[worker] = asyncio.create_task(self._free(worker))
         if (freeing := self._freeing.get(worker)) is not None:
             await asyncio.shield(freeing)
-        if wake and engine in self._asleep:
-            self._asleep.discard(engine)
-            await self._pool.call_engine(engine, "wake")
-            await self._pool.refresh_drafter(engine)
+        if wake and self._on_gpu:
+            # Every caller waits: the engine may just be falling asleep, or waking for another one.
+            async with self._moving.setdefault(engine, asyncio.Lock()):
+                if engine in self._asleep:
+                    await self._pool.call_engine(engine, "wake")
+                    self._asleep.discard(engine)
+                    await self._pool.refresh_drafter(engine)
 
     async def _free(self, worker: str) -> None:
         """Free a worker within a limit: a coordinator that does not give it back is ended."""

@@ -91,7 +91,7 @@ class HarvestTrainer:
         """Leave the device to the engine."""
         if self._device.type == "cuda":
             self._held_out, self._published_lengths = None, None
-            self._trainer.move(torch.device("cpu"))
+            self._trainer.park()
             torch.cuda.empty_cache()
 
     def _ended(self, lease: int) -> bool:
@@ -109,7 +109,7 @@ class HarvestTrainer:
         if policy is not None:
             # With a new policy came new samples: evaluate on those.
             self._held_out, self._published_lengths = None, None
-            self._trainer.follow(*(t.to(self._device) for t in head_and_embedding(policy.blob)))
+            self._trainer.follow(*head_and_embedding(policy.blob))
         if published is not None:
             self._published = {name: tensor.clone() for name, tensor in published.blob.items()}
             self._published_lengths = None

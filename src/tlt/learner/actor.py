@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ import ray
 
 from tlt.learner.batch import TrainSample
 from tlt.node.cores import bind_process, claim_cores
-from tlt.node.weights import SharedWeights
+from tlt.node.weights import SharedWeights, file_bytes
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 from tlt.states.writer import StateWriter
@@ -56,6 +58,8 @@ class LearnerActor:
         self._plan = plan
         self._rank_index = rank
         self._rl_step = 0
+        self._sender: Any = None
+        """Sends the policy to engines on GPUs, once connected."""
 
     def _bind(self, ranks_here: int) -> None:
         """Claim cores for this rank and all its threads."""
@@ -129,20 +133,55 @@ class LearnerActor:
         self._rank.forget_logprobs()
 
     def publish(self, dtype: str, same_node: bool) -> Any:
-        """Return the whole policy from rank 0: a file in shared memory, or tensors to another node.
+        """Return the whole policy from rank 0: a file in shared memory, or its bytes.
 
-        All ranks must take part.
+        All ranks must take part. Afterwards each one leaves the memory that it no longer uses.
         """
         import torch
 
         weights = self._rank.full_weights(getattr(torch, dtype))
+        found = None
         if self._rank_index > 0:
             for _ in weights:
                 pass
-            return None
-        if same_node:
-            return str(SharedWeights(weights).path)
-        return [(name, tensor.cpu()) for name, tensor in weights]
+        else:
+            found = _hand_over(weights, same_node)
+        self.free_cache()
+        return found
+
+    def free_cache(self) -> None:
+        """Give the memory that torch keeps for later back to the device's other processes."""
+        if self._plan.on_gpu:
+            import torch
+
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def connect(self, route: Any, dtype: str) -> None:
+        """Connect this rank with engines, to send them the policy from GPU to GPU."""
+        import torch
+
+        if self._sender is not None:
+            self._sender.close()
+        rank, wire = self._rank, getattr(torch, dtype)
+        host = ray.util.get_node_ip_address()
+        self._sender = route.open(
+            self._rank_index,
+            host,
+            rank.shapes(),
+            wire,
+            lambda: rank.full_weights(wire),
+        )
+
+    def send(self, version: int, keep: tuple[str, ...], same_node: bool) -> Any:
+        """Send the policy to the connected engines; rank 0 returns the tensors named in `keep`.
+
+        All ranks must take part.
+        """
+        assert self._sender is not None
+        kept = self._sender.send(version, keep)
+        self.free_cache()
+        return _hand_over(kept, same_node) if self._rank_index == 0 else None
 
     def save_policy(self, folder: str, dtype: str) -> None:
         """Write the policy as a Hugging Face folder, from rank 0; all ranks must take part."""
@@ -185,3 +224,12 @@ class LearnerActor:
         """Make the buffer hold exactly what the checkpoint holds; None empties it."""
         if self._writer is not None:
             self._writer.buffer.restore_from(None if folder is None else Path(folder))
+
+
+def _hand_over(weights: Iterable[tuple[str, torch.Tensor]], same_node: bool) -> Any:
+    """Write weights for the driver: return the file on its node, or the bytes for another one."""
+    shared = SharedWeights(weights)
+    if same_node:
+        return str(shared.path)
+    with shared:
+        return file_bytes(str(shared.path))

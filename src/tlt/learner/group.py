@@ -21,8 +21,6 @@ from tlt.node.cluster import end_actors
 from tlt.node.weights import SharedWeights
 
 if TYPE_CHECKING:
-    import torch
-
     from tlt.learner.rank import UpdateReport
 
 
@@ -38,6 +36,8 @@ class LearnerGroup:
         self._place = place
         self._ranks: list[Any] = []
         self._nodes: list[str] = []
+        self._connected: Any = None
+        """Engines that the ranks are connected with, to send the policy from GPU to GPU."""
 
     async def start(self, restore: Path | None = None) -> list[int]:
         """Start all ranks from a checkpoint or from the model, and return their process ids."""
@@ -69,6 +69,7 @@ class LearnerGroup:
 
     async def stop(self) -> None:
         """End all ranks and wait until they hold no core and no memory."""
+        self._connected = None
         ranks, self._ranks = self._ranks, []
         await end_actors(ranks)
 
@@ -101,11 +102,31 @@ class LearnerGroup:
 
     # --- weights and checkpoints --------------------------------------------------------------
 
-    async def publish(self, dtype: str) -> SharedWeights | list[tuple[str, torch.Tensor]]:
-        """Return the current policy's weights for the engines."""
+    async def publish(self, dtype: str) -> SharedWeights:
+        """Return the current policy's weights for the engines, in this node's shared memory."""
         same_node = self._nodes[0] == ray.get_runtime_context().get_node_id()
-        weights = (await self._all("publish", dtype, same_node))[0]
-        return SharedWeights.adopt(weights) if same_node else weights
+        return await self._adopt((await self._all("publish", dtype, same_node))[0])
+
+    async def send(
+        self, route: Any, dtype: str, version: int, keep: Sequence[str]
+    ) -> SharedWeights:
+        """Send the policy to the engines of a route, and return the tensors named in `keep`."""
+        connected, self._connected = self._connected, None  # a connection that fails is lost
+        if route.engines != connected:
+            await self._all("connect", route, dtype)
+        same_node = self._nodes[0] == ray.get_runtime_context().get_node_id()
+        kept = (await self._all("send", version, tuple(keep), same_node))[0]
+        self._connected = route.engines
+        return await self._adopt(kept)
+
+    async def free_cache(self) -> None:
+        """Give the memory that ranks keep for later back to the devices' other processes."""
+        await self._all("free_cache")
+
+    async def _adopt(self, weights: Any) -> SharedWeights:
+        if isinstance(weights, str):
+            return SharedWeights.adopt(weights)
+        return await asyncio.to_thread(SharedWeights.of_bytes, weights)
 
     async def save_policy(self, folder: Path, dtype: str) -> None:
         await self._all("save_policy", str(folder), dtype)

@@ -21,10 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tlt.learner.batch import TrainSample
-from tlt.learner.packed_attention import use_packed_attention
-
-HEAD_CHUNK_TOKENS = 2048
-"""Largest number of tokens whose logits are in memory at once."""
+from tlt.learner.memory import HEAD_CHUNK_TOKENS
+from tlt.learner.packed_attention import segment_ends, use_packed_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +38,8 @@ class PackedRow:
     position_T: torch.Tensor
     lengths: tuple[int, ...]
     """Lengths of the samples as attention sees them: prompt and response."""
+    ends: torch.Tensor
+    """0 and the end of each sample as attention sees them."""
     unshare_E: torch.Tensor | None
     """Index into the row for every token of every sample, one sample after another; None if no
     sample shares its prompt."""
@@ -98,11 +98,13 @@ class PackedRow:
             for place, token in enumerate(unshare):
                 first_seen.setdefault(token, place)
             share_T = torch.tensor([first_seen[t] for t in range(len(ids))], device=device)
+        lengths = tuple(len(s) for s in samples) or (1,)
         return cls(
             samples=tuple(samples),
             ids_T=torch.tensor(ids, device=device),
             position_T=torch.tensor(positions, device=device),
-            lengths=tuple(len(s) for s in samples) or (1,),
+            lengths=lengths,
+            ends=segment_ends(lengths, device),
             unshare_E=unshare_E,
             share_T=share_T,
             source_P=torch.tensor(source, dtype=torch.long, device=device),
@@ -124,9 +126,15 @@ class RowOutput:
 class PackedPolicy(nn.Module):
     """A causal LM that computes log-probabilities of packed rows at a sampling temperature."""
 
-    def __init__(self, policy: Any, temperature: float, aux_layer_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        temperature: float,
+        aux_layer_ids: Sequence[int] = (),
+        attention_kernel: bool = False,
+    ) -> None:
         super().__init__()
-        use_packed_attention(policy)
+        use_packed_attention(policy, attention_kernel)
         self.policy = policy
         self._temperature = temperature
         self._aux_layer_ids = tuple(aux_layer_ids)
@@ -143,6 +151,7 @@ class PackedPolicy(nn.Module):
             row.ids_T[None],
             position_ids=row.position_T[None],
             segment_lengths=list(row.lengths),
+            segment_ends=row.ends,
             unshare=row.unshare_E,
             share=row.share_T,
             use_cache=False,

@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.learner.batch import TrainSample, Weighting
+from tlt.learner.packed_attention import has_kernel
 from tlt.learner.policy import PackedPolicy, PackedRow
 from tlt.learner.policy_loss import policy_loss
 
@@ -83,6 +84,26 @@ class UpdateReport:
     """The gap between engines and learner was too large, and the policy did not change."""
 
 
+def sharded(
+    policy: Any,
+    settings: RankSettings,
+    mesh: DeviceMesh,
+    aux_layer_ids: Sequence[int] = (),
+    attention_kernel: bool = False,
+) -> PackedPolicy:
+    """Return the policy ready to train, with its layers sharded over the ranks of the mesh."""
+    if settings.learner.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32
+    )
+    packed = PackedPolicy(policy, settings.temperature, aux_layer_ids, attention_kernel)
+    for layer in policy.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(packed, mesh=mesh, mp_policy=precision)
+    return packed.train()
+
+
 class LearnerRank:
     """One rank's shard of the policy. Needs an initialised process group of any size."""
 
@@ -103,11 +124,12 @@ class LearnerRank:
             # Every rank loads the whole model; FSDP then keeps one shard of it.
             return AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=torch.float32)
 
-        self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        self._policy = self._sharded(load(), self.settings.aux_layer_ids)
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        kernel = has_kernel(device, getattr(torch, settings.dtype))
+        self._policy = sharded(load(), settings, mesh, settings.aux_layer_ids, kernel)
         self._reference = None
         if self.settings.algorithm.kl_weight > 0:
-            self._reference = self._sharded(load()).requires_grad_(False)
+            self._reference = sharded(load(), settings, mesh, (), kernel).requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
             self._policy.parameters(),
             lr=self.settings.learner.lr,
@@ -118,18 +140,6 @@ class LearnerRank:
         # Checkpoints are written while training goes on, so they need their own process group.
         self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving: Any = None
-
-    def _sharded(self, policy: Any, aux_layer_ids: Sequence[int] = ()) -> PackedPolicy:
-        if self.settings.learner.gradient_checkpointing:
-            policy.gradient_checkpointing_enable({"use_reentrant": False})
-        precision = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, self.settings.dtype), reduce_dtype=torch.float32
-        )
-        packed = PackedPolicy(policy, self.settings.temperature, aux_layer_ids)
-        for layer in policy.model.layers:
-            fully_shard(layer, mesh=self._mesh, mp_policy=precision)
-        fully_shard(packed, mesh=self._mesh, mp_policy=precision)
-        return packed.train()
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -242,6 +252,11 @@ class LearnerRank:
         return Sums(*values.tolist())
 
     # --- weights and checkpoints --------------------------------------------------------------
+
+    def shapes(self) -> list[tuple[str, list[int]]]:
+        """Return the name and shape of every tensor of `full_weights`, in its order."""
+        named = self._policy.named_parameters()
+        return [(name.removeprefix("policy."), list(p.shape)) for name, p in named]
 
     def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole policy tensor by tensor. Every rank must iterate to the end."""

@@ -80,6 +80,24 @@ class SharedWeights:
         adopted.path = Path(path).rename(_new_path())
         return adopted
 
+    @classmethod
+    def of_bytes(cls, raw: Any) -> SharedWeights:
+        """Write the bytes of a file of another node (`file_bytes`); refuse damaged ones."""
+        made = cls.__new__(cls)
+        made.path = _new_path()
+        with os.fdopen(os.open(made.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
+            os.posix_fallocate(f.fileno(), 0, len(raw))
+            f.write(memoryview(raw))
+        try:
+            seed, sent = read_fingerprints(str(made.path))
+            for name, tensor in read_weights(str(made.path)):
+                if fingerprint(tensor, seed) != sent[name][1]:
+                    raise ValueError(f"{name} was damaged on its way from another node")
+        except BaseException:
+            made.close()
+            raise
+        return made
+
     def manifest(self) -> dict[str, Any]:
         """Return what an engine needs to load these weights."""
         return {"path": str(self.path)}
@@ -97,6 +115,16 @@ class SharedWeights:
 
 def _new_path() -> Path:
     return SHARED_DIR / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def file_bytes(path: str) -> Any:
+    """Return the bytes of a file in shared memory as a numpy array over its pages.
+
+    Ray ships an array as it is, out of band. It would pickle tensors, with a copy of each.
+    """
+    with Path(path).open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapping, dtype=torch.uint8).numpy()
 
 
 def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -153,6 +181,11 @@ def remove_abandoned() -> int:
 
 
 def check_weights(path: str, folder: Path, whole: bool) -> None:
+    """Refuse weights in a file whose names or shapes are not those of the model in `folder`."""
+    check_shapes(((name, list(t.shape)) for name, t in read_weights(path)), folder, whole)
+
+
+def check_shapes(shapes: Iterable[tuple[str, list[int]]], folder: Path, whole: bool) -> None:
     """Refuse weights whose names or shapes are not those of the model in `folder`.
 
     With `whole`, refuse an incomplete set too: vLLM would leave the missing part of a fused matrix
@@ -164,15 +197,15 @@ def check_weights(path: str, folder: Path, whole: bool) -> None:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         expected |= {name: entry["shape"] for name, entry in header.items() if "shape" in entry}
     given = set()
-    for name, tensor in read_weights(path):
+    for name, shape in shapes:
         given.add(name)
         # A tied head may be among the weights although the folder does not hold it.
         if expected and name not in expected and name != "lm_head.weight":
             raise ValueError(f"weights hold {name!r}, which the model in {folder} does not have")
-        if name in expected and list(tensor.shape) != expected[name]:
+        if name in expected and shape != expected[name]:
             raise ValueError(
-                f"weights hold {name!r} of shape {list(tensor.shape)}, but the model in {folder} "
-                f"has {expected[name]}"
+                f"weights hold {name!r} of shape {shape}, but the model in {folder} has "
+                f"{expected[name]}"
             )
     missing = [n for n in expected if n not in given and n.endswith((".weight", ".bias"))]
     missing = [name for name in missing if name != "lm_head.weight"]

@@ -26,6 +26,7 @@ from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
 from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import VersionStore, drafter_weights, load_drafter, save_drafter
+from tlt.drafter.eagle3.config import default_draft_vocabulary
 from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.evaluation import Acceptance, compare, evaluate_samples
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
@@ -176,8 +177,8 @@ def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3
                 "--draft-vocab out"
             )
         return drafter
-    tokens = None if plan.draft_vocab_size is None else torch.arange(plan.draft_vocab_size)
-    return fresh_drafter(config, head, tokens, plan.trainer.seed)
+    size = plan.draft_vocab_size or default_draft_vocabulary(config.vocab_size)
+    return fresh_drafter(config, head, torch.arange(size), plan.trainer.seed)
 
 
 async def _sample(plan: DrafterPlan, pool: RolloutPool, show: ShowProgress) -> dict[int, Sample]:

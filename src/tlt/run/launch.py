@@ -14,11 +14,12 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
-from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.eagle3.config import Eagle3Config, default_draft_vocabulary
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.release import stop_timeout_s
 from tlt.harvest.session import VERSION, Harvest, NoHarvest, RunHarvest
 from tlt.harvest.trainer import HarvestSettings
 from tlt.learner.actor import LearnerPlan
@@ -40,6 +41,7 @@ from tlt.run.folder import RunFolder
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
 from tlt.run.records import Record, RunLog
+from tlt.run.sync import weight_sync
 from tlt.run.train import Parts, Training
 from tlt.states.buffer import BufferSettings
 from tlt.tasks.rewards import RewardPool
@@ -47,6 +49,7 @@ from tlt.tasks.rewards import RewardPool
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
 AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
 """Learning rate and averaged steps of trained drafters, and of new ones, which learn more."""
+BFLOAT16 = 2
 
 
 def launch(
@@ -106,7 +109,11 @@ async def _run(
         harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
             harvest = Harvest(
-                coordinator_settings(config.tlt, config.debug.publish_drafters),
+                coordinator_settings(
+                    config.tlt,
+                    config.debug.publish_drafters,
+                    _stop_timeout_s(config, Path(str(engine.drafter))),
+                ),
                 trainer_settings(
                     config, str(engine.drafter), config.engine.drafter is None and not version
                 ),
@@ -138,7 +145,9 @@ async def _run(
         live = Live(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show)
         log = RunLog(config, folder, sinks, times, live, on_record)
         async with live:
-            parts = Parts(pool, learner, rewards, harvest, rechecks)
+            weights = weight_sync(config, pool, learner)
+            stack.callback(weights.close)
+            parts = Parts(pool, learner, rewards, harvest, rechecks, weights)
             await Training(config, prepared, folder, parts, log).run(resume)
         harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)
@@ -230,9 +239,9 @@ def _make_drafter(config: TrainConfig, folder: Path) -> None:
     from tlt.harvest.trainer import EMBEDDING, HEAD, head_and_embedding, read_tensors
 
     head, _ = head_and_embedding(read_tensors(Path(config.policy.model), (HEAD, EMBEDDING)))
-    size = config.tlt.draft_vocab_size
-    tokens = None if size is None else torch.arange(size)
-    drafter = fresh_drafter(_model_config(config), head, tokens, config.run.seed)
+    model = _model_config(config)
+    size = config.tlt.draft_vocab_size or default_draft_vocabulary(model.vocab_size)
+    drafter = fresh_drafter(model, head, torch.arange(size), config.run.seed)
     save_drafter(drafter, folder, getattr(torch, config.policy.dtype))
 
 
@@ -253,6 +262,15 @@ def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> Harv
         ),
         held_out_tokens=tlt.held_out_tokens,
         untrained=untrained,
+    )
+
+
+def _stop_timeout_s(config: TrainConfig, drafter: Path) -> float:
+    """Return the seconds in which trainers of this drafter must have stopped."""
+    shape = Eagle3Config.from_hf(json.loads((drafter / "config.json").read_text()))
+    end_bytes = 2 * shape.vocab_size * shape.hidden_size * BFLOAT16
+    return stop_timeout_s(
+        shape.num_parameters, averaged=True, end_bytes=end_bytes, on_gpu=config.engine.num_gpus > 0
     )
 
 

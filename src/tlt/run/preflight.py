@@ -11,15 +11,18 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
+from tlt.hardware import Machine, this_machine
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
-from tlt.run.placement import PlacementPlan, plan_placement
+from tlt.run.fit import refuse_what_does_not_fit
+from tlt.run.memory import GIB, Place, Sizes, memory_plan
+from tlt.run.placement import PlacementPlan, plan_placement, transfer
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
@@ -28,8 +31,21 @@ from tlt.tasks.source import Source, open_source
 CHECKED_STEPS = 4
 """Number of first RL steps whose problems are made and measured before the run."""
 
+SHAPE_KEYS = {
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "vocab_size"),
+}
+"""Keys of a config.json that memory is calculated from."""
+EXPERT_KEYS = {"num_experts", "num_local_experts", "n_routed_experts"}
+"""Keys of models with experts, whose memory is not calculated."""
+
 MIN_CAPTURED_LAYERS = 3
 """Number of layers whose hidden states EAGLE-3 fuses."""
+
+
+PROMPT_TOKENS = 2048
+"""Prompt tokens that a model folder without tokenizer is planned for, unless `max_model_len` says
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,24 @@ class Prepared:
     reward: RewardFunction
     engine: EngineConfig
     placement: PlacementPlan
+    memory: list[Place]
+
+
+def check_outline(config: TrainConfig) -> list[Place] | None:
+    """Check a run whose model folder holds only a config.json, and return its memory plan.
+
+    Tokenizer, weights, data and reward are not looked at. Return None for any other model folder.
+    """
+    folder = Path(config.policy.model)
+    if {file.name for file in folder.glob("*")} != {"config.json"}:
+        return None
+    model = _read_json(folder / "config.json", "policy.model", "name a model folder")
+    engine = _engine(config, model)
+    plan_placement(config)
+    _check_learner(config)
+    given = engine.engine_args.get("max_model_len", 0)
+    longest = max(given - max_draft_tokens(engine), config.sampling.max_tokens + PROMPT_TOKENS)
+    return _plan_memory(config, engine, model, longest)
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -59,10 +93,11 @@ def prepare(config: TrainConfig) -> Prepared:
     problems = list(held_out)
     for step in range(1, min(config.run.num_steps, CHECKED_STEPS) + 1):
         problems += source.batch(step, config.sampling.prompts_per_step)
-    _check_lengths(config, engine, model, chat, problems)
+    longest = _check_lengths(config, engine, model, chat, problems)
+    memory = _plan_memory(config, engine, model, longest)
     reward = reward_function(config.reward.function, config.task.path is not None)
     asyncio.run(_check_reward(config, reward, problems[0]))
-    return Prepared(chat, source, held_out, reward, engine, plan)
+    return Prepared(chat, source, held_out, reward, engine, plan, memory)
 
 
 def _read_model(config: TrainConfig) -> dict[str, Any]:
@@ -106,6 +141,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
     engine = EngineConfig(
         model=config.policy.model,
         core_group=config.debug.core_group,
+        weights=transfer(config),
         **config.engine.model_dump(),
     )
     args = dict(engine.engine_args)
@@ -227,7 +263,8 @@ def _check_lengths(
     model: dict[str, Any],
     chat: Chat,
     problems: list[Problem],
-) -> None:
+) -> int:
+    """Return the tokens of the longest sample that these problems can lead to."""
     drafts = max_draft_tokens(engine)
     margin = drafts + 1 if drafts else 0
     prompts = [(chat.prompt(p.question), p.problem_id) for p in problems]
@@ -255,6 +292,28 @@ def _check_lengths(
             f"policy.model takes {limit} tokens: {what}; lower sampling.max_tokens to "
             f"{max(1, limit - longest - margin)}, or use a model with a longer context"
         )
+    return longest + config.sampling.max_tokens
+
+
+def _plan_memory(
+    config: TrainConfig, engine: EngineConfig, model: dict[str, Any], longest_sample: int
+) -> list[Place]:
+    """Return the memory plan, or refuse a run that does not fit."""
+    if not model.keys() >= SHAPE_KEYS or EXPERT_KEYS & model.keys():
+        return []  # not a dense Llama- or Qwen-type model: nothing to calculate from
+    found, given = this_machine(), config.node
+    machine = Machine(
+        num_gpus=given.num_gpus or found.num_gpus,
+        gpu_bytes=int(given.gpu_gib * GIB) if given.gpu_gib else found.gpu_bytes,
+        host_bytes=int(given.host_gib * GIB) if given.host_gib else found.host_bytes,
+    )
+    if os.environ.get("RAY_ADDRESS") or (engine.num_gpus and found.num_gpus is None):
+        # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
+        machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
+    sizes = Sizes(config, engine, model, machine, longest_sample)
+    places = memory_plan(sizes)
+    refuse_what_does_not_fit(sizes, places)
+    return places
 
 
 async def _check_reward(config: TrainConfig, function: RewardFunction, problem: Problem) -> None:

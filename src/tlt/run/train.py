@@ -38,6 +38,7 @@ from tlt.run.folder import RunFolder
 from tlt.run.preflight import Prepared
 from tlt.run.records import PoolCounters, Record, RunLog, eval_record, rollout_record
 from tlt.run.samples import Rollouts
+from tlt.run.sync import WeightSync
 from tlt.run.update import PolicyUpdate
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardPool
@@ -54,6 +55,7 @@ class Parts:
     rewards: RewardPool
     harvest: RunHarvest
     rechecks: Rechecks
+    weights: WeightSync
 
 
 class Training:
@@ -111,7 +113,7 @@ class Training:
         self._update.begin(step)
         try:
             scored, record = await self._rollout(step, problems, watch)
-            await self._pool_may_sleep(True)
+            await self._parts.weights.engines_sleep()
             num_faults = self._parts.rechecks.num_faults
             record |= await self._update.finish(step, scored, watch, num_faults)
         except BaseException:
@@ -172,15 +174,8 @@ class Training:
 
     async def _sync(self) -> None:
         """Load the learner's policy into all engines."""
-        weights = await self._parts.learner.publish(self._config.policy.dtype)
-        await self._pool_may_sleep(False)
-        await self._parts.pool.update_policy(weights, self._update.version)
+        weights = await self._parts.weights.sync(self._update.version)
         self._parts.harvest.policy_changed(weights, self._update.version)
-
-    async def _pool_may_sleep(self, sleep: bool) -> None:
-        """Hand the memory of colocated GPUs to the learner, or back to the engines."""
-        if self._config.engine.num_gpus and self._config.placement.kind == "colocated":
-            await self._parts.pool.call_all("sleep" if sleep else "wake")
 
     # --- going on after a loss ----------------------------------------------------------------
 
@@ -201,7 +196,7 @@ class Training:
         await self._checkpoints.abandon()
         remove_abandoned()
         checkpoint, done = self._checkpoints.last()
-        await self._pool_may_sleep(True)
+        await self._parts.weights.engines_sleep()
         try:
             await self._parts.learner.start(checkpoint)
             await self._go_on_from(done)

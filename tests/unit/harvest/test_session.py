@@ -325,3 +325,57 @@ async def test_idle_is_told_only_once_the_worker_was_freed() -> None:
             await world.all_needed()
 
     await run(scene)
+
+
+class SlowMemory:
+    """The part of the pool that harvest calls on GPUs; engines sleep and wake slowly."""
+
+    def __init__(self) -> None:
+        self.asleep: set[str] = set()
+        self.calls: list[str] = []
+
+    async def call_engine(self, engine: str, method: str) -> None:
+        await asyncio.sleep(0.02)
+        self.calls.append(method)
+        if method == "sleep":
+            self.asleep.add(engine)
+        else:
+            self.asleep.discard(engine)
+
+    async def refresh_drafter(self, engine: str) -> None:
+        assert engine not in self.asleep
+        self.calls.append("refresh_drafter")
+
+
+def on_gpu(pool: SlowMemory) -> Harvest:
+    nothing = cast(Any, None)
+    return Harvest(SETTINGS, nothing, cast(Any, pool), lambda engine: {}, on_gpu=True)
+
+
+async def test_every_send_to_a_sleeping_engine_waits_until_it_is_awake() -> None:
+    pool = SlowMemory()
+    harvest = on_gpu(pool)
+    harvest.idle(ENGINES[0])
+    await asyncio.sleep(0.05)
+    assert pool.asleep == {ENGINES[0]}
+
+    async def send() -> bool:
+        await harvest.needed(ENGINES[0])
+        return ENGINES[0] in pool.asleep
+
+    assert not any(await asyncio.gather(send(), send(), send()))
+    assert pool.calls == ["sleep", "wake", "refresh_drafter"]
+
+
+async def test_an_engine_that_is_falling_asleep_wakes_for_a_send() -> None:
+    pool = SlowMemory()
+    harvest = on_gpu(pool)
+    harvest.idle(ENGINES[0])
+    await asyncio.sleep(0.005)  # the engine does not sleep yet
+    await harvest.needed(ENGINES[0])
+    assert not pool.asleep
+    assert pool.calls == ["sleep", "wake", "refresh_drafter"]
+    harvest.idle(ENGINES[0])
+    await harvest.needed(ENGINES[0])  # before the engine was told to sleep
+    await asyncio.sleep(0.1)
+    assert not pool.asleep

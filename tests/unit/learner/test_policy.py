@@ -1,5 +1,6 @@
 """A packed row gives every sample the same result as a forward pass of that sample alone."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from torch.nn.attention import varlen  # noqa: E402
+
+from tlt.learner import packed_attention  # noqa: E402
 from tlt.learner import policy as policy_module  # noqa: E402
 from tlt.learner.batch import TrainSample  # noqa: E402
 from tlt.learner.policy import PackedPolicy, PackedRow  # noqa: E402
@@ -103,3 +107,65 @@ def test_an_empty_row_teaches_nothing_but_reaches_every_parameter(model: Path) -
     for name, parameter in shared.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name
+
+
+def by_samples(
+    query_TND: Any, key_TKD: Any, value_TKD: Any, *args: Any, scale: float, **options: Any
+) -> Any:
+    """Compute what `varlen_attn` computes, sample by sample, and check how it was called."""
+    call = inspect.signature(varlen.varlen_attn).bind(
+        query_TND, key_TKD, value_TKD, *args, scale=scale, **options
+    )
+    given = call.arguments
+    assert given["window_size"] == (-1, 0), "causal"
+    assert given["enable_gqa"]
+    ends = given["cu_seq_q"]
+    assert ends is given["cu_seq_k"]
+    assert ends.dtype == torch.int32
+    assert ends[-1] == len(query_TND) == len(key_TKD)
+    lengths = ends.diff().tolist()
+    assert given["max_q"] == given["max_k"] == max(lengths)
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1)[None] for part in one),
+            is_causal=True, scale=scale, enable_gqa=True,
+        )[0].transpose(0, 1)
+        for one in zip(*(t.split(lengths) for t in (query_TND, key_TKD, value_TKD)), strict=True)
+    ]  # fmt: skip
+    return torch.cat(parts)
+
+
+def test_the_kernel_is_called_with_every_sample_whole(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_attention, "varlen_attn", by_samples)
+    loop, kernel = PackedPolicy(load(model), 1.0), PackedPolicy(load(model), 1.0, (), True)
+    for chosen in (samples(), samples()[3:4], []):  # shared prompts, one sample, an empty row
+        row = PackedRow.pack(chosen, [1.0] * len(chosen), CPU)
+        results = []
+        for policy in (loop, kernel):
+            policy.zero_grad()
+            logprob_P = policy(row).logprob_P
+            logprob_P.sum().backward()
+            results.append([logprob_P.detach(), *(p.grad for p in policy.parameters())])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-3)
+
+
+def test_the_kernel_is_for_half_precision_on_gpus() -> None:
+    gpu = torch.device("cuda")
+    assert packed_attention.has_kernel(gpu, torch.bfloat16)
+    assert not packed_attention.has_kernel(gpu, torch.float32)
+    assert not packed_attention.has_kernel(CPU, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_on_a_gpu_computes_what_the_loop_computes(model: Path) -> None:
+    gpu = torch.device("cuda")
+    row = PackedRow.pack(samples(), [1.0] * 6, gpu)
+    found = []
+    for kernel in (False, True):
+        policy = PackedPolicy(load(model).to(gpu, torch.bfloat16), 1.0, (), kernel)
+        found.append(policy(row).logprob_P.float())
+    torch.testing.assert_close(found[1], found[0], atol=0.1, rtol=0.05)

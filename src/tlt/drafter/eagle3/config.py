@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+LARGE_VOCABULARY, DRAFT_VOCABULARY = 65536, 32768
+"""Policies with more tokens than the first get drafters of the second many tokens by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,16 @@ class Eagle3Config:
             rms_norm_eps=target.rms_norm_eps,
             max_position_embeddings=target.max_position_embeddings,
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the drafter; the embedding is the target's."""
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        per_hidden = len(self.aux_layer_ids) * self.hidden_size  # fusion
+        per_hidden += 3 * queries + 4 * keys  # two inputs, one output
+        per_hidden += 3 * self.intermediate_size + self.draft_vocab_size + 4  # MLP, head, norms
+        return self.hidden_size * per_hidden
 
     def to_hf(self, dtype: str) -> dict[str, Any]:
         """Return the `config.json` of a drafter folder."""
@@ -85,6 +97,14 @@ class Eagle3Config:
             rms_norm_eps=config["rms_norm_eps"],
             max_position_embeddings=config["max_position_embeddings"],
         )
+
+
+def default_draft_vocabulary(vocab_size: int) -> int:
+    """Return the size of a new drafter's vocabulary: all tokens, unless the policy has many.
+
+    The head is most of a drafter with a large vocabulary, and rare tokens are hardly ever drafted.
+    """
+    return DRAFT_VOCABULARY if vocab_size > LARGE_VOCABULARY else vocab_size
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:

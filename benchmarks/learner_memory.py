@@ -1,0 +1,255 @@
+"""Peak memory of a learner rank, computed without a device, and checked by a run on the CPU.
+
+    python benchmarks/learner_memory.py                      # all cases below: a few minutes
+    python benchmarks/learner_memory.py --only 7b --whole    # every layer of cases with this name
+
+`tracked` builds the learner's own sharded policy with fake tensors over a `fake` process group and
+lets torch's FSDP2 memory tracker count the bytes of an update's later rows, when parameters,
+gradients, moments and activations are all there. Large cases compute attention as on GPUs, with
+`varlen_attn`. The tracker's own work grows with the square of the layers, so large cases are
+tracked with `FEW_LAYERS`: every further layer adds the same bytes.
+
+`measured` trains the small model for real, two ranks on the CPU, and reads the peak of the process
+from the kernel: the two must agree. `tlt.learner.memory` is the formula that `tlt train --check`
+uses instead, because the tracker takes minutes.
+
+Writes benchmarks/results/learner_memory.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tlt.learner.memory import ModelShape, learner_memory
+
+RESULT = Path(__file__).parent / "results" / "learner_memory.json"
+PROMPT_TOKENS = 64
+FEW_LAYERS = (4, 6)
+"""Numbers of layers from which large cases are extrapolated."""
+SMALL = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384,
+}  # fmt: skip
+QWEN2_5_7B = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+}  # fmt: skip
+QWEN2_5_32B = {
+    "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One rank's update: model, row, ranks, and how it computes."""
+
+    name: str
+    model: dict[str, int]
+    row_tokens: int
+    num_ranks: int
+    dtype: str = "bfloat16"
+    gradient_checkpointing: bool = True
+    attention_kernel: bool = True
+
+
+CASES = (
+    Case("7b_18k", QWEN2_5_7B, 18432, 8),
+    Case("7b_33k", QWEN2_5_7B, 33792, 8),
+    Case("32b_18k", QWEN2_5_32B, 18432, 16),
+    Case("32b_33k", QWEN2_5_32B, 33792, 16),
+)
+CPU_CASES = tuple(
+    Case(f"cpu_{name}", SMALL, 3072, 2, "float32", checkpointing, attention_kernel=False)
+    for name, checkpointing in (("checkpointed", True), ("plain", False))
+)
+
+
+def hf_config(case: Case) -> Any:
+    from transformers import Qwen2Config, Qwen3Config
+
+    kind = Qwen3Config if "head_dim" in case.model else Qwen2Config
+    return kind(**case.model, max_position_embeddings=65536, tie_word_embeddings=False)
+
+
+def settings(case: Case, folder: str = "") -> Any:
+    from tlt.config.train import AlgorithmConfig, LearnerConfig
+    from tlt.learner.batch import Weighting
+    from tlt.learner.rank import RankSettings
+
+    return RankSettings(
+        model=folder,
+        dtype=case.dtype,
+        temperature=1.0,
+        weighting=Weighting("tokens", case.row_tokens),
+        algorithm=AlgorithmConfig(),
+        learner=LearnerConfig(gradient_checkpointing=case.gradient_checkpointing),
+    )
+
+
+def sample(tokens: int) -> Any:
+    from tlt.learner.batch import TrainSample
+
+    learned = tokens - PROMPT_TOKENS
+    return TrainSample("a", 0, (5,) * PROMPT_TOKENS, (7,) * learned, (-1.0,) * learned, 0.5)
+
+
+# --- without a device -----------------------------------------------------------------------------
+
+
+def tracked(case: Case) -> dict[str, int]:
+    """Return the bytes of the rank's peak by kind, counted by torch's memory tracker."""
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import AutoModelForCausalLM
+
+    from tlt.learner.policy import PackedRow
+    from tlt.learner.rank import sharded
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.num_ranks)
+    try:
+        mesh = init_device_mesh("cpu", (case.num_ranks,))
+        with FakeTensorMode():
+            model = AutoModelForCausalLM.from_config(hf_config(case), dtype=torch.float32)
+            policy = sharded(model, settings(case), mesh, (), case.attention_kernel)
+            optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+            for parameter in policy.parameters():
+                # Earlier rows and updates leave these. A fake optimizer step would compute on
+                # whole tensors; a real one computes on the shard.
+                parameter.grad = torch.zeros_like(parameter)
+                optimizer.state[parameter] = {
+                    name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                }
+            row = PackedRow.pack([sample(case.row_tokens)], [1.0], torch.device("cpu"))
+            with FSDPMemTracker(policy, optimizer) as tracker:
+                (policy(row).logprob_P * row.advantage_P).sum().backward()
+                (peak,) = tracker.get_tracker_snapshot("peak").values()
+            return {getattr(kind, "value", kind): size for kind, size in peak.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def extrapolated(case: Case) -> dict[str, int]:
+    """Return what `tracked` would, from two counts with fewer layers."""
+    few, more = (
+        tracked(replace(case, model=case.model | {"num_hidden_layers": layers}))
+        for layers in FEW_LAYERS
+    )
+    beyond = (case.model["num_hidden_layers"] - FEW_LAYERS[0]) // (FEW_LAYERS[1] - FEW_LAYERS[0])
+    return {kind: size + beyond * (more[kind] - size) for kind, size in few.items()}
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+
+def measured(case: Case) -> list[int]:
+    """Return the bytes by which every rank's process grows at its peak, in a run on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    # Freed memory goes back to the system at once, so that the process is as large as its tensors.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(hf_config(case), dtype=torch.float32).save_pretrained(
+            folder
+        )
+        gc.collect()
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(case.num_ranks, maxtasksperchild=1) as pool:
+            arguments = [(case, folder, meeting, rank) for rank in range(case.num_ranks)]
+            return pool.starmap(_rank, arguments, chunksize=1)
+
+
+def _rank(case: Case, folder: str, meeting: str, rank: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from tlt.learner.rank import LearnerRank
+
+    torch.set_num_threads(1)
+    torch.ones(512, 512) @ torch.ones(512, 512)  # libraries that load at first use
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=case.num_ranks)
+    before = _status("VmRSS")
+    learner = LearnerRank(settings(case, folder), torch.device("cpu"))
+    short = sample(2 * PROMPT_TOKENS)
+    learner.accumulate([[short]])
+    learner.step(1.0, 1e9)  # the optimizer makes its moments
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    learner.accumulate([[short], [sample(case.row_tokens)]])  # the first leaves gradients
+    peak = _status("VmHWM") - before
+    dist.destroy_process_group()
+    return peak
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+# --- all cases ------------------------------------------------------------------------------------
+
+
+def formula(case: Case) -> int:
+    memory = learner_memory(
+        ModelShape.of(hf_config(case).to_dict()),
+        row_tokens=case.row_tokens,
+        num_ranks=case.num_ranks,
+        dtype=case.dtype,
+        gradient_checkpointing=case.gradient_checkpointing,
+        attention_kernel=case.attention_kernel,
+    )
+    return memory.peak
+
+
+def main() -> None:
+    from tlt.observe.provenance import provenance
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="")
+    parser.add_argument("--whole", action="store_true", help="Track every layer of large cases.")
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    cases = found.setdefault("cases", {})
+    for case in (*CASES, *CPU_CASES):
+        if options.only not in case.name:
+            continue
+        began_s = time.monotonic()
+        whole = options.whole or case in CPU_CASES
+        by_kind = tracked(case) if whole else extrapolated(case)
+        result = {
+            "settings": asdict(case),
+            "tracked_bytes": by_kind["Total"],
+            "tracked_by_kind": by_kind,
+            "tracked_layers": case.model["num_hidden_layers"] if whole else max(FEW_LAYERS),
+            "tracked_s": round(time.monotonic() - began_s, 1),
+            "formula_bytes": formula(case),
+        }
+        if case in CPU_CASES:
+            result["measured_bytes"] = max(measured(case))
+        cases[case.name] = result
+        print(case.name, {k: v for k, v in result.items() if k != "settings"}, flush=True)
+        found["provenance"] = provenance("python benchmarks/learner_memory.py")
+        RESULT.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A trainer leaves its GPU with what it needs, in a time that follows from its size."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
+
+from tlt.drafter.eagle3.config import (  # noqa: E402
+    Eagle3Config,
+    default_draft_vocabulary,
+)
+from tlt.drafter.host_copies import HostCopies  # noqa: E402
+from tlt.drafter.row import Row  # noqa: E402
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
+from tlt.harvest.release import COPY_BYTES_PER_S, STOP_S, moved_bytes, stop_timeout_s  # noqa: E402
+
+GB = 1e9
+QWEN2_5_7B = Eagle3Config(
+    hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
+    head_dim=128, vocab_size=152064, draft_vocab_size=152064, aux_layer_ids=(2, 14, 25),
+    rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=32768,
+)  # fmt: skip
+
+
+def make_trainer() -> DrafterTrainer:
+    generator = torch.Generator().manual_seed(5)
+    ends = torch.randn(2, CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    settings = TrainerSettings(
+        num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False,
+        averaged_steps=4,
+    )  # fmt: skip
+    return DrafterTrainer(drafter(), ends[0], ends[1], settings)
+
+
+def rows() -> list[Row]:
+    return [Row([captured(40, 4, seed=seed)]) for seed in range(4)]
+
+
+def test_parameters_are_counted_as_the_model_has_them() -> None:
+    assert CONFIG.num_parameters == sum(p.numel() for p in drafter().parameters())
+
+
+def test_training_goes_on_as_if_the_trainer_had_never_left_the_device() -> None:
+    stayed, left = make_trainer(), make_trainer()
+    for row in rows():
+        stayed.micro_step(row)
+        left.micro_step(row)
+        left.park()
+    for one, other in ((stayed.weights(), left.weights()), (stayed.mean_weights(),
+                                                            left.mean_weights())):  # fmt: skip
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_leaves_the_device_has_the_size_that_the_time_is_derived_from() -> None:
+    trainer = make_trainer()
+    trainer.micro_step(rows()[0])
+    trainer.park()
+    assert all(p.grad is None for p in trainer.drafter.parameters()), "gradients stay behind"
+    moved = sum(t.numel() * 4 for n, t in trainer.moving_tensors().items() if not n.endswith("d2t"))
+    assert moved == moved_bytes(CONFIG.num_parameters, averaged=True)
+
+
+def test_host_memory_is_used_again_and_holds_the_latest_values() -> None:
+    copies, device = HostCopies(), torch.device("cpu")
+    host = {"weight": torch.arange(6.0), "moment": torch.zeros(6)}
+    sent = copies.send(host, device)
+    assert sent["weight"].data_ptr() != host["weight"].data_ptr(), "the device has its own"
+    sent["weight"].mul_(2)
+    back = copies.fetch(sent | {"moment": torch.ones(9), "mean": torch.ones(2)})
+    assert back["weight"].data_ptr() == host["weight"].data_ptr()
+    assert back["weight"].tolist() == [0, 2, 4, 6, 8, 10]
+    assert back["moment"].tolist() == [1] * 9, "memory of another size is not used"
+    assert back["mean"].tolist() == [1, 1], "made on the device"
+
+
+def test_the_timeout_follows_from_the_size() -> None:
+    assert stop_timeout_s(10**9, averaged=True, end_bytes=10**9, on_gpu=False) == STOP_S
+    whole = QWEN2_5_7B.num_parameters
+    size = moved_bytes(whole, averaged=True)
+    assert 13 * GB < size < 14 * GB, "7B, all tokens"
+    given_s = stop_timeout_s(whole, averaged=True, end_bytes=int(2.2 * GB), on_gpu=True)
+    assert given_s > STOP_S + size / COPY_BYTES_PER_S
+    small = Eagle3Config.from_hf(QWEN2_5_7B.to_hf("float32") | {"draft_vocab_size": 32768})
+    assert moved_bytes(small.num_parameters, averaged=True) < size / 2
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "draft_vocab_size"),
+    [(256, 256), (49152, 49152), (65536, 65536), (128256, 32768), (151936, 32768)],
+)
+def test_only_large_vocabularies_are_cut(vocab_size: int, draft_vocab_size: int) -> None:
+    assert default_draft_vocabulary(vocab_size) == draft_vocab_size
