@@ -125,6 +125,25 @@ async def test_four_nodes_with_devices_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("recipe", "num_nodes", "gpus_per_node"),
+    [("qwen3_8b_math_1gpu", 1, 1), ("qwen3_8b_math_8gpu", 1, 8), ("qwen3_32b_math_4nodes", 4, 8)],
+)
+async def test_engines_and_ranks_share_the_gpus_of_all_nodes(
+    recipe: str, num_nodes: int, gpus_per_node: int
+) -> None:
+    plan = plan_of(recipe)
+    assert plan.colocated
+    async with reserved(plan):
+        places = nodes_of_bundles()
+        used: Counter[str] = Counter()
+        for index, bundle in enumerate(plan.bundles):
+            used[places[index]] += int(bundle["GPU"])
+        assert list(used.values()) == [gpus_per_node] * num_nodes
+        # Harvest: every engine has ranks on its node, whose states its trainer reads.
+        assert {places[b] for b in plan.rank_bundles} == {places[b] for b in plan.engine_bundles}
+
+
+@pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
         ("qwen2_5_32b_math_4nodes", ["pool.num_engines=5"]),

@@ -41,6 +41,10 @@ ALLOWED = {
     "bench": {"contracts", "errors", "config", "pictures", "strategy", "rollout", "tasks"},
 }
 PARTS = {*ALLOWED} - {"bench", "simulate", "report"}
+ALLOWED["doctor"] = {
+    *("contracts", "errors", "config", "models"),
+    *("node", "states", "drafter", "rollout", "bench"),
+}
 ALLOWED["offline"] = PARTS - {"harvest"}
 ALLOWED["run"] = PARTS
 ALLOWED["cli"] = {*ALLOWED}
@@ -50,7 +54,11 @@ STDLIB_ONLY = {"contracts", "errors", "hardware", "packing", "spans", "__init__"
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
     *(ROOT / "harvest" / f"{name}.py" for name in ("leases", "forecast", "rounds", "coordinator")),
+    ROOT / "harvest" / "release.py",
+    ROOT / "learner" / "memory.py",
     ROOT / "rollout" / "recheck.py",
+    ROOT / "run" / "fit.py",
+    ROOT / "run" / "memory.py",
 }
 ON_RAY = {ROOT / "learner" / "group.py", ROOT / "harvest" / "session.py"}
 """The driver's handles on actors."""

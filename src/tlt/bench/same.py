@@ -12,7 +12,8 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tlt.rollout.vllm.args import engine_args
 FEW = 3
 """Samples at a time in the mode that decodes plainly in small batches."""
 LONGEST_DRAFT = 8
+SHARE_OF_A_GPU = 0.4
+"""Share of a GPU's memory for each of the two engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,10 @@ class Plan:
     """The settings of all samples, without their seeds."""
     seed: int
     """The seed that the seeds of the samples follow from."""
+    num_gpus: int = 0
+    """GPUs that each engine is tensor-parallel over; the two engines share them."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM that override those of this module; None leaves one to vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +102,22 @@ class Outcome:
 def modes(num_samples: int, has_drafter: bool) -> tuple[Mode, ...]:
     """Return the modes to compare; the first one is plain decoding of all samples at once."""
     off = {"kind": "off"}
-    arms = [["off", 0], ["ngram", 1], ["ngram", 3], ["ngram", LONGEST_DRAFT]]
     found = [
         Mode(f"off, {num_samples} at a time", off, num_samples, drafts=False),
         Mode(f"off, {FEW} at a time", off, FEW, drafts=False),
         Mode("ngram:4", _fixed("ngram", 4), num_samples, drafts=True),
     ]
     if has_drafter:
-        arms += [["eagle3", 1], ["eagle3", 2], ["eagle3", 5]]
         found.append(Mode("eagle3:3", _fixed("eagle3", 3), num_samples, drafts=True))
-    switching = {"kind": "random", "arms": arms, "seed": 1}
+    switching = _switching(has_drafter)
     return (*found, Mode("random switching", switching, num_samples, drafts=True))
+
+
+def _switching(has_drafter: bool) -> dict[str, Any]:
+    arms = [["off", 0], ["ngram", 1], ["ngram", 3], ["ngram", LONGEST_DRAFT]]
+    if has_drafter:
+        arms += [["eagle3", 1], ["eagle3", 2], ["eagle3", 5]]
+    return {"kind": "random", "arms": arms, "seed": 1}
 
 
 def _fixed(drafter: str, num_draft_tokens: int) -> dict[str, Any]:
@@ -117,18 +129,23 @@ def engine_config(plan: Plan, drafts: bool) -> EngineConfig:
     longest = max(map(len, plan.prompts)) + plan.sampling.max_tokens + LONGEST_DRAFT + 1
     # Each engine gets a core of its own, unless there is only one.
     alone = len(os.sched_getaffinity(0)) < 2
+    args: dict[str, Any] = {
+        "dtype": plan.dtype,
+        "enforce_eager": True,
+        "max_model_len": longest,
+        "max_num_seqs": len(plan.prompts),
+    }
+    if plan.num_gpus:
+        args["gpu_memory_utilization"] = SHARE_OF_A_GPU
     return EngineConfig(
         model=plan.model,
         drafter=plan.drafter if drafts else None,
-        strategy=_fixed("ngram", 1) if drafts else {"kind": "off"},
+        # The first strategy names all arms: a GPU engine captures the graphs of these.
+        strategy=_switching(plan.drafter is not None) if drafts else {"kind": "off"},
         max_draft_tokens=LONGEST_DRAFT if drafts else None,
+        num_gpus=plan.num_gpus,
         core_group=f"bench-same-{'drafts' if drafts else 'off'}" if alone else "bench-same",
-        engine_args={
-            "dtype": plan.dtype,
-            "enforce_eager": True,
-            "max_model_len": longest,
-            "max_num_seqs": len(plan.prompts),
-        },
+        engine_args={k: v for k, v in (args | plan.engine_args).items() if v is not None},
     )
 
 
@@ -161,10 +178,11 @@ def run(plan: Plan, show: ShowProgress) -> dict[str, Any]:
     total = len(todo) * len(work)
     show("starting two engines", 0, total)
     outcomes: list[Outcome] = []
-    with (
-        ChildEngine(engine_config(plan, drafts=False), "plain") as plain,
-        ChildEngine(engine_config(plan, drafts=True), "drafting") as drafting,
-    ):
+    with ExitStack() as engines:
+        plain = engines.enter_context(ChildEngine(engine_config(plan, drafts=False), "plain"))
+        if plan.num_gpus:
+            plain.report()  # an engine that starts measures the free memory of its GPU
+        drafting = engines.enter_context(ChildEngine(engine_config(plan, drafts=True), "drafting"))
         for engine in (plain, drafting):
             engine.report()
             _warm_up(engine, work)
@@ -247,7 +265,10 @@ def examine(
     expected: Outcome,
     differences: Sequence[Difference | None],
 ) -> list[Difference | None]:
-    """Return the differences, each with whether its two tokens are nearly tied."""
+    """Return the differences, each with whether its two tokens are nearly tied.
+
+    A draw of a GPU engine is not examined: its noise is vLLM's, and not that of `keyed`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -258,6 +279,9 @@ def examine(
             found.append(difference)
             continue
         request = work[difference.sample - 1]
+        if plan.num_gpus and request.sampling.temperature > 0:
+            found.append(difference)
+            continue
         before = expected.tokens[difference.sample - 1][: difference.position - 1]
         with torch.no_grad():
             row = policy(torch.tensor([[*request.prompt_token_ids, *before]])).logits[0, -1]
@@ -366,9 +390,15 @@ def _sameness(difference: dict[str, Any] | None) -> str:
         return "yes"
     where = f"no: sample {difference['sample']}, token {difference['position']}"
     if difference["apart"] is None:
-        return f"{where}, an early end"
+        return f"{where}, {'not examined' if _unexamined(difference) else 'an early end'}"
     kind = "a near-tie" if difference["near_tie"] else "no near-tie"
     return f"{where}, {kind} ({difference['apart']:.2g} nats)"
+
+
+def _unexamined(difference: dict[str, Any]) -> bool:
+    """Return whether nobody looked at the logits of two tokens that differ."""
+    is_early_end = difference["expected"] is None or difference["got"] is None
+    return difference["apart"] is None and not is_early_end
 
 
 def is_lossless(rows: Sequence[dict[str, Any]], dtype: str) -> bool:
@@ -396,6 +426,11 @@ def verdict(rows: Sequence[dict[str, Any]], dtype: str) -> str:
         return (
             f"Samples differ at near-ties only, in {names}: in {dtype}, other batch shapes round "
             "the logits differently; --dtype float32 gives the same tokens."
+        )
+    if any(row["difference"] and _unexamined(row["difference"]) for row in others):
+        return (
+            f"Different samples in {names}: a fault of losslessness, or kernels that round by "
+            "batch size; run it again with VLLM_BATCH_INVARIANT=1, which leaves only the fault."
         )
     return (
         f"Different samples in {names}: this is a fault of losslessness; please report it with "

@@ -218,6 +218,9 @@ def same(
     ] = 0,
     dtype: Dtype = "float32",
     seed: Annotated[int, typer.Option(help="Seed of prompts and samples.")] = 0,
+    num_gpus: Annotated[
+        int, typer.Option(min=0, help="GPUs of each engine; both engines use the same ones.")
+    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
     ] = False,
@@ -248,6 +251,7 @@ def same(
             prompts=tuple(chat.prompt(text) for text in texts),
             sampling=SamplingSpec(max_tokens, temperature, top_p, top_k, logprobs=False),
             seed=seed,
+            num_gpus=num_gpus,
         )
         with progress_bar(console) as show:
             result = bench.run(plan, show)

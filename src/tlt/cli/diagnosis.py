@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tlt.hardware import cpu_flags, why_dtype
+from tlt.hardware import cpu_flags, gpu_report, why_dtype
 
 _ERROR = re.compile(r"^([\w.]+(Error|Exception|Interrupt|Exit)\b|Fatal Python error|Illegal )")
 """Start of an uncaught exception's message."""
@@ -136,17 +136,21 @@ from vllm.platforms import current_platform
 if current_platform.is_cpu():
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
-from tlt.rollout.vllm import compat, plugin, selftest
+from tlt.rollout.vllm import compat, plugin
+device = torch.device(current_platform.device_type)
+if current_platform.is_cpu():
+    from tlt.rollout.vllm import selftest
+    faults = selftest.sampling_faults(device, is_keyed=not compat.skips("keyed"))
+else:  # engines on GPUs use vLLM's V2 runner
+    from tlt.rollout.vllm import selftest_v2
+    faults = selftest_v2.sampling_faults(selftest_v2.stand_in(device))
 print("TLT" + json.dumps({
     "device": current_platform.device_type,
     "vllm": compat.vllm_version(),
     "supported": compat.version_supported(compat.vllm_version()),
     "plugin": plugin.active,
     "fixes": compat.applied(),
-    "faults": selftest.sampling_faults(
-        torch.device(current_platform.device_type),
-        is_keyed=current_platform.is_cpu() and not compat.skips("keyed"),
-    ),
+    "faults": faults,
 }))
 """
 """A program that loads vLLM as an engine process does, and prints what it found."""
@@ -194,12 +198,5 @@ def _version(name: str) -> str | None:
 
 
 def _gpus() -> str:
-    if not shutil.which("nvidia-smi"):
-        return ""
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip().replace("\n", "; ") if done.returncode == 0 else ""
+    lines = [line.rsplit(", ", 1) for line in gpu_report("name,memory.total").splitlines()]
+    return "; ".join(f"{name}, {mib} MiB" for name, mib in lines)

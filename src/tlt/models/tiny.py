@@ -9,6 +9,7 @@ one and a little on the context, which a drafter can learn in seconds.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -32,22 +33,10 @@ def make(
 ) -> Path:
     """Write the model folder to `out`."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *bytes_])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        extra_special_tokens=["<|user|>", "<|assistant|>"],
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-
+    own = tokenizer()
+    vocabulary = own.get_vocab()
     config = LlamaConfig(
         vocab_size=len(vocabulary),
         hidden_size=hidden_size,
@@ -75,5 +64,25 @@ def make(
                 std = LOGIT_STD / hidden_size**0.5
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    own.save_pretrained(out)
     return out
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer with a token for each byte, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *bytes_])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        extra_special_tokens=["<|user|>", "<|assistant|>"],
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made

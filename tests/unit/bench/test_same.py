@@ -118,6 +118,24 @@ def test_keep_top() -> None:
     assert same.keep_top(logits, 0, 0.7).isfinite().tolist() == [False, True, True]
 
 
+def test_two_engines_share_a_gpu() -> None:
+    """The engine that drafts is told all arms, whose CUDA graphs it captures."""
+    from tlt.rollout.vllm.args import engine_args, graph_plan
+
+    args = {"enforce_eager": None, "max_model_len": 4096}
+    plan = replace(PLAN, drafter="drafter", num_gpus=2, engine_args=args)
+    plain, drafting = (same.engine_config(plan, drafts) for drafts in (False, True))
+    for engine in (plain, drafting):
+        assert engine.num_gpus == 2
+        assert engine.engine_args["gpu_memory_utilization"] < 0.5
+        assert engine.engine_args["max_model_len"] == 4096
+        assert engine_args(engine)["tensor_parallel_size"] == 2
+    graphs = graph_plan(drafting)
+    assert graphs is not None
+    assert set(graphs.query_lens) <= {1, 2, 3, 4, 6, 9}
+    assert 9 in graphs.query_lens
+
+
 OTHER = ((1, 2, 3), (4, 0), (6, 7, 8, 9))
 
 
@@ -130,6 +148,7 @@ OTHER = ((1, 2, 3), (4, 0), (6, 7, 8, 9))
         (result(drafted(OTHER), "bfloat16", apart=0.1), True, "differ at near-ties only"),
         (result(drafted(OTHER), "bfloat16", apart=3.0), False, "Different samples in 'ngram:4'"),
         (result(drafted(((1, 2, 3), (4,), (6, 7, 8, 9))), "bfloat16"), False, "Different samples"),
+        (result(drafted(OTHER), "bfloat16"), False, "again with VLLM_BATCH_INVARIANT=1"),
     ],
 )
 def test_the_verdict(found: dict[str, Any], lossless: bool, says: str) -> None:
@@ -144,6 +163,7 @@ def test_the_verdict(found: dict[str, Any], lossless: bool, says: str) -> None:
         (result(drafted(OTHER), apart=0.0002), 1, "no: sample 2, token 2, a near-tie"),
         (result(drafted(OTHER), "bfloat16", apart=3.0), 1, "no near-tie (3 nats)"),
         (result(drafted(((1,), (4, 5), (6, 7, 8, 9)))), 1, "no: sample 1, token 2, an early end"),
+        (result(drafted(OTHER)), 1, "no: sample 2, token 2, not examined"),
     ],
 )
 def test_the_table_and_the_exit_code(

@@ -1,0 +1,91 @@
+"""Small engines for checks, their work, and the comparison of tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.doctor.place import Place
+from tlt.rollout.offline import ChildEngine
+from tlt.rollout.recheck import first_difference
+
+SWITCHING = {
+    "kind": "random",
+    "arms": [["off", 0], *([d, k] for d in ("ngram", "eagle3") for k in (1, 3, 7))],
+    "seed": 1,
+}
+ROUNDED_SHARE = 0.25
+"""Share of the samples that may differ on a GPU where weights are compared, not drafts."""
+LEAST_ACCEPTED = 0.1
+"""Share of the trained drafter's tokens that the tiny policy accepts at least."""
+
+
+def engine_config(place: Place, **settings: Any) -> EngineConfig:
+    """Return a small engine with a drafter and all arms of `SWITCHING`."""
+    args = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
+    defaults: dict[str, Any] = {
+        "model": str(place.policy),
+        "drafter": str(place.drafter),
+        "strategy": SWITCHING,
+        "num_gpus": place.engine_gpus,
+        "core_group": "doctor",
+    }
+    added = settings.pop("engine_args", {})
+    return EngineConfig(**(defaults | settings), engine_args=args | place.room() | added)
+
+
+@contextmanager
+def started(config: EngineConfig, name: str = "engine") -> Iterator[ChildEngine]:
+    """Yield an engine that has started."""
+    with ChildEngine(config, name) as engine:
+        engine.report()
+        yield engine
+
+
+def work(count: int, max_tokens: int, rl_step: int | None = None) -> list[SampleRequest]:
+    """Return requests with random prompts and seeds, every other one greedy."""
+    rng = random.Random(0)
+    requests = []
+    for number in range(count):
+        prompt = tuple(rng.randrange(4, 260) for _ in range(rng.randint(5, 40)))
+        spec = SamplingSpec(max_tokens, float(number % 2), seed=number, ignore_eos=True)
+        requests.append(SampleRequest(str(number), prompt, spec, rl_step))
+    return requests
+
+
+def tokens_of(engine: ChildEngine, requests: Sequence[SampleRequest]) -> list[tuple[int, ...]]:
+    """Generate, and return the tokens of each request."""
+    engine.call("submit", list(requests))
+    return collect(engine, requests)
+
+
+def collect(engine: ChildEngine, requests: Sequence[SampleRequest]) -> list[tuple[int, ...]]:
+    """Wait for submitted requests, and return the tokens of each."""
+    found: dict[str, tuple[int, ...]] = {}
+    while len(found) < len(requests):
+        found |= {s.sample_id: s.token_ids for s in engine.call("take_finished", 5.0)}
+    return [found[request.sample_id] for request in requests]
+
+
+def expect_same(
+    place: Place, got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], when: str
+) -> int:
+    """Return how many samples differ, and raise if they are too many.
+
+    On a GPU a few may differ, because kernels round by batch size. Wrong weights change nearly all.
+    """
+    positions = [first_difference(a, b) for a, b in zip(expected, got, strict=True)]
+    differing = [(sample, at) for sample, at in enumerate(positions) if at is not None]
+    allowed = int(ROUNDED_SHARE * len(expected)) if place.num_gpus else 0
+    if len(differing) > allowed:
+        sample, at = differing[0]
+        raise AssertionError(
+            f"{when}: {len(differing)} of {len(got)} samples differ, the first in sample {sample} "
+            f"at token {at}: {list(got[sample])[at : at + 4]} instead of "
+            f"{list(expected[sample])[at : at + 4]}"
+        )
+    return len(differing)
