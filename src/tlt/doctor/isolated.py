@@ -36,7 +36,7 @@ class Check:
 
     name: str
     what: str
-    """What the check shows, in one sentence."""
+    """The claim that the check tests, in one sentence."""
     target: str
     """The function as `module:name`."""
     min_gpus: int = 0
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a check."""
+    """The outcome of a check."""
 
     name: str
     what: str

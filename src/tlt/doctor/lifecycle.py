@@ -19,13 +19,10 @@ from tlt.doctor.engines import (
     work,
 )
 from tlt.doctor.place import Place
-from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.offline import ChildEngine
 
 OFF = {"kind": "off"}
 EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3}
-DROPS_POLICY = hasattr(RolloutEngine, "wake_weights")
-"""Whether an engine can drop its policy while it sleeps."""
 
 
 def _accepted(before: EngineStats, after: EngineStats) -> float:
@@ -156,7 +153,7 @@ def sleep(place: Place) -> dict[str, Any]:
 def _asleep(place: Place, engine: ChildEngine, keep_policy: bool) -> dict[str, int]:
     """Let an engine sleep; return the free memory before and after, and check the difference."""
     awake = _free_bytes(place)
-    engine.call("sleep", *([] if keep_policy or not DROPS_POLICY else [False]))
+    engine.call("sleep", keep_policy)
     asleep = _free_bytes(place)
     if place.num_gpus and asleep - awake < place.room()["kv_cache_memory_bytes"] / 2:
         raise AssertionError(f"an engine that sleeps freed {asleep - awake} bytes")
@@ -166,9 +163,7 @@ def _asleep(place: Place, engine: ChildEngine, keep_policy: bool) -> dict[str, i
 def _waking(manifest: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Return the calls of a weight sync to a sleeping engine, in their order."""
     update = ("update_policy", manifest, 1)
-    if DROPS_POLICY:
-        return [("wake_weights",), update, ("wake",)]  # the KV cache comes last
-    return [("wake",), update]
+    return [("wake_weights",), update, ("wake",)]  # the KV cache comes last
 
 
 def _free_bytes(place: Place) -> int:

@@ -54,7 +54,7 @@ class VllmCore:
         """Each request in flight, and vLLM's name for it."""
         self._cores: tuple[int, ...] = ()
         self._asleep: set[str] = set()
-        """What of the device's memory is given away: vLLM's tags of sleep."""
+        """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
         self._has_policy = True
         """Whether the policy is whole: not dropped by sleep, nor loaded in part."""
         self.captured_samples = 0

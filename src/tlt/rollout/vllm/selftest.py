@@ -24,7 +24,7 @@ TEMPERATURE = 0.7
 # build exceeds 50.
 MAX_SIGMA = 5.0
 SETTINGS = (("temperature", 1.0), ("top-p", 0.85))
-"""What is tested, and the top-p of the test."""
+"""Names of the tested settings, each with its top-p."""
 
 
 def sampling_faults(device: torch.device, is_keyed: bool) -> list[str]:
@@ -33,7 +33,9 @@ def sampling_faults(device: torch.device, is_keyed: bool) -> list[str]:
     if not is_keyed and (expanded := _expand_floats(device)) is not None:
         faults.append(expanded)
     for label, top_p in SETTINGS:
-        metadata = _settings(device, top_p)
+        temperature_B = torch.full((NUM_ROWS,), TEMPERATURE, device=device)
+        top_p_B = torch.full((NUM_ROWS,), top_p, device=device) if top_p < 1 else None
+        metadata = sampling_metadata(temperature_B, top_p_B)
         if is_keyed:
             output = _keyed_sample(_drafts(0), metadata)
             if not torch.equal(output, _keyed_sample(_drafts(1), metadata)):
@@ -83,15 +85,16 @@ def _drafts(seed: int) -> torch.Tensor:
     return torch.randint(0, 3, (NUM_ROWS,), generator=generator, dtype=torch.int32)
 
 
-def _settings(device: torch.device, top_p: float) -> Any:
+def sampling_metadata(temperature_B: torch.Tensor, top_p_B: torch.Tensor | None = None) -> Any:
+    """Return vLLM's settings of a batch in which nothing else is asked for."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
     return SamplingMetadata(
-        temperature=torch.full((NUM_ROWS,), TEMPERATURE, device=device),
+        temperature=temperature_B,
         all_greedy=False,
         all_random=True,
-        top_p=torch.full((NUM_ROWS,), top_p, device=device) if top_p < 1 else None,
+        top_p=top_p_B,
         top_k=None,
         generators={},
         max_num_logprobs=None,

@@ -79,7 +79,7 @@ class PolicySource(WeightSource):
 
 
 class EngineClient:
-    """What vLLM's trainer engines call; each call reaches all engines of the route."""
+    """Carries each call of vLLM's trainer engines to all engines of the route."""
 
     def __init__(self, links: Links, source: PolicySource) -> None:
         self._links = links

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from tlt.rollout.vllm.missed import MissedDraws
 from tlt.rollout.vllm.sampler import KeyedSampler
+from tlt.rollout.vllm.selftest import sampling_metadata
 
 VOCAB = 100
 NUM_TOKENS = 30
@@ -28,31 +27,10 @@ class Keys:
         return np.array([7], np.uint64), np.array([self.position], np.int64)
 
 
-def settings(temperature: float) -> SamplingMetadata:
-    return SamplingMetadata(
-        temperature=torch.tensor([temperature]),
-        all_greedy=False,
-        all_random=True,
-        top_p=None,
-        top_k=None,
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=torch.empty(0),
-        presence_penalties=torch.empty(0),
-        repetition_penalties=torch.empty(0),
-        output_token_ids=[],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-
-
 def draw(sampler: KeyedSampler, logits_TV: torch.Tensor, keys: Keys) -> list[int]:
     tokens = []
     for keys.position, row_V in enumerate(logits_TV):
-        out = sampler(logits=row_V[None], sampling_metadata=settings(0.7))
+        out = sampler(logits=row_V[None], sampling_metadata=sampling_metadata(torch.tensor([0.7])))
         tokens.append(int(out.sampled_token_ids[0, 0]))
     return tokens
 
