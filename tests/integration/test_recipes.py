@@ -61,6 +61,16 @@ async def reserved(plan: PlacementPlan) -> AsyncIterator[Reservation]:
         yield reservation
     finally:
         reservation.release()  # ends the actors in it, too
+        await all_free()
+
+
+async def all_free() -> None:
+    """Wait until the cluster has all of its GPUs: it frees them after a release."""
+    import ray
+
+    async with asyncio.timeout(TIMEOUT_S):
+        while ray.available_resources().get("GPU", 0) < NUM_NODES * 8:
+            await asyncio.sleep(0.05)
 
 
 def nodes_of_bundles() -> dict[int, str]:
