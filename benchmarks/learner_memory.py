@@ -40,6 +40,12 @@ SMALL = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384,
 }  # fmt: skip
+TINY = SMALL | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+}
 QWEN2_5_7B = {
     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
@@ -167,36 +173,45 @@ def measured(case: Case) -> list[int]:
     # Freed memory goes back to the system at once, so that the process is as large as its tensors.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
     with tempfile.TemporaryDirectory() as folder:
-        AutoModelForCausalLM.from_config(hf_config(case), dtype=torch.float32).save_pretrained(
-            folder
-        )
+        for name, config in (("tiny", replace(case, model=TINY)), ("small", case)):
+            policy = AutoModelForCausalLM.from_config(hf_config(config), dtype=torch.float32)
+            policy.save_pretrained(f"{folder}/{name}")
+        del policy
         gc.collect()
         context = multiprocessing.get_context("spawn")
         with context.Pool(case.num_ranks, maxtasksperchild=1) as pool:
-            arguments = [(case, folder, meeting, rank) for rank in range(case.num_ranks)]
+            arguments = [(case, Path(folder), meeting, rank) for rank in range(case.num_ranks)]
             return pool.starmap(_rank, arguments, chunksize=1)
 
 
-def _rank(case: Case, folder: str, meeting: str, rank: int) -> int:
+def _rank(case: Case, folder: Path, meeting: str, rank: int) -> int:
     import torch
     import torch.distributed as dist
 
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=case.num_ranks)
+    _peak(case, folder / "tiny", 2 * PROMPT_TOKENS)  # code and libraries load at first use
+    gc.collect()
+    before = _status("VmRSS")
+    peak = _peak(case, folder / "small", case.row_tokens) - before
+    dist.destroy_process_group()
+    return peak
+
+
+def _peak(case: Case, policy: Path, row_tokens: int) -> int:
+    """Return the size of this process at the peak of an update's second row."""
+    import torch
+
     from tlt.learner.rank import LearnerRank
 
-    torch.set_num_threads(1)
-    torch.ones(512, 512) @ torch.ones(512, 512)  # libraries that load at first use
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=case.num_ranks)
-    before = _status("VmRSS")
-    learner = LearnerRank(settings(case, folder), torch.device("cpu"))
+    learner = LearnerRank(settings(case, str(policy)), torch.device("cpu"))
     short = sample(2 * PROMPT_TOKENS)
     learner.accumulate([[short]])
     learner.step(1.0, 1e9)  # the optimizer makes its moments
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    learner.accumulate([[short], [sample(case.row_tokens)]])  # the first leaves gradients
-    peak = _status("VmHWM") - before
-    dist.destroy_process_group()
-    return peak
+    learner.accumulate([[short], [sample(row_tokens)]])  # the first leaves gradients
+    return _status("VmHWM")
 
 
 def _status(key: str) -> int:

@@ -1,7 +1,4 @@
-"""One engine of two tensor-parallel workers, on two cores, inside a Ray actor.
-
-The test of the engine has not run yet: it needs two free cores.
-"""
+"""One engine of two tensor-parallel workers, on two cores, inside a Ray actor."""
 
 import asyncio
 from collections.abc import Iterator
