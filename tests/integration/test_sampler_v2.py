@@ -63,8 +63,46 @@ def compare_rows() -> dict[str, Any]:
         desk = Desk(SETTINGS[1:3], keyed=False)
         own.append(desk.generate(oracle(expected, desk.slots(), seed=0, share=share)))
     found["ratio test depends on drafts"] = own[0] != own[1]
+    found["kernels"] = kernels_of_limits()
     found["drawn"] = drawn_by_the_kernel()
     found["drafts"] = drafts_with_noise()
+    return found
+
+
+def kernels_of_limits() -> dict[bool, Any]:
+    """Return which of vLLM's kernels rows with limits meet, and what is left of their logits."""
+    import torch
+    from sampler_v2_rows import VOCAB, Desk
+    from vllm.v1.sample.ops import topk_topp_triton
+
+    settings: list[dict[str, Any]] = [{"top_p": 0.8}, {"top_k": 10}, {}]
+    kernel: Any = topk_topp_triton._topk_topp
+    logits_RV = torch.randn(len(settings), VOCAB, generator=torch.Generator().manual_seed(4))
+    found = {}
+    for keyed in (True, False):
+        desk = Desk(settings, keyed=keyed)
+        slots = desk.slots()
+        states = desk.sampler.sampling_states
+        met: set[tuple[bool, bool]] = set()
+
+        def noting(*args: Any, met: Any = met) -> None:
+            met.add((args[4] is not None, args[5] is not None))
+            kernel(*args)
+
+        def left(slots: list[int], states: Any = states) -> list[Any]:
+            rows = torch.tensor(slots)
+            left_RV = states.apply_top_k_top_p(logits_RV[rows].clone(), rows, rows.numpy())
+            return list(left_RV)
+
+        topk_topp_triton._topk_topp = noting
+        alone = [left([slot])[0] for slot in slots]
+        together = left(slots)
+        topk_topp_triton._topk_topp = kernel
+        found[keyed] = {
+            "kernels": met,
+            "same": [torch.equal(a, b) for a, b in zip(alone, together, strict=True)],
+            "kept": [int(row.isfinite().sum()) for row in together],
+        }
     return found
 
 
@@ -145,6 +183,14 @@ def test_drafts_change_no_token_and_no_logprob() -> None:
                 assert (token, rank) == (other, its_rank)
                 assert its == pytest.approx(logprob, abs=1e-5)
     assert found["ratio test depends on drafts"]
+    # One kernel for every row with a limit, whatever its neighbours ask for; vLLM has three.
+    ours, theirs = found["kernels"][True], found["kernels"][False]
+    assert ours["kernels"] == {(True, True)}
+    assert theirs["kernels"] == {(False, True), (True, False), (True, True)}
+    for case in (ours, theirs):
+        assert case["same"] == [True] * 3
+        assert 1 < case["kept"][0] < 96
+        assert case["kept"][1:] == [10, 96]
     check_drafts(found["drafts"])
     # The noise of `noise_v2`, which the next test examines, is that of the kernel.
     seeds, positions = zip(*KEYS, strict=True)
@@ -298,10 +344,12 @@ def test_vllm_calls_the_verifier_as_we_expect() -> None:
 
 def made_up_runner(method: str = "standard", kind: Any = None) -> Any:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     sampler = Sampler.__new__(kind or Sampler)
     sampler.use_flashinfer = sampler.use_xpu_sampler = True
+    sampler.sampling_states = SamplingStates.__new__(SamplingStates)
     speculative = SimpleNamespace(
         num_speculative_tokens=3,
         enable_adaptive_verification=False,

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.ops import topk_topp_triton
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from tlt.errors import ConfigError
@@ -37,9 +38,7 @@ def install(runner: Any) -> None:
     if sampler is None or not wants_keys(runner.speculative_config):
         return  # not the last pipeline stage, or vLLM's own rule
     if type(sampler) is Sampler:
-        # Fused samplers draw from streams of random numbers.
-        sampler.use_flashinfer = sampler.use_xpu_sampler = False
-        _fix_top_p()
+        draw_alone(sampler)
     if verifier is None:
         return
     if type(sampler) is not Sampler or type(verifier) not in (RejectionSampler, KeyedVerifier):
@@ -51,6 +50,35 @@ def install(runner: Any) -> None:
     runner.rejection_sampler = KeyedVerifier(sampler, runner.speculative_config, runner.device)
     if hasattr(runner.speculator, "share_noise") and not skips("draft_noise"):
         runner.speculator.share_noise()  # wrong under vLLM's rule
+
+
+def draw_alone(sampler: Sampler) -> None:
+    """Let no draw depend on the batch around it."""
+    # Fused samplers draw from streams of random numbers.
+    sampler.use_flashinfer = sampler.use_xpu_sampler = False
+    _fix_top_p()
+    if not skips("both_limits"):
+        sampler.sampling_states.__class__ = BothLimits
+
+
+class BothLimits(SamplingStates):
+    """Sampling settings that name top-k and top-p for all rows if one row has any of the two.
+
+    vLLM compiles one kernel for top-k, one for top-p and one for both. Which one a row met would
+    depend on its neighbours, and two kernels may round a sum of probabilities in two ways. A row
+    without a limit passes the kernel of both unchanged.
+    """
+
+    def get_top_k_top_p(
+        self, expanded_idx_mapping: torch.Tensor, idx_mapping_np: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return top-k and top-p of each row; None twice if no row has a limit."""
+        top_k, top_p = super().get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
+        if top_k is None and top_p is not None:
+            top_k = self.top_k.gpu[expanded_idx_mapping]
+        if top_p is None and top_k is not None:
+            top_p = self.top_p.gpu[expanded_idx_mapping]
+        return top_k, top_p
 
 
 def wants_keys(speculative: Any) -> bool:

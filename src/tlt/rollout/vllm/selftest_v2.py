@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from tlt.rollout.vllm.sampler_v2 import KeyedVerifier, install
+from tlt.rollout.vllm.sampler_v2 import KeyedVerifier, draw_alone, install
 from tlt.rollout.vllm.selftest import LOGITS, MAX_SIGMA, SETTINGS, TEMPERATURE, worst_deviation
 
 _NUM_SLOTS = 8
@@ -94,6 +94,8 @@ class _Rows:
         self._vocab = len(LOGITS)
         self._device = device
         self._sampler = _make_sampler(device, runner.sampler.use_fp64_gumbel)
+        if isinstance(verifier, KeyedVerifier):
+            draw_alone(self._sampler)
         for slot in range(_NUM_SLOTS):
             params = SamplingParams(temperature=TEMPERATURE, top_p=top_p, seed=slot)
             self._sampler.add_request(slot, params)
