@@ -72,6 +72,7 @@ def train(
 
 
 def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
+    from tlt.rollout.runner import ROUNDS_BY_BATCH, rounds_by_batch
     from tlt.run.folder import RunFolder
     from tlt.run.preflight import check_outline, prepare
 
@@ -87,6 +88,8 @@ def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
         )
     if places:
         console.print(_memory_table(places))
+    if rounds_by_batch(settings.engine.num_gpus):
+        console.print(ROUNDS_BY_BATCH, **LINE)
     if any(place.capacity is None for place in places):
         console.print(
             "memory of ? GiB is not known here: describe a node with node.num_gpus, node.gpu_gib "

@@ -31,6 +31,7 @@ from tlt.contracts import WHOLE, EngineStats, Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.recheck import Recheck, Rechecks
+from tlt.rollout.runner import ROUNDS_BY_BATCH
 from tlt.spans import Span
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class RolloutPool:
         """Writes the policy of this version, which engines got from GPU to GPU."""
         self._failure: Exception | None = None
         self._started = False
+        self._told_rounding = False
         self._listener: LoadListener | None = None
         self._rechecks = Rechecks(share=0.0, max_tokens=0, dtype="float32")
         self._rechecking: dict[str, EngineHandle] = {}
@@ -365,6 +367,9 @@ class RolloutPool:
             self._handles[name] = handle
             self._membership.notify_all()
         logger.info("%s is ready with %d slots", name, report["slots"])
+        if report.get("rounds_by_batch") and not self._told_rounding:
+            self._told_rounding = True
+            logger.warning(ROUNDS_BY_BATCH)
         if self._started:
             lost = Span("lost", self._spans_taken_s, time.time())
             self._absent.setdefault(place_of(name), []).append(lost)

@@ -1,4 +1,6 @@
-"""Which of vLLM's model runners an engine uses: V1 on a CPU, V2 on GPUs.
+"""What the environment decides about an engine: vLLM's model runner, and how kernels round.
+
+The model runner is V1 on a CPU, and V2 on GPUs.
 
 V2 is vLLM's default, and its kernels need a GPU. vLLM's own variable `VLLM_USE_V2_MODEL_RUNNER`
 overrides the choice: "0" takes V1 on GPUs, and "1" takes V2 on a CPU, where tests run its kernels
@@ -12,6 +14,19 @@ import os
 from tlt.config.rollout import EngineConfig
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
+ROUNDS_BY_BATCH = (
+    f"GPU engines run without {INVARIANT_VARIABLE}=1: kernels round by the shape of the batch, so "
+    "a near-tie between two tokens may fall differently in another batch, with or without drafts. "
+    f"{INVARIANT_VARIABLE}=1 in the engines' environment prevents it; vLLM's kernels are then "
+    "slower, and some attention backends are refused"
+)
+"""What a user of GPU engines with vLLM's default kernels should know."""
+
+
+def rounds_by_batch(num_gpus: int) -> bool:
+    """Return whether engines on GPUs, in this environment, round by the shape of the batch."""
+    return num_gpus > 0 and os.environ.get(INVARIANT_VARIABLE, "0") in ("", "0")
 
 
 def uses_v2(config: EngineConfig) -> bool:

@@ -30,12 +30,13 @@ class FakeEngine:
         self.stopped = False
         self.refuse: Exception | None = None
         self.refuse_weights: Exception | None = None
+        self.rounds_by_batch = False
         self.break_off: set[str] = set()
         """Samples that end once by an error."""
 
     async def start(self) -> dict[str, Any]:
         await asyncio.sleep(self.tick_s)
-        return {"slots": self.slots}
+        return {"slots": self.slots, "rounds_by_batch": self.rounds_by_batch}
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         if self.refuse:
@@ -106,6 +107,17 @@ async def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
         assert sorted(map(int, ids)) == list(range(64))
         assert pool.num_restarts == 1
         assert "engine-0.1" in factory.made
+
+
+async def test_kernels_that_round_by_batch_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def spawn(name: str) -> FakeEngine:
+        engine = FakeEngine(name)
+        engine.rounds_by_batch = True
+        return engine
+
+    async with RolloutPool(PoolConfig(num_engines=3), spawn):
+        pass
+    assert caplog.text.count("VLLM_BATCH_INVARIANT=1 in the engines' environment") == 1
 
 
 async def test_samples_that_end_by_an_error_are_generated_again() -> None:

@@ -158,6 +158,9 @@ def test_check_prints_the_plan_of_a_folder_without_weights(tmp_path: Path) -> No
     assert "only planned" in result.output
     for words in ("a GPU, generating", "a GPU, update", "host, start", "KV cache"):
         assert words in result.output
+    assert "VLLM_BATCH_INVARIANT=1" in result.output
+    invariant = CliRunner().invoke(app, command, env={"VLLM_BATCH_INVARIANT": "1"})
+    assert "VLLM_BATCH_INVARIANT" not in invariant.output
 
 
 def test_another_file_in_the_folder_makes_it_a_model_to_be_checked(tmp_path: Path) -> None:

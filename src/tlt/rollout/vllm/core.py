@@ -22,7 +22,7 @@ from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
 from tlt.rollout.loop import Finished
 from tlt.rollout.recheck import Recheck
-from tlt.rollout.runner import RUNNER_VARIABLE, uses_v2
+from tlt.rollout.runner import RUNNER_VARIABLE, rounds_by_batch, uses_v2
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.spans import Span
 
@@ -109,6 +109,7 @@ class VllmCore:
             logger.error("%s samples wrongly with drafts: %s", self._name, "; ".join(faults))
         return reports[0] | {
             "faults": faults,
+            "rounds_by_batch": rounds_by_batch(self._config.num_gpus),
             "slots": int(self.llm.vllm_config.scheduler_config.max_num_seqs),
             "max_model_len": int(self.llm.model_config.max_model_len),
             "cores": self._cores,
