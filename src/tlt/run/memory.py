@@ -137,6 +137,8 @@ class Sizes:
             # With its own copy of the policy's embedding.
             own = self.drafter_parameters + shape.vocab * shape.hidden
             parts.append(("drafter", self.c * own // gpus))
+            # Every tensor-parallel rank has all hidden states.
+            parts.append(("drafter's catch-up", self.engine.drafter_state_mib * 2**20))
         cache = int(utilization * capacity) - sum(size for _, size in parts)
         return (*parts, ("KV cache", max(0, cache)))
 
@@ -219,8 +221,9 @@ def _generating(sizes: Sizes) -> Place:
 def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
     config, shape, capacity = sizes.config, sizes.shape, sizes.machine.host_bytes
     harvests = config.tlt.harvests
-    sleeps = sizes.colocated or harvests
-    asleep = (("weights of sleeping engines", engines * sizes.weights),) * sleeps
+    # Engines keep their policy on the host while the learner starts, and while a trainer has their
+    # GPU. Other engines drop it before an update.
+    asleep = (("weights of sleeping engines", engines * sizes.weights),)
     num_processes = engines * (1 + harvests) + ranks
     processes = (("processes", num_processes * PROCESS_BYTES),)
     loading = (("ranks load the policy in float32", ranks * FLOAT32 * shape.parameters),)
@@ -228,7 +231,7 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
     running: list[Part] = [
         ("checkpoint on its way to disk", saved),
         ("new policy in shared memory", 2 * sizes.weights),
-        *asleep,
+        *asleep * harvests,
         *processes,
     ]
     if config.capture.enabled:
@@ -239,7 +242,7 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
         ends = 2 * BFLOAT16 * shape.vocab * shape.hidden
         running.append(("trainers between leases", engines * (parked + ends)))
     return [
-        Place("host, start", capacity, (*loading, *asleep, *processes)),
+        Place("host, start", capacity, (*loading, *asleep * sizes.colocated, *processes)),
         Place("host, running", capacity, tuple(running)),
     ]
 
@@ -249,6 +252,7 @@ def _cpu_host(sizes: Sizes) -> Place:
     engines, ranks = config.pool.num_engines, config.learner.num_ranks
     history = engine.ngram.history_tokens * HISTORY_BYTES if engine.ngram is not None else 0
     own = sizes.weights + sizes.c * sizes.drafter_parameters + int(engine.kv_cache_gib * GIB)
+    own += engine.drafter_state_mib * 2**20 * sizes.drafts
     parts = [
         ("engines", engines * (own + history)),
         ("learner", ranks * sizes.learner().peak),

@@ -87,6 +87,35 @@ def test_a_kv_cache_shrinks_with_tensor_parallelism(tmp_path: Path) -> None:
     assert notes[1] > 2 * notes[0]
 
 
+def test_engines_that_drop_their_policy_keep_none_on_the_host(tmp_path: Path) -> None:
+    """Only while the learner starts, and where harvest sends engines to sleep in a rollout."""
+    part = "weights of sleeping engines"
+    found = {}
+    for harvest in ("true", "false"):
+        tlt = ("tlt.enabled=true", f"tlt.harvest={harvest}")
+        for recipe in SHAPES:
+            places = plan(tmp_path, recipe, *tlt)
+            hosts = places["host, start"], places["host, running"]
+            found[recipe, harvest] = [part in dict(host.parts) for host in hosts]
+    assert found == {
+        (SEVEN, "true"): [True, True],
+        (SEVEN, "false"): [True, False],
+        (THIRTY_TWO, "true"): [False, True],
+        (THIRTY_TWO, "false"): [False, False],
+    }
+
+
+def test_catch_up_takes_its_memory_from_the_kv_cache(tmp_path: Path) -> None:
+    places = [
+        plan(tmp_path, SEVEN, "tlt.enabled=true", f"engine.drafter_state_mib={mib}")
+        for mib in (0, 1024)
+    ]
+    before, after = (place["a GPU, generating"] for place in places)
+    assert gib(after, "drafter's catch-up") == 1
+    assert gib(before, "KV cache") - gib(after, "KV cache") == pytest.approx(1)
+    assert before.need == after.need
+
+
 REFUSED = {
     "engine too large": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.9"]),
     "no KV cache": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.2"]),
@@ -111,7 +140,7 @@ REFUSED = {
                 "engine.engine_args.gpu_memory_utilization=0.6",
                 "engine.engine_args.max_num_seqs=16", "tlt.row_tokens=8192"],
     ),
-    "captured states": (SEVEN, ["capture.capacity_gib=300", "node.host_gib=500"]),
+    "captured states": (SEVEN, ["capture.capacity_gib=300", "node.host_gib=420"]),
     "loading": (THIRTY_TWO, ["node.host_gib=900"]),
 }  # fmt: skip
 

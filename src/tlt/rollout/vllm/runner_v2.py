@@ -58,6 +58,10 @@ class RunnerV2:
 
         ngram = self._settings["ngram"]
         method = config.speculative_config.method
+        if sampler_v2.wants_keys(config.speculative_config):
+            # vLLM would keep the logits of sampled drafts for its ratio test. Acceptance by
+            # equality reads none, and `draft_noise_v2` samples without them.
+            config.speculative_config.draft_sample_method = "greedy"
         if method == "eagle3":
             history = ngram_drafts(config, device, req_states, ngram) if ngram else None
             budget = self._settings.get("drafter_state_bytes", 0)
