@@ -120,6 +120,8 @@ class EngineStats:
     drafter_version: int = 0
     captured_samples: int = 0
     """Samples whose hidden states the engine stored for the drafter's training."""
+    dropped_samples: int = 0
+    """Samples to train on whose hidden states the engine lost."""
     policy_mismatches: int = 0
     """Times that the policy differed from the learner's after new weights, and was loaded again."""
     fingerprint_s: float = 0.0
@@ -145,7 +147,7 @@ class EngineStats:
 COUNTERS = (
     *("steps", "drafts", "draft_tokens", "accepted_tokens", "output_tokens", "busy_s"),
     *("model_drafts", "model_accepted_tokens", "model_first_accepted"),
-    *("captured_samples", "policy_mismatches", "fingerprint_s"),
+    *("captured_samples", "dropped_samples", "policy_mismatches", "fingerprint_s"),
 )
 """The fields of `EngineStats` that only grow."""
 

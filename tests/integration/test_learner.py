@@ -92,7 +92,7 @@ async def train(
         samples = batch(seed, num_groups)
         for part in [samples] if cut is None else [samples[:cut], samples[cut:]]:
             await learner.accumulate(part, seed)
-        report, _, _ = await learner.step(denominator(samples), math.inf)
+        report, _ = await learner.step(denominator(samples), math.inf)
         norms.append(report.grad_norm)
     return norms
 
@@ -147,13 +147,13 @@ async def test_samples_of_another_policy_change_nothing(tiny: Path) -> None:
         before = await weights(learner)
         samples = batch(0)
         await learner.accumulate(samples, 0)
-        refused, _, _ = await learner.step(denominator(samples), max_gap=1e-3)
+        refused, _ = await learner.step(denominator(samples), max_gap=1e-3)
         assert refused.refused
         assert refused.sums.gap / refused.sums.learned_tokens > 1
         after = await weights(learner)
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
         await learner.accumulate(samples, 1)
-        taken, _, _ = await learner.step(denominator(samples), max_gap=100.0)
+        taken, _ = await learner.step(denominator(samples), max_gap=100.0)
         assert not taken.refused
         assert taken.grad_norm == pytest.approx(refused.grad_norm, rel=1e-5)
         after = await weights(learner)
@@ -215,7 +215,8 @@ async def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
     learner = LearnerGroup(base)
     await learner.start()
     await learner.accumulate(samples, 7)
-    _, kept, num_bytes = await learner.step(denominator(samples), math.inf)
+    _, stored = await learner.step(denominator(samples), math.inf)
+    kept, num_bytes = stored.num_samples, stored.num_bytes
     await learner.save(tmp_path / "saved")
     await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
     await learner.wait_saved(tmp_path / "saved", None, 7)
@@ -259,7 +260,7 @@ async def test_several_updates_of_one_batch_clip_against_the_first_policy(
         clipped = []
         for _ in range(2):
             await learner.accumulate(samples, 1)
-            report, _, _ = await learner.step(denominator(samples), math.inf)
+            report, _ = await learner.step(denominator(samples), math.inf)
             clipped.append(report.sums.clipped_tokens)
         await learner.forget_logprobs()
         await learner.accumulate(samples, 1)
@@ -291,7 +292,7 @@ async def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path) -> None
     before = await weights(learner)
     broken = [replace(sample, advantage=float("inf")) for sample in batch(0)]
     await learner.accumulate(broken, 1)
-    report, _, _ = await learner.step(denominator(broken), math.inf)
+    report, _ = await learner.step(denominator(broken), math.inf)
     assert report.skipped
     after = await weights(learner)
     await learner.stop()

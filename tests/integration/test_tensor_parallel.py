@@ -115,12 +115,14 @@ async def test_switching_swap_and_sync_with_two_workers(
         assert pool.num_restarts == 0
 
 
-def capture_as_rank(engine: Any, rank: int, buffer: dict[str, Any]) -> list[int]:
+def capture_as_rank(engine: Any, rank: int, buffer: dict[str, Any]) -> list[tuple[int, int]]:
     """Let a worker store states as if it had this rank; return what it says it has stored."""
     llm = engine.core.llm
     llm.engine_core.engine_core.model_executor.driver_worker.worker.rank = rank
     llm.collective_rpc("tlt_capture", args=(buffer,))
-    stored: list[int] = llm.collective_rpc("tlt_keep_states", args=("none", None, 0, []))
+    stored: list[tuple[int, int]] = llm.collective_rpc(
+        "tlt_keep_states", args=("none", None, 0, [])
+    )
     return stored
 
 
@@ -131,7 +133,7 @@ def test_only_the_first_worker_stores_states(
     for rank, stores in ((1, False), (0, True)):
         folder = tmp_path / f"states-{rank}"
         buffer = {"folder": str(folder), "capacity_bytes": 2**20, "max_sample_tokens": 512}
-        assert engine.call(capture_as_rank, rank, buffer) == [0]
+        assert engine.call(capture_as_rank, rank, buffer) == [(0, 0)]
         assert folder.exists() == stores
 
 

@@ -23,7 +23,7 @@ from tlt.node.cores import bind_process, claim_cores
 from tlt.node.weights import SharedWeights, file_bytes
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
-from tlt.states.writer import StateWriter
+from tlt.states.writer import StateWriter, Stored
 
 if TYPE_CHECKING:
     import torch
@@ -122,12 +122,10 @@ class LearnerActor:
     def remember_logprobs(self, rows: Rows) -> None:
         self._rank.remember_logprobs(rows)
 
-    def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, int, int]:
-        """Return the update's report, the samples captured so far and the buffer's bytes."""
+    def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, Stored]:
+        """Return the update's report, and what became of captured samples so far."""
         report = self._rank.step(denominator, max_gap)
-        if self._writer is None:
-            return report, 0, 0
-        return report, self._writer.num_written, self._writer.buffer.num_bytes()
+        return report, Stored() if self._writer is None else self._writer.stored()
 
     def forget_logprobs(self) -> None:
         self._rank.forget_logprobs()

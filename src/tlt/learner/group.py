@@ -19,6 +19,7 @@ from tlt.learner.actor import LearnerActor, LearnerPlan, Rows
 from tlt.learner.batch import TrainSample, rows_by_rank
 from tlt.node.cluster import end_actors
 from tlt.node.weights import SharedWeights
+from tlt.states.writer import Stored
 
 if TYPE_CHECKING:
     from tlt.learner.rank import UpdateReport
@@ -87,15 +88,19 @@ class LearnerGroup:
     async def forget_logprobs(self) -> None:
         await self._all("forget_logprobs")
 
-    async def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, int, int]:
+    async def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, Stored]:
         """Make an optimizer step of the added gradients.
 
-        Return its report, and the samples and bytes captured on all nodes.
+        Return its report, and what became of the samples captured on all nodes.
         """
-        reports = await self._all("step", denominator, max_gap)
+        answers = await self._all("step", denominator, max_gap)
+        reports, stored = zip(*answers, strict=True)
         first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
-        num_bytes = sum(reports[rank][2] for rank in first.values())
-        return reports[0][0], sum(kept for _, kept, _ in reports), num_bytes
+        return reports[0], Stored(
+            num_samples=sum(own.num_samples for own in stored),
+            num_dropped=sum(own.num_dropped for own in stored),
+            num_bytes=sum(stored[rank].num_bytes for rank in first.values()),
+        )
 
     def _rows(self, samples: Sequence[TrainSample]) -> list[Rows]:
         return rows_by_rank(samples, self._plan.row_tokens, self._plan.num_ranks)

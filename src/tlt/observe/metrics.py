@@ -56,6 +56,8 @@ METRICS: dict[str, str] = {
     "learner/row_fill_share": "Share of the micro-batches' capacity filled with tokens.",
     "learner/restarts": "Times the learner's ranks were lost and restarted.",
     "capture/samples": "Samples whose hidden states were stored for drafter training.",
+    "capture/dropped": "Samples whose hidden states were lost: the writer fell behind or failed, "
+    "or states were missing.",
     "capture/bytes": "Size of the stored hidden states.",
     "harvest/enabled": "1 while idle workers may train the drafter, 0 after harvest gave up.",
     "harvest/idle_s": "Worker seconds with nothing to generate while other workers generated.",

@@ -173,6 +173,7 @@ class RolloutEngine(EngineLoop):
             policy_version=self.policy_version,
             drafter_version=core.controller.drafter_version,
             captured_samples=core.captured_samples,
+            dropped_samples=core.dropped_samples,
             policy_mismatches=core.policy_mismatches,
             fingerprint_s=core.fingerprint_s,
         )

@@ -111,6 +111,7 @@ def rollout_record(
     }
     if engines_capture:
         record["capture/samples"] = during.captured_samples
+        record["capture/dropped"] = during.dropped_samples
     return record
 
 

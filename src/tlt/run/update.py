@@ -19,6 +19,7 @@ from tlt.observe.live import Activity, Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.run.records import Record, update_record
 from tlt.spans import Span
+from tlt.states.writer import Stored
 
 
 class PolicyUpdate:
@@ -30,7 +31,7 @@ class PolicyUpdate:
         self._live = live
         self._weighting = Weighting(config.algorithm.mean_over, config.sampling.max_tokens)
         self.gap = GapAlarm(config.alarm, config.policy.dtype, config.sampling.temperature)
-        self._captured = 0
+        self._stored = Stored()
         self.version = 0
         """Version of the learner's policy: the number of updates since the run's first step."""
         self.streamed: list[Span] = []
@@ -39,7 +40,7 @@ class PolicyUpdate:
     def go_on_from(self, step: int) -> None:
         """Note that the learner holds the policy of this RL step."""
         self.version = step * self._config.learner.updates_per_step
-        self._captured = 0
+        self._stored = Stored()
 
     # --- during the rollout -------------------------------------------------------------------
 
@@ -113,16 +114,18 @@ class PolicyUpdate:
         if num_updates > 1:
             await self._learner.forget_logprobs()
         watch.lap("update")
-        updates = [report for report, _, _ in reports]
+        updates = [report for report, _ in reports]
         alarms = self.gap.check(step, updates, num_faults)
         seconds = watch.seconds["update"] + sum(span.seconds for span in self.streamed)
         record = update_record(updates, alarms, seconds, self._config.learner.row_tokens)
-        return record | self._capture_record(*reports[-1][1:])
+        return record | self._capture_record(reports[-1][1])
 
-    def _capture_record(self, num_samples: int, num_bytes: int) -> Record:
-        before, self._captured = self._captured, num_samples
+    def _capture_record(self, stored: Stored) -> Record:
+        before, self._stored = self._stored, stored
         if not self._config.capture.enabled:
             return {}
-        if self._config.capture.by == "engines":
-            return {"capture/bytes": num_bytes}
-        return {"capture/bytes": num_bytes, "capture/samples": num_samples - before}
+        record: Record = {"capture/bytes": stored.num_bytes}
+        if self._config.capture.by != "engines":
+            record["capture/samples"] = stored.num_samples - before.num_samples
+            record["capture/dropped"] = stored.num_dropped - before.num_dropped
+        return record

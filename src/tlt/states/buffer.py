@@ -7,27 +7,31 @@ and leave nothing to clean up when they die. A mapping outlives the eviction of 
 folder's listing is the index: file names carry the RL step, the number of learned tokens, and
 whether the sample is held out.
 
-Writers take turns by a lock that the kernel drops when they die. The bytes of all files, hidden
-ones included, never exceed the capacity. To make room, the buffer evicts the samples with the
-fewest learned tokens first, and a sample of an earlier RL step counts for less. A session in the
-middle of a rollout thus finds the long samples of the previous RL step beside the short samples
-of the current one.
+Writers take turns at making room: each one reserves a hidden file of its sample's size. They write
+at the same time. A writer holds a lock on its hidden file, which the kernel drops when the writer
+dies. The bytes of all files, hidden ones included, never exceed the capacity. To make room, the
+buffer evicts the samples with the fewest learned tokens first, and a sample of an earlier RL step
+counts for less. A session in the middle of a rollout thus finds the long samples of the previous
+RL step beside the short samples of the current one.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tlt.errors import ConfigError
 from tlt.states.captured import Captured
@@ -36,6 +40,7 @@ SUFFIX = ".sample"
 LOCK = ".lock"
 HEADER_BYTES = 4096
 """Allowance for a file's header when room is made for the file."""
+_DTYPES = {torch.int32: "I32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 HALF_LIFE_STEPS = 2.0
 """RL steps after which a sample counts for half its length when room is made."""
 
@@ -71,6 +76,28 @@ class Entry:
         """Read the facts from a file's name."""
         step, learned, tokens, held_out, _ = name.removesuffix(SUFFIX).split("-", 4)
         return cls(name, int(step), int(learned), int(tokens), held_out == "h")
+
+
+def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors in the format of safetensors into an open file, and cut the file there.
+
+    The library's own function writes to a path, by way of another file.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [memoryview(struct.pack("<Q", len(text)) + text)]
+    parts += [memoryview(t.contiguous().view(torch.uint8).numpy()) for t in tensors.values()]
+    for part in parts:
+        part = part.cast("B")
+        while part:
+            part = part[file.write(part) :]
+    file.truncate(file.tell())
 
 
 def _digest(sample_id: str, rl_step: int) -> str:
@@ -114,26 +141,30 @@ class SampleBuffer:
         name = f"{rl_step:08d}-{num_learned:06d}-{len(sample):06d}-{mark}-{digest}{SUFFIX}"
         tensors = {
             "token_ids": sample.token_ids_T.to("cpu", torch.int32),
-            "loss_mask": sample.loss_mask_T.to("cpu", torch.bool),
             "aux": sample.aux_TA.to("cpu", torch.bfloat16),
             "final": sample.final_TH.to("cpu", torch.bfloat16),
+            "loss_mask": sample.loss_mask_T.to("cpu", torch.bool),
         }
         num_bytes = HEADER_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
-        hidden = self._folder / f".{name}"
-        with self._writing():
+        hidden = self._folder / f".{name}.{secrets.token_hex(4)}"
+        with self._making_room():
             if not self._make_room(num_bytes, Entry.parse(name)):
                 return False
-            save_file(
-                {key: tensor.contiguous() for key, tensor in tensors.items()},
-                hidden,
-                {"first_position": str(sample.first_position)},
-            )
-            hidden.rename(self._folder / name)
+            file = hidden.open("xb", buffering=0)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(num_bytes)
+        with file:
+            try:
+                _write(file, tensors, {"first_position": str(sample.first_position)})
+                hidden.rename(self._folder / name)
+            except BaseException:
+                hidden.unlink(missing_ok=True)
+                raise
         return True
 
     def clear(self) -> None:
         """Remove all samples."""
-        with self._writing():
+        with self._making_room():
             for path in self._folder.glob(f"*{SUFFIX}"):
                 path.unlink(missing_ok=True)
 
@@ -154,26 +185,35 @@ class SampleBuffer:
     def restore_from(self, folder: Path | None) -> None:
         """Replace all samples by those of a copy, or by none when there is no copy."""
         self.clear()
-        with self._writing():
+        with self._making_room():
             for file in folder.glob(f"*{SUFFIX}") if folder else ():
                 hidden = self._folder / f".{file.name}"
                 shutil.copy(file, hidden)
                 hidden.rename(self._folder / file.name)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Hold the writers' lock, and remove the leftovers of writers that died."""
+    def _making_room(self) -> Iterator[None]:
+        """Hold the writers' common lock, and remove the leftovers of writers that died."""
         with (self._folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in self._names():
-                if name[0] == "." and name != LOCK:  # ours, or safetensors' own partial file
+                if name[0] == "." and name != LOCK and not self._is_written(name):
                     (self._folder / name).unlink(missing_ok=True)
             yield
+
+    def _is_written(self, name: str) -> bool:
+        """Return whether a living writer writes this hidden file, or has just finished it."""
+        try:
+            with (self._folder / name).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, FileNotFoundError):
+            return True
+        return False
 
     def _make_room(self, num_bytes: int, new: Entry) -> bool:
         (self._folder / new.name).unlink(missing_ok=True)  # the same sample, captured again
         sizes = {entry: self._size(entry.name) for entry in self.entries()}
-        excess = sum(sizes.values()) + num_bytes - self.settings.capacity_bytes
+        excess = self.num_bytes() + num_bytes - self.settings.capacity_bytes
         latest = max([new.rl_step, *(entry.rl_step for entry in sizes)])
         evicted = []
         for entry in sorted(sizes, key=lambda e: (self._worth(e, latest), e.name)):

@@ -18,6 +18,7 @@ from tlt.learner.batch import TrainSample
 from tlt.observe.live import Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.run.update import PolicyUpdate
+from tlt.states.writer import Stored
 
 SUMS = ("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens", "gap", "kl")
 
@@ -35,11 +36,11 @@ class FakeLearner:
     async def forget_logprobs(self) -> None:
         self.calls.append(("forget", None))
 
-    async def step(self, denominator: float, max_gap: float) -> tuple[Any, int, int]:
+    async def step(self, denominator: float, max_gap: float) -> tuple[Any, Stored]:
         self.calls.append(("step", denominator))
         sums = SimpleNamespace(**dict.fromkeys(SUMS, 0.0), learned_tokens=1.0)
         report = SimpleNamespace(sums=sums, grad_norm=1.0, lr=1e-3, skipped=False, refused=False)
-        return report, 10, 1000
+        return report, Stored(num_samples=10, num_dropped=3, num_bytes=1000)
 
 
 def group(number: int, advantages: Sequence[float]) -> list[TrainSample]:
@@ -132,3 +133,4 @@ async def test_captured_samples_are_counted_where_they_are_captured(by: str, sam
     _, _, record = await one_step(GROUPS, capture={"enabled": True, "by": by})
     assert record["capture/bytes"] == 1000
     assert record.get("capture/samples") == samples
+    assert record.get("capture/dropped") == (None if samples is None else 3)

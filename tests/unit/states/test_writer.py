@@ -1,15 +1,20 @@
-"""The thread that stores captured samples: what waits, and what is dropped."""
+"""The threads that store captured samples: what waits, and what is dropped."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from speed import limit
+from tlt.states import buffer as buffer_module
 from tlt.states import writer
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 
 H = 8
+WAIT_S = limit(10.0)
 
 
 def sample(num_tokens: int) -> Captured:
@@ -32,3 +37,63 @@ def test_only_the_window_of_a_long_sample_waits(
     stores.write("late", 0, sample(10))
     assert stores.num_dropped == 1
     assert "1 samples were not stored, the last of them late" in caplog.text
+
+
+def test_several_samples_are_written_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every writer waits within its write until all of them are there."""
+    meeting = threading.Barrier(writer.NUM_THREADS)
+    write = buffer_module._write
+
+    def waiting(*args: Any) -> None:
+        meeting.wait(WAIT_S)
+        write(*args)
+
+    monkeypatch.setattr(buffer_module, "_write", waiting)
+    stores = writer.StateWriter(SampleBuffer(BufferSettings(str(tmp_path), 2**20, 512)))
+    for index in range(2 * writer.NUM_THREADS):
+        stores.write(str(index), 0, sample(20 + index))
+    stores.drain()
+    assert stores.stored() == writer.Stored(
+        2 * writer.NUM_THREADS, 0, sum(path.stat().st_size for path in tmp_path.iterdir())
+    )
+    assert {e.num_tokens for e in stores.buffer.entries()} == {*range(20, 28)}
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] == "."] == [".lock"]
+
+
+def test_a_failed_write_leaves_nothing_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(buffer_module, "_write", fail)
+    stores = writer.StateWriter(SampleBuffer(BufferSettings(str(tmp_path), 2**20, 512)))
+    stores.write("a", 0, sample(20))
+    stores.drain()
+    stores.missing("b")
+    assert stores.stored() == writer.Stored(0, 2, 0)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_writers_at_work_keep_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is being written counts, and another writer neither removes nor exceeds it."""
+    one = sample(100)
+    capacity = int(2.5 * (one.num_bytes / 2 + buffer_module.HEADER_BYTES))  # in bfloat16
+    store = SampleBuffer(BufferSettings(str(tmp_path), capacity, 512))
+    write = buffer_module._write
+    others = {"second": False, "third": True}
+    waiting = list(others)
+
+    def writing(*args: Any) -> None:
+        if waiting:  # a write within a write
+            name = waiting.pop(0)
+            others[name] = store.put(name, 0, one)
+        assert store.num_bytes() <= capacity
+        write(*args)
+
+    monkeypatch.setattr(buffer_module, "_write", writing)
+    assert store.put("first", 0, one)
+    assert others == {"second": True, "third": False}, "there is no room for three"
+    assert len(store.entries()) == 2

@@ -58,6 +58,7 @@ class VllmCore:
         self._has_policy = True
         """Whether the policy is whole: not dropped by sleep, nor loaded in part."""
         self.captured_samples = 0
+        self.dropped_samples = 0
         self.policy_mismatches = 0
         self.fingerprint_s = 0.0
 
@@ -201,7 +202,7 @@ class VllmCore:
         kept = self.llm.collective_rpc(
             "tlt_keep_states", args=(vllm_id, sample, request.rl_step or 0, text)
         )
-        self.captured_samples = kept[0]
+        self.captured_samples, self.dropped_samples = kept[0]
 
     # --- weights and memory -------------------------------------------------------------------
 

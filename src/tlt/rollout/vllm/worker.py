@@ -139,17 +139,24 @@ class AdaptiveWorker(ReceivesPolicy):
 
     def tlt_keep_states(
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
-    ) -> int:
-        """Store or drop the states of an ended request; return the number of stored samples."""
+    ) -> tuple[int, int]:
+        """Store the states of an ended sample, or drop those of a request without `sample_id`.
+
+        Return the numbers of samples stored and lost so far.
+        """
         if self._writer is None:
-            return 0
+            return 0, 0
+        captured = None
         try:
             captured = self._recorder.take(request_id, token_ids) if self._recorder else None
-            if captured is not None and sample_id is not None:
-                self._writer.write(sample_id, rl_step, captured)
         except Exception:
             self._give_recording_up()
-        return self._writer.num_written
+        if sample_id is not None:
+            if captured is None:
+                self._writer.missing(sample_id)
+            else:
+                self._writer.write(sample_id, rl_step, captured)
+        return self._writer.num_written, self._writer.num_dropped
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """Return what this process runs; the engine asks every worker before the first request."""
