@@ -296,6 +296,9 @@ class DebugConfig(Schema):
     forced_lengths: SizesConfig | None = None
     """Forced lengths of the responses in tokens, the same in every run, to measure speed only;
     rewards then mean nothing."""
+    gate: str | None = None
+    """Unix socket of a process that makes several runs take turns, RL step by RL step; set by
+    benchmarks/e2e/run.py."""
 
 
 class TrainConfig(Schema):

@@ -33,7 +33,7 @@ from tlt.errors import ConfigError
 STATE = "state.json"
 MAY_CHANGE = (
     *("run.num_steps", "checkpoint", "eval", "metrics", "pool", "engine", "placement"),
-    *("tlt", "capture", "alarm", "debug.core_group", "debug.publish_drafters"),
+    *("tlt", "capture", "alarm", "debug.core_group", "debug.publish_drafters", "debug.gate"),
     *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),
     "learner.gradient_checkpointing",
     *("learner.max_restarts", "learner.timeout_s", "reward.num_workers", "reward.timeout_s"),

@@ -35,6 +35,7 @@ from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks
 from tlt.run.checkpoints import Checkpoints
 from tlt.run.folder import RunFolder
+from tlt.run.gate import Gate
 from tlt.run.preflight import Prepared
 from tlt.run.records import PoolCounters, Record, RunLog, eval_record, rollout_record
 from tlt.run.samples import Rollouts
@@ -74,6 +75,7 @@ class Training:
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
         self._checkpoints = Checkpoints(config, folder, learner, harvest)
+        self._gate = Gate(config.debug.gate)
         self._learner_restarts = 0
         """Restarts since the last record."""
 
@@ -92,6 +94,7 @@ class Training:
             await self._log.step(0, record, watch)
         while done < num_steps:
             try:
+                await self._gate.wait_for_turn(done + 1)
                 await self._step(done + 1)
                 done += 1
                 if done == num_steps:
@@ -101,6 +104,8 @@ class Training:
             except BaseException:
                 await self._checkpoints.finish_in_time()
                 raise
+        await self._gate.wait_for_turn(num_steps + 1)
+        self._gate.close()
         self._log.close()
 
     # --- one RL step --------------------------------------------------------------------------

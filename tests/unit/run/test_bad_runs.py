@@ -744,7 +744,9 @@ def test_the_run_that_is_spoilt_below_is_good(attempt: Attempt) -> None:
 
 
 def test_other_settings_for_debugging_may_change_on_resume(attempt: Attempt) -> None:
-    begun("debug.core_group=other", "debug.publish_drafters=false", resume=True)(attempt)
+    begun("debug.core_group=other", "debug.publish_drafters=false", "debug.gate=x", resume=True)(
+        attempt
+    )
     attempt.check()
 
 
