@@ -91,7 +91,10 @@ bench:
 	$(BIN)/python benchmarks/look_ahead.py --start raw --model models/smollm2
 	$(BIN)/python benchmarks/look_ahead.py --start cool --model models/smollm2
 	$(BIN)/python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft
-	$(BIN)/python benchmarks/e2e/run.py
+	$(BIN)/python benchmarks/e2e/run.py identical
+	$(BIN)/python benchmarks/e2e/run.py tail
+	$(BIN)/python benchmarks/e2e/run.py equal
+	$(BIN)/python benchmarks/e2e/run.py moving
 	bash benchmarks/strategy.sh
 
 clean:

@@ -1,4 +1,4 @@
-"""Draw the results of `benchmarks/e2e/run.py`.
+"""Draw the results of whole runs that followed each other, from before arms took turns.
 
     python benchmarks/e2e/picture.py tail equal moving
 

@@ -1,4 +1,4 @@
-"""Whole RL runs with and without TLT (`benchmarks/e2e/run.py`)."""
+"""Whole RL runs with and without TLT, one after the other, from before arms took turns."""
 
 from __future__ import annotations
 
