@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 WAITING_SHARE = 0.05
-"""Share of the machine's CPU time that the waiting arms together may use during a turn."""
+"""Share of the cores' time that a waiting arm may use during a turn."""
 OTHER_SHARE = 0.05
-"""Share of the machine's CPU time that processes outside the benchmark may use during a turn."""
+"""Share of the cores' time that processes outside the benchmark may use during a turn."""
 RESAMPLES = 4000
 LEVEL = 0.95
 
@@ -50,8 +50,8 @@ def marks(turn: Turn) -> list[str]:
     found = []
     if turn["attempts"] > 1 or turn["metrics"].get("rollout/engine_restarts"):
         found.append("aborted")
-    if turn["waiting_cpu_s"] > WAITING_SHARE * cpu_s:
-        found.append("waiting arms busy")
+    if any(used_s > WAITING_SHARE * cpu_s for used_s in turn["waiting_cpu_s"].values()):
+        found.append("waiting arm busy")
     if turn["other_cpu_s"] > OTHER_SHARE * cpu_s:
         found.append("other processes busy")
     return found

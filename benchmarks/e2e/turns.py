@@ -144,7 +144,7 @@ class Clock:
 
     wall_s: float
     busy_s: float
-    """CPU seconds of all processes of the machine."""
+    """CPU seconds of all processes, on the cores that the benchmark may use."""
     steal_s: float
     """Seconds in which another virtual machine had a core that this one wanted."""
     bench_s: float
@@ -156,6 +156,7 @@ class Arms:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = {run.arm: run for run in runs}
+        self._cores = sorted(os.sched_getaffinity(0))
 
     def turn(self, arm: str, step: int) -> dict[str, Any]:
         """Let an arm take an RL step, and return what the turn took.
@@ -175,20 +176,21 @@ class Arms:
         return {
             "turn_s": ended.wall_s - begun.wall_s,
             "attempts": attempts,
-            "cores": os.cpu_count() or 1,
+            "cores": len(self._cores),
             "cpu_s": cpu_s[arm],
-            "waiting_cpu_s": sum(s for each, s in cpu_s.items() if each != arm),
+            "waiting_cpu_s": {each: used_s for each, used_s in cpu_s.items() if each != arm},
             "other_cpu_s": max(0.0, ended.busy_s - begun.busy_s - sum(cpu_s.values()) - bench_s),
             "steal_s": ended.steal_s - begun.steal_s,
         }
 
     def _clock(self) -> Clock:
-        times = psutil.cpu_times()
+        every_core = psutil.cpu_times(percpu=True)
+        cores = [every_core[core] for core in self._cores]
         own = psutil.Process().cpu_times()
         return Clock(
             wall_s=time.monotonic(),
-            busy_s=times.user + times.nice + times.system + times.irq + times.softirq,
-            steal_s=times.steal,
+            busy_s=sum(c.user + c.nice + c.system + c.irq + c.softirq for c in cores),
+            steal_s=sum(core.steal for core in cores),
             bench_s=own.user + own.system,
             arms_s={arm: run.cpu_s() for arm, run in self._runs.items()},
         )

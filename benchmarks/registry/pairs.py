@@ -1,0 +1,82 @@
+"""Arms that took turns, RL step by RL step (`benchmarks/e2e/run.py`).
+
+`comparison` declares the table and the figures of one result: call it once per file of
+`results/e2e/pairs`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from registry.core import Doc, Rows, figures, percent, table
+
+MEASURES = ("end_to_end", "rollout", "rollout_per_token")
+
+
+def interval(found: Doc, of: str = "median", form: str = "{:.2f}") -> str:
+    """Return a speed-up with its interval, such as "1.42x (1.39 to 1.46)"."""
+    value, low, high = (form.format(found[key]) for key in (of, f"{of}_low", f"{of}_high"))
+    return f"{value}x ({low} to {high})"
+
+
+def speed_ups(d: Doc) -> Rows:
+    """One row per arm: paired ratios against the reference, with 95% intervals."""
+    arms = d["scenario"]["arms"]
+    rows = [[f"against {arms[d['scenario']['reference']]['label']}", "end to end", "rollout"]]
+    rows[0] += ["rollout per token", "end to end, all seconds", "pairs", "samples"]
+    for arm, found in d["speed_up"].items():
+        cells = [interval(found[name]) for name in MEASURES]
+        cells.append(interval(found["end_to_end"], "total"))
+        marked = len(found["left_out"])
+        cells.append(f"{found['pairs']}" + (f", {marked} left out" if marked else ""))
+        other = f"differ from RL step {found['first_difference']} on"
+        cells.append("the same" if found["same_samples"] else other)
+        rows.append([arms[arm]["label"], *cells])
+    return rows
+
+
+def waiting_share(d: Doc) -> float:
+    """Return the median share of the cores' time that a waiting arm used."""
+    return statistics.median(
+        used_s / (turn["turn_s"] * turn["cores"])
+        for turn in d["turns"]
+        for used_s in turn["waiting_cpu_s"].values()
+    )
+
+
+def drift(d: Doc, arm: str) -> float:
+    """Return how many times as long an arm's slowest RL step took per token as its fastest."""
+    counted = [t for t in d["turns"] if t["arm"] == arm and t["step"] > d["scenario"]["warm_up"]]
+    seconds = [t["rollout_s"] / t["output_tokens"] for t in counted]
+    return max(seconds) / min(seconds)
+
+
+def memory_gib(d: Doc) -> float:
+    return max(size for group in d["groups"] for size in group["memory_gib"].values())
+
+
+def half_width(found: Doc) -> float:
+    return (found["median_high"] - found["median_low"]) / 2
+
+
+def comparison(name: str, file: str) -> None:
+    """Declare the table `name` and the figures `name.*` of one result file."""
+
+    def of(arm: str, measure: str) -> Any:
+        return lambda d: interval(d["speed_up"][arm][measure], form="{:.3f}")
+
+    table(name, file)(speed_ups)
+    figures(
+        name,
+        file,
+        {
+            "steps": lambda d: str(d["scenario"]["steps"]),
+            "waiting_share": lambda d: f"{waiting_share(d):.1%}",
+            "drift": lambda d: f"{drift(d, d['scenario']['reference']):.2f}x",
+            "memory": lambda d: f"{memory_gib(d):.1f}",
+            "half_width": lambda d: percent(
+                max(half_width(each["end_to_end"]) for each in d["speed_up"].values())
+            ),
+        },
+    )
