@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-WAITING_SHARE = 0.05
-"""Share of the cores' time that a waiting arm may use during a turn."""
+WAITING_CORES = 0.15
+"""Cores that a waiting arm may keep busy during a turn; its Ray, engines and learner need 0.06."""
 OTHER_SHARE = 0.05
 """Share of the cores' time that processes outside the benchmark may use during a turn."""
 RESAMPLES = 4000
@@ -46,13 +46,12 @@ def groups(arms: Sequence[str], reference: str, at_once: int) -> list[list[str]]
 
 def marks(turn: Turn) -> list[str]:
     """Return why a turn should not count; empty for a good one."""
-    cpu_s = turn["turn_s"] * turn["cores"]
     found = []
     if turn["attempts"] > 1 or turn["metrics"].get("rollout/engine_restarts"):
         found.append("aborted")
-    if any(used_s > WAITING_SHARE * cpu_s for used_s in turn["waiting_cpu_s"].values()):
+    if any(s > WAITING_CORES * turn["turn_s"] for s in turn["waiting_cpu_s"].values()):
         found.append("waiting arm busy")
-    if turn["other_cpu_s"] > OTHER_SHARE * cpu_s:
+    if turn["other_cpu_s"] > OTHER_SHARE * turn["turn_s"] * turn["cores"]:
         found.append("other processes busy")
     return found
 

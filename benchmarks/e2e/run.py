@@ -78,7 +78,7 @@ class Comparison:
         result = {
             "provenance": provenance(),
             "scenario": self._settings,
-            "limits": {"waiting_share": pairs.WAITING_SHARE, "other_share": pairs.OTHER_SHARE},
+            "limits": {"waiting_cores": pairs.WAITING_CORES, "other_share": pairs.OTHER_SHARE},
             "speed_up": self.speed_ups(),
             "groups": self.groups,
         }

@@ -36,12 +36,10 @@ def speed_ups(d: Doc) -> Rows:
     return rows
 
 
-def waiting_share(d: Doc) -> float:
-    """Return the median share of the cores' time that a waiting arm used."""
+def waiting_cores(d: Doc) -> float:
+    """Return how many cores a waiting arm kept busy, in the median."""
     return statistics.median(
-        used_s / (turn["turn_s"] * turn["cores"])
-        for turn in d["turns"]
-        for used_s in turn["waiting_cpu_s"].values()
+        used_s / turn["turn_s"] for turn in d["turns"] for used_s in turn["waiting_cpu_s"].values()
     )
 
 
@@ -72,7 +70,7 @@ def comparison(name: str, file: str) -> None:
         file,
         {
             "steps": lambda d: str(d["scenario"]["steps"]),
-            "waiting_share": lambda d: f"{waiting_share(d):.1%}",
+            "waiting_cores": lambda d: f"{waiting_cores(d):.2f}",
             "drift": lambda d: f"{drift(d, d['scenario']['reference']):.2f}x",
             "memory": lambda d: f"{memory_gib(d):.1f}",
             "half_width": lambda d: percent(

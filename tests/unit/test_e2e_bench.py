@@ -1,6 +1,7 @@
 """benchmarks/e2e: ratios, scenarios, and turns of runs that train nothing."""
 
 import importlib
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,12 @@ from tlt.run.folder import RunFolder
 from tlt.spans import Span
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks" / "e2e"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "e2e")]
 
 pairs, run, scenario, steps, turns = map(
     importlib.import_module, ("pairs", "run", "scenario", "steps", "turns")
 )
+registry = importlib.import_module("registry.pairs")
 
 
 def turn(arm: str, step: int, seconds: float, **changes: Any) -> dict[str, Any]:
@@ -196,6 +198,10 @@ def test_a_complete_group_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
             first.turns += [turn("off", step, 2.0, group=group)]
             first.turns += [turn(first.groups[group]["arms"][1], step, 1.0, group=group)]
     first.write()
+    table = registry.speed_ups(json.loads((tmp_path / "tiny.json").read_text()))
+    assert table[0][:2] == ["against no speculation", "end to end"]
+    assert table[2][:2] == ["TLT from nothing", "2.00x (2.00 to 2.00)"]
+    assert table[2][-2:] == ["2", "the same"]
     again = run.Comparison("tiny", of, anew=False)
     assert again.has(["off", "tlt"])
     assert not again.has(["off", "again"])
