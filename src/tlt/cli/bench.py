@@ -84,7 +84,7 @@ def rollout(
     from tlt.observe.provenance import provenance
     from tlt.strategy.spec import LEARNING
     from tlt.tasks.chat import Chat
-    from tlt.tasks.gym import DEFAULT_SIZES, problems
+    from tlt.tasks.gym import problems
     from tlt.tasks.tail import HeavyTail
 
     console = Console()
@@ -97,7 +97,7 @@ def rollout(
         spec = workload.LengthSpec(requests, median, p95, longest, seed)
     sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
     chat = Chat(str(model))
-    difficulty = HeavyTail(size, size, size) if size else DEFAULT_SIZES
+    difficulty = HeavyTail(size, size, size) if size else None
     made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
     prompts = [chat.prompt(problem.question) for problem in made]
     arguments: dict[str, Any] = {

@@ -20,11 +20,11 @@ def sft(
     model: Annotated[Path, typer.Option(help="Folder of the model to start from.")],
     out: Annotated[Path, typer.Option(help="Folder to write the policy to.")],
     task: Annotated[
-        str, typer.Option(help="Task: chain_sum, gcd or letter_counting.")
+        str, typer.Option(help="Task: chain_sum, gcd, letter_counting or word_problems.")
     ] = "chain_sum",
     sizes: Annotated[
         str | None,
-        typer.Option(help="Problem sizes as median,p95,longest; by default those of task.sizes."),
+        typer.Option(help="Problem sizes as median,p95,longest; by default those of the task."),
     ] = None,
     parameter: Annotated[
         list[str] | None,
@@ -88,13 +88,12 @@ def sft(
     )
 
 
-def _sizes(text: str | None) -> HeavyTail:
+def _sizes(text: str | None) -> HeavyTail | None:
     from tlt.errors import ConfigError
-    from tlt.tasks.gym import DEFAULT_SIZES
     from tlt.tasks.tail import HeavyTail
 
     if text is None:
-        return DEFAULT_SIZES
+        return None
     try:
         median, p95, longest = (int(part) for part in text.split(","))
     except ValueError:

@@ -34,7 +34,8 @@ class PolicyConfig(Schema):
 
 
 class SizesConfig(Schema):
-    """Heavy-tailed problem sizes: terms of a sum, numbers of a gcd, or words of a text."""
+    """Heavy-tailed problem sizes: terms of a sum, numbers of a gcd, words of a text, or events of a
+    story."""
 
     median: float = Field(default=6, gt=0)
     """Median size."""
@@ -48,13 +49,13 @@ class TaskConfig(Schema):
     """The problems: a `reasoning-gym` task by name, or a file."""
 
     name: str | None = None
-    """Name of a reasoning-gym task, such as chain_sum."""
+    """Name of a reasoning-gym task, such as chain_sum, or of our own: word_problems."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of the reasoning-gym task, such as its difficulty; see the task's own
     documentation."""
     sizes: SizesConfig | None = None
-    """Heavy-tailed problem sizes (chain_sum, gcd, letter_counting). Every RL step gets the same
-    share of the tail."""
+    """Heavy-tailed problem sizes (chain_sum, gcd, letter_counting, word_problems). Every RL step
+    gets the same share of the tail."""
     path: str | None = None
     """File of problems, .jsonl or .parquet, with one problem per row."""
     question_key: str = "question"

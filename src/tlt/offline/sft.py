@@ -18,7 +18,7 @@ def train_policy(
     *,
     task: str,
     num_problems: int,
-    sizes: HeavyTail,
+    sizes: HeavyTail | None,
     parameters: Mapping[str, Any],
     dtype: str,
     settings: SftSettings,

@@ -24,6 +24,7 @@ SIZE_PARAMETERS: dict[str, tuple[str, str]] = {
     "chain_sum": ("min_terms", "max_terms"),
     "gcd": ("min_numbers", "max_numbers"),
     "letter_counting": ("min_words", "max_words"),
+    "word_problems": ("min_events", "max_events"),
 }
 """The two parameters of a task that bound the number of its steps."""
 
@@ -34,6 +35,8 @@ FIXED_PARAMETERS: dict[str, dict[str, Any]] = {
 """Parameters that `problems` sets besides the size."""
 
 DEFAULT_SIZES = HeavyTail(**SizesConfig().model_dump())
+TASK_SIZES = {"word_problems": HeavyTail(median=2, p95=11, longest=28)}
+"""Default sizes of tasks whose steps are longer than a line of numbers."""
 
 # Errors of scorers on an answer they cannot read, such as "x" for prime_factorization.
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)
@@ -60,16 +63,19 @@ def problems(
     count: int,
     seed: int = 0,
     purpose: str = "",
-    sizes: HeavyTail = DEFAULT_SIZES,
+    sizes: HeavyTail | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> list[Problem]:
     """Return the first `count` problems of an endless sequence, with worked solutions.
+
+    Without `sizes`, the task's default sizes are drawn.
 
     Every seed and purpose has its own sequence. Purposes separate problems for training from
     problems for measurements.
     """
     if task not in WORKED:
         raise ConfigError(f"task {task!r} has no worked solutions; known: {', '.join(WORKED)}")
+    sizes = sizes or TASK_SIZES.get(task, DEFAULT_SIZES)
     chosen = {**FIXED_PARAMETERS.get(task, {}), **(parameters or {})}
     return [
         replace(problem, solution=worked_solution(task, problem.entry["metadata"], problem.answer))
@@ -177,6 +183,8 @@ def _datasets() -> dict[str, tuple[type, type]]:
             "tasks come from reasoning-gym, which is not installed; run: "
             "pip install 'tlt-rl[train]'"
         ) from error
+    import tlt.tasks.word_problems  # noqa: F401, registers our own task
+
     return DATASETS
 
 
@@ -185,4 +193,5 @@ def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     """Return a task's scorer, cached: it makes a dataset, which can take half a second."""
     import reasoning_gym
 
+    _datasets()  # in a worker process, our own task is not registered yet
     return reasoning_gym.get_score_answer_fn(task)

@@ -51,10 +51,16 @@ def letter_counting(metadata: Metadata) -> list[str]:
     return lines
 
 
+def word_problems(metadata: Metadata) -> list[str]:
+    """Return the retold story, which is written together with the problem (`stories`)."""
+    return [metadata["worked"]]
+
+
 WORKED: dict[str, Callable[[Metadata], list[str]]] = {
     "chain_sum": chain_sum,
     "gcd": gcd,
     "letter_counting": letter_counting,
+    "word_problems": word_problems,
 }
 
 

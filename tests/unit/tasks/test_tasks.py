@@ -1,6 +1,9 @@
 """Problems, their worked solutions, and heavy-tailed sizes."""
 
+import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -11,8 +14,12 @@ from tlt.tasks.gym import problems  # noqa: E402
 from tlt.tasks.tail import HeavyTail  # noqa: E402
 from tlt.tasks.worked import WORKED, worked_solution  # noqa: E402
 
+IN_LINES = sorted(
+    WORKED.keys() - {"word_problems"}
+)  # one step per line, with the result at its end
 
-@pytest.mark.parametrize("task", sorted(WORKED))
+
+@pytest.mark.parametrize("task", IN_LINES)
 def test_the_steps_lead_to_the_answer(task: str) -> None:
     """The last step of each worked solution ends in the answer reasoning-gym expects."""
     for problem in problems(task, 50):
@@ -21,7 +28,7 @@ def test_the_steps_lead_to_the_answer(task: str) -> None:
         assert steps[-1].split()[-1] == problem.answer
 
 
-@pytest.mark.parametrize("task", sorted(WORKED))
+@pytest.mark.parametrize("task", IN_LINES)
 def test_the_number_of_steps_has_a_heavy_tail(task: str) -> None:
     steps = sorted(problem.solution.count("\n") for problem in problems(task, 400))
     assert steps[395] >= 4 * steps[200]
@@ -52,6 +59,24 @@ def test_worked_example() -> None:
     assert worked_solution("chain_sum", metadata, "16") == (
         "4 - 1 = 3\n3 - 7 = -4\n-4 + 20 = 16\n<answer>16</answer>"
     )
+
+
+def test_word_problems_are_scored_in_a_process_that_made_none() -> None:
+    """The task is our own, and reasoning-gym must know it wherever a response is scored."""
+    (problem,) = problems("word_problems", 1)
+    code = (
+        "import pickle, sys; from tlt.tasks.gym import score;"
+        "problem = pickle.load(sys.stdin.buffer); text = problem.solution;"
+        "print(score(problem, text), score(problem, '<answer>-1</answer>'))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=pickle.dumps(problem), capture_output=True, check=True)
+    assert done.stdout.split() == [b"1.0", b"0.0"]
+
+
+def test_word_problems_have_a_heavy_tail_by_default() -> None:
+    lengths = sorted(len(problem.solution) for problem in problems("word_problems", 1000))
+    assert lengths[990] >= 6 * lengths[500]
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:

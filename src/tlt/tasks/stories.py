@@ -1,0 +1,193 @@
+"""Word problems: a stock of things, people who bring and take some, and a question at the end.
+
+`tell` writes a problem of any number of events and its worked solution. The solution retells each
+event in other words than the question and keeps count. Every sentence is drawn from many phrasings
+with names, things and reasons of their own, so a text seldom repeats another: what comes next
+follows from its meaning, and hardly from the last few words.
+
+`gym` offers these problems as the task `word_problems`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+LARGEST = 99
+"""Most things that are ever in stock."""
+
+NAMES = """Alice Anna Ben Bella Carlos Carl Chris Clara Daniel David Diana Emma Eric Eva Frank Fred
+George Grace Hannah Harry Helen Henry Ian Iris Jack James Jane John Julia Karen Kate Kevin Laura Leo
+Lily Linda Lisa Lucas Lucy Maria Mark Martin Mary Max Mia Michael Mike Nina Noah Oliver Olivia Oscar
+Paul Peter Rachel Rita Robert Rosa Ruth Sam Sara Simon Sofia Steve Susan Thomas Tim Tina Tom Victor
+Wendy"""
+
+ROLES = """baker teacher nurse driver farmer doctor student gardener neighbor guest tourist painter
+singer coach cook clerk pilot sailor lawyer judge writer dancer hunter soldier priest plumber
+reporter scientist librarian mechanic"""
+
+STOCKS = {
+    "bakery": "rolls muffins pies cakes cookies bagels",
+    "library": "books maps magazines novels comics dictionaries",
+    "farm": "eggs pumpkins apples melons potatoes onions",
+    "school": "pencils chairs notebooks balls brushes rulers",
+    "garage": "tires boxes bolts lamps tools cables",
+    "shop": "shirts hats toys candles bottles cups",
+    "museum": "coins stamps vases photos masks paintings",
+    "kitchen": "plates spoons bowls glasses lemons carrots",
+    "camp": "tents blankets torches ropes bags sticks",
+    "office": "pens folders envelopes phones cards screens",
+    "garden": "roses tulips pots seeds stones pears",
+    "harbor": "fish nets shells crates flags lobsters",
+}
+
+REASONS = """for a birthday party|for the school fair|for a neighbor|before lunch|after dinner
+on the way home|for the winter|in a hurry|without a word|for an old friend|because of the rain
+as a present|for a long trip|early in the morning|late at night|for the summer camp|with a smile
+for the church|to be polite|during the break|for a picnic|before the storm|just in case
+for the children|at the last minute|to help out|for a wedding|as agreed|for the team|by truck
+for the next day|on a bicycle|against all advice|with great care|for a sick uncle|by mistake
+for the holidays|in two trips|to settle a debt|for an exhibition""".replace("\n", "|").split("|")
+
+TIMES = """On Monday|On Tuesday|On Friday|On Sunday|At noon|In the evening|At nine|A day later
+Soon after|That week|At dawn|The same night|Next|Then|Later|Once more|Meanwhile|An hour later
+In the afternoon|By chance""".replace("\n", "|").split("|")
+
+OPENINGS = (
+    "The {place} [has|owns|keeps|stores|starts with] {n} {things}.",
+    "There are {n} {things} [in|at] the {place}.",
+    "{who} [counts|sees|finds] {n} {things} [in|at] the {place}.",
+    "{n} {things} [lie|are kept|are stored|wait] [in|at] the {place}.",
+)
+
+QUESTIONS = (
+    "How many {things} are [there now|left|there in the end|in the {place} now]?",
+    "What is the number of {things} [in the end|now|afterwards]?",
+    "How many {things} does the {place} have [now|in the end|after all this]?",
+)
+
+TOLD = {
+    1: (
+        "{time}, {who} [brought|added|delivered|donated|returned|supplied] {n} {things} {reason}.",
+        "{who} [came with|dropped off|handed in|showed up with] {n} [more|new ones] {reason}.",
+        "{time}, {n} [more|others] [came|arrived] from {who} {reason}.",
+    ),
+    -1: (
+        "{time}, {who} [took|bought|borrowed|ordered|used|broke|lost] {n} {things} {reason}.",
+        "{who} [left with|picked up|walked off with|asked for and got] {n} of them {reason}.",
+        "{time}, {n} of them [went|were sold|were given] to {who} {reason}.",
+    ),
+}
+
+LEADS = (
+    "[|||||Then |Next, |Now |Well, |So |Again, |Here |Okay, |Still, |Of course |{time} |{time} |"
+    "We read that |As told, |It says that |Clearly, ]"
+)
+
+HOW = (
+    "[||||kindly |quickly |slowly |gladly |also |soon |really |simply |just |quietly |finally |"
+    "happily |suddenly |carefully |again |then ]"
+)
+
+KIND = (
+    "[||||nice |good |old |new |small |large |heavy |cheap |fine |fresh |clean |pretty |dusty |"
+    "lovely |strange |plain |round |bright |dark ]"
+)
+
+WORKED = {
+    1: (
+        LEADS + "{who} " + HOW + "[brings|adds|gives|offers|provides|leaves|sends] {n}"
+        "[ " + KIND + "{things}| more| extra|][, so|, and|, which means|;|:] "
+        "[we|they|people|all] [have|get|reach|count|hold|see] {b}[| now| in total| {things}].",
+        "[With|Thanks to|Counting|Given|Including] {who}'s [{n}|" + KIND + "{things}|gift|help]"
+        "[, the| the] [total|sum|count|stock|number|pile] "
+        + HOW
+        + "[is|rises to|grows to|becomes|climbs to|reaches] {b}.",
+        "[Adding|Putting|Counting] [what|those|that which] {who} "
+        + HOW
+        + "[brought|gave|had|left] [to|onto] {a} [makes|gives|is|yields] {b}[| {things}| in all].",
+        "{a} [and|plus|with|+] {n} [from|by|thanks to] {who} "
+        "[is|makes|are|gives|means] {b}[| " + KIND + "{things}| now].",
+        "[The {place}|It|The stock|Our count] " + HOW + "[gains|receives|wins|gets|earns] {n} "
+        "{reason}[, so|, and|, thus|:] {a} + {n} = {b}.",
+        "{reason_capital}, {who} " + HOW + "[raises|lifts|increases|moves] "
+        "[it|the count|the total|that|everything] [to|up to] {b}[|||, {n} more].",
+        LEADS + "[more|other|further|another {n}] " + KIND + "{things} [come|arrive|are due] "
+        "[from|thanks to|because of] {who}[, so|, and|:] {b} [are|lie|stand|remain] there.",
+    ),
+    -1: (
+        LEADS + "{who} " + HOW + "[takes|removes|claims|grabs|wants|gets|needs] {n}"
+        "[ " + KIND + "{things}| away| of these|][, so|, and|, which means|;|:] "
+        "[we|they|people|all] [have|keep|hold|count|save|see] {b}[| now| left| {things}].",
+        "[Without|Minus|Losing|Given|After] {who}'s [{n}|" + KIND + "{things}|share|part]"
+        "[, the| the] [total|rest|count|stock|number|pile] "
+        + HOW
+        + "[is|falls to|drops to|becomes|sinks to|reaches] {b}.",
+        "[Taking|Subtracting|Removing] [what|those|that which] {who} "
+        + HOW
+        + "[took|got|had|chose] [from|off] {a} [leaves|gives|is|yields] {b}[| {things}| in all].",
+        "{a} [minus|less|without|-] {n} [for|by|because of] {who} "
+        "[is|leaves|are|gives|means] {b}[| " + KIND + "{things}| now].",
+        "[The {place}|It|The stock|Our count] " + HOW + "[loses|sheds|misses|drops|gives] {n} "
+        "{reason}[, so|, and|, thus|:] {a} - {n} = {b}.",
+        "{reason_capital}, {who} " + HOW + "[lowers|cuts|reduces|brings] "
+        "[it|the count|the total|that|everything] [to|down to] {b}[|||, {n} fewer].",
+        LEADS + "[some|several|many|exactly {n}] " + KIND + "{things} [go|leave|are lost] "
+        "[with|thanks to|because of] {who}[, so|, and|:] {b} [are|lie|stand|remain] there.",
+    ),
+}
+
+_CHOICE = re.compile(r"\[([^\[\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    question: str
+    worked: str
+    """The solution in words, without the answer in tags."""
+    answer: int
+
+
+def tell(num_events: int, rng: random.Random) -> Story:
+    """Return a problem of `num_events` events, with its solution."""
+    place = rng.choice(list(STOCKS))
+    things = rng.choice(STOCKS[place].split())
+    fixed = {"place": place, "things": things}
+    total = rng.randint(20, 60)
+    asked = [_phrase(rng, OPENINGS, fixed | {"n": str(total), "who": _someone(rng)})]
+    worked = []
+    for _ in range(num_events):
+        sign = rng.choice((1, -1))
+        change = rng.randint(2, 15)
+        if not 0 <= total + sign * change <= LARGEST:
+            sign = -sign
+        event = fixed | {
+            "n": str(change),
+            "a": str(total),
+            "b": str(total + sign * change),
+            "who": _someone(rng),
+            "time": rng.choice(TIMES),
+            "reason": (reason := rng.choice(REASONS)),
+            "reason_capital": reason[0].upper() + reason[1:],
+        }
+        asked.append(_phrase(rng, TOLD[sign], event))
+        worked.append(_phrase(rng, WORKED[sign], event))
+        total += sign * change
+    asked.append(_phrase(rng, QUESTIONS, fixed))
+    return Story(" ".join(asked), " ".join(worked), total)
+
+
+def _someone(rng: random.Random) -> str:
+    if rng.random() < 0.7:
+        return rng.choice(NAMES.split())
+    return f"{rng.choice(('the', 'a'))} {rng.choice(ROLES.split())}"
+
+
+def _phrase(rng: random.Random, templates: tuple[str, ...], words: dict[str, str]) -> str:
+    """Return one of the templates, with one of each `[a|b]` and the words for each `{word}`."""
+    text = rng.choice(templates)
+    while found := _CHOICE.search(text):
+        text = text[: found.start()] + rng.choice(found[1].split("|")) + text[found.end() :]
+    text = text.format(**words)
+    return text[0].upper() + text[1:]

@@ -1,0 +1,56 @@
+"""The task `word_problems`: stories of `tlt.tasks.stories` as a dataset of reasoning-gym.
+
+Importing this module registers the task.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from reasoning_gym.factory import ProceduralDataset, register_dataset
+
+from tlt.tasks.stories import tell
+
+NAME = "word_problems"
+
+
+@dataclass
+class WordProblemsConfig:
+    """Parameters of the task, checked as reasoning-gym checks its own."""
+
+    min_events: int = 2
+    """Fewest events of a story."""
+    max_events: int = 6
+    """Most events of a story."""
+    seed: int | None = None
+    size: int = 500
+
+    def validate(self) -> None:
+        assert 1 <= self.min_events <= self.max_events, "1 <= min_events <= max_events"
+
+
+class WordProblemsDataset(ProceduralDataset):  # type: ignore[misc]  # reasoning-gym has no types
+    """Stories by index, each from its own random generator."""
+
+    def __init__(self, config: WordProblemsConfig) -> None:
+        super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        rng = random.Random(self.seed + idx)
+        num_events = rng.randint(self.config.min_events, self.config.max_events)
+        story = tell(num_events, rng)
+        return {
+            "question": story.question,
+            "answer": str(story.answer),
+            "metadata": {
+                "source_dataset": NAME,
+                "source_index": idx,
+                "num_events": num_events,
+                "worked": story.worked,
+            },
+        }
+
+
+register_dataset(NAME, WordProblemsDataset, WordProblemsConfig)

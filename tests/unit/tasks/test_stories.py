@@ -1,0 +1,73 @@
+"""Word problems and their retold solutions."""
+
+import random
+import re
+import string
+
+import pytest
+
+from tlt.tasks.stories import LARGEST, OPENINGS, QUESTIONS, STOCKS, TOLD, WORKED, tell
+
+ALL_TEMPLATES = [
+    *OPENINGS,
+    *QUESTIONS,
+    *(t for part in (TOLD, WORKED) for s in part.values() for t in s),
+]
+MORE = (
+    "brought|added|delivered|donated|returned|supplied|came|dropped off|handed in|showed up|arrived"
+)
+
+
+def total_of(question: str) -> int:
+    """Work the problem out from the question alone."""
+    opening, *events, _ = re.split(r"(?<=[.?]) ", question)
+    numbers = [int(re.findall(r"\d+", sentence)[0]) for sentence in (opening, *events)]
+    signs = [1 if re.search(rf"\b({MORE})\b", sentence) else -1 for sentence in events]
+    return numbers[0] + sum(s * n for s, n in zip(signs, numbers[1:], strict=True))
+
+
+@pytest.mark.parametrize("num_events", [1, 2, 5, 40])
+def test_the_question_and_its_solution_lead_to_the_answer(num_events: int) -> None:
+    for seed in range(100):
+        story = tell(num_events, random.Random(seed))
+        assert total_of(story.question) == story.answer
+        sentences = re.split(r"(?<=\.) ", story.worked)
+        assert len(sentences) == num_events
+        assert str(story.answer) in re.findall(r"\d+", sentences[-1])
+        assert 0 <= story.answer <= LARGEST
+
+
+def test_a_story_follows_from_its_generator() -> None:
+    assert tell(3, random.Random(1)) == tell(3, random.Random(1))
+    assert tell(3, random.Random(1)) != tell(3, random.Random(2))
+
+
+def test_the_texts_are_clean() -> None:
+    allowed = set(string.ascii_letters + string.digits + " .,;:?'+-=")
+    for seed in range(300):
+        story = tell(6, random.Random(seed))
+        for text in (story.question, story.worked):
+            assert set(text) <= allowed
+            assert "  " not in text
+            assert text[0] == text[0].upper()
+
+
+def test_every_result_is_told() -> None:
+    """Each sentence of a solution states the count after its event."""
+    for templates in WORKED.values():
+        assert all("{b}" in template for template in templates)
+    assert all(t.count("[") == t.count("]") for t in ALL_TEMPLATES)
+
+
+def test_solutions_seldom_repeat_each_other() -> None:
+    """Of five words in a row, few have been written in the hundred solutions before."""
+    seen: set[tuple[str, ...]] = set()
+    repeated = []
+    for seed in range(200):
+        words = tell(4, random.Random(seed)).worked.split()
+        runs = list(zip(*(words[i:] for i in range(5)), strict=False))
+        if seed >= 100:
+            repeated.append(sum(run in seen for run in runs) / len(runs))
+        seen.update(runs)
+    assert sum(repeated) / len(repeated) < 0.05
+    assert len(STOCKS) >= 10
