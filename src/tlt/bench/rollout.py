@@ -14,6 +14,7 @@ the decisions of each mode's last run.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from tlt.rollout.guard import check_sampling
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.vllm.args import drafters, engine_args
 from tlt.strategy.spec import LEARNING, build_strategy, complete_strategy
+from tlt.tasks.tail import length_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,13 @@ class Plan:
     modes: tuple[Mode, ...]
     repeats: int
     lengths: tuple[int, ...]
-    length_spec: workload.LengthSpec | None
+    length_source: workload.LengthSpec | str
+    """Where the lengths come from. `natural` lengths are limits: responses end by themselves."""
     prompts: tuple[tuple[int, ...], ...]
     temperature: float
     top_p: float
+    score: Callable[[int, Sequence[int]], float] | None = None
+    """Reward of a natural response, from the number of its prompt and its tokens."""
 
 
 def engine_for(plan: Plan, setup: str) -> EngineConfig:
@@ -144,14 +149,16 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
             report = partial(on_progress, label)
             await pool.call_all("reset_prefix_cache")  # clears the n-grams of earlier runs, too
             await pool.call_all("take_trace")
-            metrics = await _rollout(plan, pool, lengths, f"{repeat}/{mode.name}", report)
+            metrics, responses = await _rollout(plan, pool, lengths, repeat, mode.name, report)
             traces = await pool.call_all("take_trace")
             if repeat >= 0:
-                runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics)})
+                described = _describe(plan, responses) if plan.length_source == "natural" else {}
+                runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics), **described})
                 steps += [step for trace in traces for step in trace]
                 decisions[mode.name] = decisions_of(traces)
+    lengths = runs[0]["lengths"] if plan.length_source == "natural" else plan.lengths
     return {
-        "workload": workload.describe(plan.length_spec, plan.lengths),
+        "workload": workload.describe(plan.length_source, lengths),
         "temperature": plan.temperature,
         "top_p": plan.top_p,
         "num_engines": plan.num_engines,
@@ -177,11 +184,18 @@ async def _rollout(
     plan: Plan,
     pool: RolloutPool,
     lengths: Sequence[int],
-    run_name: str,
+    repeat: int,
+    mode: str,
     on_done: Callable[[int, int], None],
-) -> RolloutMetrics:
+) -> tuple[RolloutMetrics, list[tuple[int, ...]]]:
+    """Return the metrics, and the responses in the order of the requests."""
     requests = workload.requests(
-        plan.prompts, lengths, run=run_name, temperature=plan.temperature, top_p=plan.top_p
+        plan.prompts,
+        lengths,
+        run=f"{repeat}/{mode}",
+        temperature=plan.temperature,
+        top_p=plan.top_p,
+        natural_seed=str(repeat) if plan.length_source == "natural" else None,
     )
     before = await pool.stats()
     samples: list[Sample] = []
@@ -191,7 +205,24 @@ async def _rollout(
         on_done(len(samples), len(requests))
     after = await pool.stats()
     await asyncio.sleep(0.2)  # let the processes go quiet before the next mode starts
-    return measure(samples, started_at_s, before, after)
+    by_id = {sample.sample_id: tuple(sample.token_ids) for sample in samples}
+    responses = [by_id[request.sample_id] for request in requests]
+    return measure(samples, started_at_s, before, after), responses
+
+
+def _describe(plan: Plan, responses: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """Return lengths, reward and fingerprint of natural responses, as plain data."""
+    lengths = [len(response) for response in responses]
+    rewards = (
+        [plan.score(i, response) for i, response in enumerate(responses)] if plan.score else []
+    )
+    return {
+        "lengths": lengths,
+        **length_summary(lengths),
+        "num_cut": sum(n >= most for n, most in zip(lengths, plan.lengths, strict=True)),
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
+        "text": hashlib.sha256(repr(list(responses)).encode()).hexdigest()[:16],
+    }
 
 
 def summarize(modes: Sequence[Mode], runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
-"""The work of a benchmark: prompts, and response lengths fixed in advance.
+"""The work of a benchmark: prompts, and response lengths fixed in advance or natural.
 
 Fixed lengths make all modes do exactly the same work. Lengths come from a file or from a log-normal
 distribution with a tail like that of reasoning models: most responses are short, a few very long.
+Natural responses end by themselves. They have the same seeds in all modes, so in float32 all modes
+generate the same text.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Sequence
@@ -52,8 +55,12 @@ def requests(
     run: str,
     temperature: float,
     top_p: float = 1.0,
+    natural_seed: str | None = None,
 ) -> list[SampleRequest]:
-    """Return one request per length. Prompts repeat when there are fewer prompts than lengths."""
+    """Return one request per length. Prompts repeat when there are fewer prompts than lengths.
+
+    With `natural_seed`, responses end by themselves, and lengths are limits.
+    """
     return [
         SampleRequest(
             sample_id=f"{run}/{index}",
@@ -62,7 +69,8 @@ def requests(
                 max_tokens=length,
                 temperature=temperature,
                 top_p=top_p,
-                ignore_eos=True,
+                ignore_eos=natural_seed is None,
+                seed=None if natural_seed is None else _seed(f"{natural_seed}/{index}"),
                 logprobs=True,
             ),
         )
@@ -70,11 +78,15 @@ def requests(
     ]
 
 
-def describe(spec: LengthSpec | None, lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the lengths and their summary, as plain data."""
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def describe(source: LengthSpec | str, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the lengths and their summary, as plain data; a source may be `file` or `natural`."""
     ordered = sorted(lengths)
     return {
-        "source": asdict(spec) if spec else "file",
+        "source": source if isinstance(source, str) else asdict(source),
         "num_requests": len(ordered),
         "total_tokens": sum(ordered),
         "median": ordered[len(ordered) // 2],

@@ -62,6 +62,10 @@ def rollout(
     lengths: Annotated[
         Path | None, typer.Option(help="File of response lengths, used instead of drawing them.")
     ] = None,
+    natural: Annotated[
+        bool,
+        typer.Option("--natural", help="Let responses end by themselves, after --longest at most."),
+    ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0,
@@ -73,7 +77,7 @@ def rollout(
         "runs/bench-rollout"
     ),
 ) -> None:
-    """Generate one workload with fixed response lengths in several modes, interleaved."""
+    """Generate one workload in several modes, interleaved: the same lengths or the same seeds."""
     import asyncio
 
     from tlt.bench import rollout as bench
@@ -85,6 +89,7 @@ def rollout(
     from tlt.strategy.spec import LEARNING
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
+    from tlt.tasks.rewards import exact_score
     from tlt.tasks.tail import HeavyTail
 
     console = Console()
@@ -92,10 +97,14 @@ def rollout(
     modes = tuple(
         bench.Mode.parse(text, drafter is not None) for text in mode or _default_modes(drafter)
     )
-    spec = None
-    if lengths is None:
-        spec = workload.LengthSpec(requests, median, p95, longest, seed)
-    sizes = workload.read_lengths(lengths) if lengths else spec.draw() if spec else []
+    source: workload.LengthSpec | str
+    if natural:
+        source, sizes = "natural", [longest] * requests
+    elif lengths is not None:
+        source, sizes = "file", workload.read_lengths(lengths)
+    else:
+        source = workload.LengthSpec(requests, median, p95, longest, seed)
+        sizes = source.draw()
     chat = Chat(str(model))
     difficulty = HeavyTail(size, size, size) if size else None
     made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
@@ -116,10 +125,11 @@ def rollout(
         modes=modes,
         repeats=repeats,
         lengths=tuple(sizes),
-        length_spec=spec,
+        length_source=source,
         prompts=tuple(prompts),
         temperature=temperature,
         top_p=top_p,
+        score=lambda index, tokens: exact_score(made[index], chat.text(tokens)),
     )
     setups = bench.setups(plan)
     for setup in setups:

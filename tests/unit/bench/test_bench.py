@@ -8,8 +8,8 @@ import pytest
 
 from tlt.bench.metrics import measure, spread
 from tlt.bench.rollout import Mode
-from tlt.bench.workload import LengthSpec, read_lengths
-from tlt.contracts import EngineStats, Sample
+from tlt.bench.workload import LengthSpec, read_lengths, requests
+from tlt.contracts import EngineStats, Sample, SampleRequest
 from tlt.errors import ConfigError
 
 
@@ -38,6 +38,21 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     path.write_text(json.dumps([0]))
     with pytest.raises(ConfigError, match="at least 1"):
         read_lengths(path)
+
+
+def test_natural_responses_are_the_same_in_all_modes() -> None:
+    """Modes of one repeat share the seeds; other requests and repeats have their own."""
+
+    def made(mode: str, repeat: str) -> list[SampleRequest]:
+        prompts = [(1, 2), (3,)]
+        return requests(prompts, [9, 9], run=mode, temperature=1.0, natural_seed=repeat)
+
+    off, drafted, again = made("off", "0"), made("ngram:4", "0"), made("off", "1")
+    assert [each.sampling for each in off] == [each.sampling for each in drafted]
+    assert len({each.sampling.seed for each in off + again}) == 4
+    assert not any(each.sampling.ignore_eos for each in off)
+    forced = requests([(1,)], [9], run="off", temperature=1.0)
+    assert forced[0].sampling.ignore_eos
 
 
 def test_metrics_of_a_known_rollout() -> None:
