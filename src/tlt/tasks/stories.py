@@ -14,9 +14,6 @@ import random
 import re
 from dataclasses import dataclass
 
-LARGEST = 99
-"""Most things that are ever in stock."""
-
 NAMES = """Alice Anna Ben Bella Carlos Carl Chris Clara Daniel David Diana Emma Eric Eva Frank Fred
 George Grace Hannah Harry Helen Henry Ian Iris Jack James Jane John Julia Karen Kate Kevin Laura Leo
 Lily Linda Lisa Lucas Lucy Maria Mark Martin Mary Max Mia Michael Mike Nina Noah Oliver Olivia Oscar
@@ -149,18 +146,21 @@ class Story:
     answer: int
 
 
-def tell(num_events: int, rng: random.Random) -> Story:
-    """Return a problem of `num_events` events, with its solution."""
+def tell(num_events: int, rng: random.Random, max_change: int = 5, max_total: int = 20) -> Story:
+    """Return a problem of `num_events` events, with its solution.
+
+    An event brings or takes up to `max_change` things; the stock stays within 0 and `max_total`.
+    """
     place = rng.choice(list(STOCKS))
     things = rng.choice(STOCKS[place].split())
     fixed = {"place": place, "things": things}
-    total = rng.randint(20, 60)
+    total = rng.randint(max_total // 4, 3 * max_total // 4)
     asked = [_phrase(rng, OPENINGS, fixed | {"n": str(total), "who": _someone(rng)})]
     worked = []
     for _ in range(num_events):
         sign = rng.choice((1, -1))
-        change = rng.randint(2, 15)
-        if not 0 <= total + sign * change <= LARGEST:
+        change = rng.randint(2, max_change)
+        if not 0 <= total + sign * change <= max_total:
             sign = -sign
         event = fixed | {
             "n": str(change),

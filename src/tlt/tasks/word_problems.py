@@ -24,11 +24,16 @@ class WordProblemsConfig:
     """Fewest events of a story."""
     max_events: int = 6
     """Most events of a story."""
+    max_change: int = 5
+    """Most things that one event brings or takes."""
+    max_total: int = 20
+    """Most things that are ever in stock."""
     seed: int | None = None
     size: int = 500
 
     def validate(self) -> None:
         assert 1 <= self.min_events <= self.max_events, "1 <= min_events <= max_events"
+        assert 2 <= self.max_change <= self.max_total // 2, "2 <= max_change <= max_total / 2"
 
 
 class WordProblemsDataset(ProceduralDataset):  # type: ignore[misc]  # reasoning-gym has no types
@@ -40,7 +45,7 @@ class WordProblemsDataset(ProceduralDataset):  # type: ignore[misc]  # reasoning
     def __getitem__(self, idx: int) -> dict[str, Any]:
         rng = random.Random(self.seed + idx)
         num_events = rng.randint(self.config.min_events, self.config.max_events)
-        story = tell(num_events, rng)
+        story = tell(num_events, rng, self.config.max_change, self.config.max_total)
         return {
             "question": story.question,
             "answer": str(story.answer),
