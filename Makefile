@@ -68,6 +68,7 @@ check-all: lint type docs test-unit test-all
 # The committed figures; see benchmarks/README.md. Needs a quiet machine.
 bench:
 	bash benchmarks/drafter.sh
+	bash benchmarks/words.sh
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/learner.py
 	$(BIN)/python benchmarks/train_rollout.py

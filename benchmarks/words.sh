@@ -20,10 +20,10 @@ sft=(tlt sft --task word_problems --dtype float32 --lr 3e-4 --row-tokens 512 --s
 if [ ! -d "$drafter" ]; then
   tlt drafter train --model "$model" --task word_problems --out runs/words-drafter \
       --draft-vocab 2048 --draft-tokens 3 --num-samples 192 --num-held-out 12 --max-tokens 480 \
-      --engines 1 --dtype float32 --budget-minutes 12
+      --engines 1 --dtype float32 --budget-minutes 19
   tlt drafter export runs/words-drafter --model "$model" --out "$drafter"
   cp runs/words-drafter/report.json runs/words-drafter/report.png "$out/"
 fi
 tlt bench rollout --model "$model" --drafter "$drafter" --task word_problems --natural \
-    --longest 640 --requests 96 --engines 1 --repeats 1 --seed 1 \
+    --longest 640 --requests 64 --engines 1 --repeats 1 --seed 1 \
     --mode off --mode ngram:3 --mode eagle3:3 --out "$out"

@@ -10,6 +10,7 @@ from registry import (
     simulator,
     strategy,
     training,
+    words,
 )
 from registry.core import FIGURES, Results, UnknownFigure, render
 
@@ -27,4 +28,5 @@ __all__ = [
     "simulator",
     "strategy",
     "training",
+    "words",
 ]
