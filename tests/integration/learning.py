@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
-from tlt.states.captured import Captured, capture
+from tlt.states.captured import Captured, Offer, capture
 
 PROMPT_TOKENS = 8
 TINY_SETTINGS = TrainerSettings(
@@ -25,8 +25,8 @@ class InMemory:
     def __init__(self, samples: Sequence[Captured]) -> None:
         self.samples = {str(index): sample for index, sample in enumerate(samples)}
 
-    def sizes(self) -> dict[str, int]:
-        return {name: len(sample) for name, sample in self.samples.items()}
+    def offers(self) -> dict[str, Offer]:
+        return {name: Offer(len(sample), 1.0) for name, sample in self.samples.items()}
 
     def read(self, name: str) -> Captured | None:
         return self.samples[name]

@@ -9,7 +9,7 @@ from tlt.doctor.place import Place
 from tlt.models import tiny
 
 if TYPE_CHECKING:
-    from tlt.states.captured import Captured
+    from tlt.states.captured import Captured, Offer
 
 NUM_SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 8, 96
 NUM_STEPS = 60
@@ -22,8 +22,10 @@ class _InMemory:
     def __init__(self, samples: Mapping[str, Captured]) -> None:
         self._samples = samples
 
-    def sizes(self) -> dict[str, int]:
-        return {name: len(sample) for name, sample in self._samples.items()}
+    def offers(self) -> dict[str, Offer]:
+        from tlt.states.captured import Offer
+
+        return {name: Offer(len(sample), 1.0) for name, sample in self._samples.items()}
 
     def read(self, name: str) -> Captured | None:
         return self._samples[name]

@@ -27,7 +27,7 @@ from tlt.drafter.host_copies import HostCopies
 from tlt.drafter.passes import DraftPasses, Interrupted, ShouldStop, check_stop
 from tlt.drafter.row import Row
 from tlt.hardware import compute_dtype
-from tlt.states.captured import Captured
+from tlt.states.captured import Captured, Offer
 
 MISSES_PER_ROW = 8
 """Samples that may fail to fit before a row counts as full."""
@@ -61,8 +61,8 @@ class TrainerSettings:
 class SampleSource(Protocol):
     """Samples to learn from, which may come and go between calls."""
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of tokens of every sample that can be trained on now, by name."""
+    def offers(self) -> dict[str, Offer]:
+        """Return the samples that can be trained on now, by name."""
         ...
 
     def read(self, name: str) -> Captured | None:
@@ -188,25 +188,27 @@ class DrafterTrainer:
         return done
 
     def draw(self, source: SampleSource) -> Row | None:
-        """Draw samples at random and fill a row up to the token budget.
+        """Draw samples by their weights and fill a row up to the token budget.
 
         Of a longer sample, the row learns a window of `row_tokens` anywhere in the response; the
         context before the window is only attended to, which costs little. Return None when there
         is nothing to learn from.
         """
-        sizes = source.sizes()
-        names = sorted(sizes)
+        offers = source.offers()
+        names = sorted(offers)
+        weights = [offers[name].weight for name in names]
         budget = self.settings.row_tokens
         chosen: list[Captured] = []
         used = misses = 0
         while names and misses < MISSES_PER_ROW:
-            place = self._rng.randrange(len(names))
+            (place,) = self._rng.choices(range(len(names)), weights)
             name = names[place]
-            if chosen and used + sizes[name] > budget:
+            if chosen and used + offers[name].num_tokens > budget:
                 misses += 1
                 continue
-            names[place] = names[-1]
+            names[place], weights[place] = names[-1], weights[-1]
             names.pop()
+            weights.pop()
             sample = source.read(name)
             if sample is not None and sample.num_chains:
                 if len(sample) > budget:

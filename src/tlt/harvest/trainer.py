@@ -140,7 +140,7 @@ class HarvestTrainer:
             num_steps=num_steps,
             num_tokens=self._trainer.tokens_seen - seen,
             loss=sum(losses) / max(1, len(losses)),
-            starved=not self._buffer.sizes(),
+            starved=not self._buffer.offers(),
         )
 
     def evaluate(self, lease: int) -> Evaluation | None:
@@ -216,7 +216,7 @@ class HarvestTrainer:
     def _choose_vocabulary(self) -> None:
         """Choose the vocabulary before the first training; later all trainers share it."""
         if self._untrained:
-            samples = [self._buffer.read(name) for name in sorted(self._buffer.sizes())]
+            samples = [self._buffer.read(name) for name in sorted(self._buffer.offers())]
             seen = [s.token_ids_T[s.loss_mask_T] for s in samples if s is not None]
             if seen:
                 self._trainer.check_vocabulary(seen)

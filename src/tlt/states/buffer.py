@@ -7,12 +7,15 @@ and leave nothing to clean up when they die. A mapping outlives the eviction of 
 folder's listing is the index: file names carry the RL step, the number of learned tokens, and
 whether the sample is held out.
 
-Writers take turns at making room: each one reserves a hidden file of its sample's size. They write
-at the same time. A writer holds a lock on its hidden file, which the kernel drops when the writer
-dies. The bytes of all files, hidden ones included, never exceed the capacity. To make room, the
-buffer evicts the samples with the fewest learned tokens first, and a sample of an earlier RL step
-counts for less. A session in the middle of a rollout thus finds the long samples of the previous
-RL step beside the short samples of the current one.
+Writers take turns by a lock that the kernel drops when they die. The bytes of all files, hidden
+ones included, never exceed the capacity. To make room, the buffer evicts the samples with the
+fewest learned tokens first, and a sample of an earlier RL step counts for less. A session in the
+middle of a rollout thus finds the long samples of the previous RL step beside the short samples
+of the current one. Training draws by the same worth.
+
+A sample's targets are its last hidden states times the policy's head, and trainers have only the
+head of the current policy. Samples more than `MAX_AGE_STEPS` RL steps old are worth nothing: no
+trainer gets them, and they make room first.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import torch
 from safetensors import safe_open
 
 from tlt.errors import ConfigError
-from tlt.states.captured import Captured
+from tlt.states.captured import Captured, Offer
 
 SUFFIX = ".sample"
 LOCK = ".lock"
@@ -42,7 +45,9 @@ HEADER_BYTES = 4096
 """Allowance for a file's header when room is made for the file."""
 _DTYPES = {torch.int32: "I32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
 HALF_LIFE_STEPS = 2.0
-"""RL steps after which a sample counts for half its length when room is made."""
+"""RL steps after which a sample counts for half its length."""
+MAX_AGE_STEPS = 4
+"""RL steps after which states of an old policy no longer go with the head of the current one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,8 @@ class SampleBuffer:
 
     def _worth(self, entry: Entry, latest_step: int) -> float:
         age = latest_step - entry.rl_step
+        if age > MAX_AGE_STEPS:
+            return 0.0
         return float(entry.num_learned * 0.5 ** (age / HALF_LIFE_STEPS))
 
     def capped(self, sample_id: str, rl_step: int, sample: Captured) -> Captured:
@@ -252,14 +259,23 @@ class SampleBuffer:
         """List the visible samples."""
         return [Entry.parse(name) for name in self._names() if name[0] != "."]
 
-    def sizes(self) -> dict[str, int]:
-        """Return the number of tokens of every sample to train on, by name."""
-        return {e.name: e.num_tokens for e in self.entries() if not e.held_out}
+    def offers(self) -> dict[str, Offer]:
+        """Return the samples to train on, by name; recent and long ones weigh more."""
+        entries = self.entries()
+        latest = max((entry.rl_step for entry in entries), default=0)
+        offers = {
+            e.name: Offer(e.num_tokens, self._worth(e, latest)) for e in entries if not e.held_out
+        }
+        return {name: offer for name, offer in offers.items() if offer.weight > 0}
 
     def held_out(self, max_tokens: int) -> list[Captured]:
         """Return the newest held-out samples, with at most `max_tokens` learned tokens in all."""
         chosen = []
-        for entry in sorted(self.entries(), key=_newest_first):
+        entries = self.entries()
+        latest = max((entry.rl_step for entry in entries), default=0)
+        for entry in sorted(entries, key=_newest_first):
+            if latest - entry.rl_step > MAX_AGE_STEPS:
+                break
             sample = self.read(entry.name) if entry.held_out and max_tokens > 0 else None
             if sample is not None:
                 too_many = max(0, entry.num_learned - max_tokens)

@@ -13,6 +13,15 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """A sample that can be trained on now."""
+
+    num_tokens: int
+    weight: float
+    """Chance of being drawn, relative to that of the other samples."""
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     """One sample. Entry t of every tensor belongs to token t: states are those after reading it."""
 

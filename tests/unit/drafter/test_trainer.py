@@ -22,7 +22,7 @@ from tlt.drafter.evaluation import compare, evaluate_samples
 from tlt.drafter.row import Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.errors import ConfigError
-from tlt.states.captured import Captured
+from tlt.states.captured import Captured, Offer
 
 SETTINGS = TrainerSettings(
     num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
@@ -39,8 +39,8 @@ class Samples:
         }
         self.gone: set[str] = set()
 
-    def sizes(self) -> dict[str, int]:
-        return {name: len(sample) for name, sample in self.samples.items()}
+    def offers(self) -> dict[str, Offer]:
+        return {name: Offer(len(sample), 1.0) for name, sample in self.samples.items()}
 
     def read(self, name: str) -> Captured | None:
         return None if name in self.gone else self.samples.get(name)
@@ -182,6 +182,18 @@ def test_a_new_policys_head_is_followed() -> None:
     before = one.loss(row).item()
     one.follow(one.passes.head_VH * 3.0, one.passes.embedding_VH)
     assert one.loss(row).item() != before
+
+
+def test_samples_are_drawn_by_their_weights() -> None:
+    class Weighted(Samples):
+        def offers(self) -> dict[str, Offer]:
+            return {name: Offer(60, weight) for name, weight in (("s000", 1.0), ("s001", 4.0))}
+
+    one, source = trainer(replace(SETTINGS, row_tokens=60)), Weighted()
+    rows = [one.draw(source) for _ in range(400)]
+    long = len(source.samples["s001"])
+    share = sum(row is not None and row.lengths == [long] for row in rows) / len(rows)
+    assert share == pytest.approx(0.8, abs=0.07)
 
 
 def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:

@@ -35,7 +35,7 @@ def buffer(
 def test_round_trip_in_bfloat16(tmp_path: Path) -> None:
     store, sample = buffer(tmp_path, held_out_share=0.0), captured(12, num_prompt=5)
     assert store.put("a", 0, sample)
-    (name,) = store.sizes()
+    (name,) = store.offers()
     read = store.read(name)
     assert read is not None
     assert torch.equal(read.token_ids_T, sample.token_ids_T)
@@ -47,7 +47,7 @@ def test_round_trip_in_bfloat16(tmp_path: Path) -> None:
 def test_other_processes_read_what_one_writes_and_mappings_outlive_eviction(tmp_path: Path) -> None:
     store, other = buffer(tmp_path, held_out_share=0.0), buffer(tmp_path, held_out_share=0.0)
     store.put("a", 0, captured(12, num_prompt=5))
-    (name,) = other.sizes()
+    (name,) = other.offers()
     mapped = other.read(name)
     store.clear()
     assert other.read(name) is None
@@ -59,7 +59,7 @@ def test_reading_copies_no_states(tmp_path: Path) -> None:
     """Two mappings of one file share memory; private copies would grow with every read."""
     store = buffer(tmp_path, held_out_share=0.0)
     store.put("a", 0, captured(20_000, num_prompt=5))
-    (name,) = store.sizes()
+    (name,) = store.offers()
     store.read(name)
     before = anonymous_bytes()
     kept = [store.read(name) for _ in range(50)]
@@ -117,7 +117,7 @@ def test_very_long_samples_keep_a_window_at_its_true_positions(tmp_path: Path) -
     for index in range(30):
         store.put(str(index), 0, long)
     begins = set()
-    for name in store.sizes():
+    for name in store.offers():
         read = store.read(name)
         assert read is not None
         assert len(read) == 64
@@ -133,7 +133,7 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
         store.put(str(index), 0, captured(10, 2, seed=index))
     held_out = store.held_out(max_tokens=10_000)
     assert 25 < len(held_out) < 75
-    assert len(store.sizes()) == 200 - len(held_out)
+    assert len(store.offers()) == 200 - len(held_out)
 
 
 def test_held_out_samples_are_recent_and_keep_to_the_token_budget(tmp_path: Path) -> None:
@@ -146,11 +146,29 @@ def test_held_out_samples_are_recent_and_keep_to_the_token_budget(tmp_path: Path
     assert all(any(torch.equal(s.token_ids_T, r[: len(s)]) for r in recent) for s in held_out)
 
 
+def test_recent_and_long_samples_are_drawn_more_often(tmp_path: Path) -> None:
+    store = buffer(tmp_path, held_out_share=0.0)
+    for step, length in ((6, 22), (6, 42), (4, 42), (2, 42), (1, 42)):
+        store.put(f"{length}", step, captured(length, 2))
+    weights = {
+        (int(name[:8]), offer.num_tokens): offer.weight for name, offer in store.offers().items()
+    }
+    assert weights == {(6, 22): 20, (6, 42): 40, (4, 42): 20, (2, 42): 10}
+
+
+def test_states_of_a_policy_long_gone_evaluate_nobody(tmp_path: Path) -> None:
+    """Only the head of the current policy is at hand, which gives them wrong targets."""
+    store = buffer(tmp_path, held_out_share=1.0)
+    for step in (1, 2, 6):
+        store.put("a", step, captured(12 + step, 2))
+    assert [len(sample) for sample in store.held_out(max_tokens=1000)] == [18, 14]
+
+
 def test_a_long_prompt_leaves_room_for_the_response(tmp_path: Path) -> None:
     store = buffer(tmp_path, max_sample_tokens=64, held_out_share=0.0)
     for index in range(30):
         assert store.put(str(index), 0, captured(700, num_prompt=600))
-    for name in store.sizes():
+    for name in store.offers():
         read = store.read(name)
         assert read is not None
         assert read.num_chains >= 30
