@@ -80,11 +80,13 @@ class Simulated:
         await self._answer()
         return Trained(1, 512, 1.0, False)
 
-    async def evaluate(self, lease: int) -> Evaluation | None:
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         await self._answer()
         return Evaluation(random.random() < 0.3, 2.0, 2.0)
 
-    async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
+    async def merge(
+        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
+    ) -> bool:
         await self._answer()
         return True
 

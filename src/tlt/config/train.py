@@ -269,7 +269,8 @@ class TltConfig(Schema):
     session_s: float = Field(default=10.0, gt=0)
     """Seconds of training between evaluations of the drafter; a better drafter is published."""
     held_out_tokens: int = Field(default=1024, ge=16)
-    """Tokens of held-out samples that evaluate the drafter."""
+    """Most tokens of held-out samples that evaluate a drafter; where a few of them decide, or time
+    is short, an evaluation takes fewer."""
     min_lease_s: float = Field(default=2.0, ge=0)
     """Shortest predicted idle time, in seconds, for which a worker is leased."""
     lease_s: float = Field(default=60.0, gt=0)

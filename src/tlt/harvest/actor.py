@@ -76,10 +76,10 @@ class TrainerActor(HarvestTrainer):
         )
 
     def merge_packed(
-        self, lease: int, own_weight: float, shares: list[float], *others: Packed
+        self, lease: int, own_weight: float, seconds: float, shares: list[float], *others: Packed
     ) -> bool:
         members = [(unpack(other), share) for other, share in zip(others, shares, strict=True)]
-        return self.merge(lease, members, own_weight)
+        return self.merge(lease, members, own_weight, seconds)
 
     def export_packed(self) -> Packed:
         return pack(self.export())
@@ -124,12 +124,16 @@ class RayTrainer:
     async def train(self, lease: int, seconds: float) -> Trained:
         return await self._call(TrainerActor.train, lease, seconds)
 
-    async def evaluate(self, lease: int) -> Evaluation | None:
-        return await self._call(TrainerActor.evaluate, lease)
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
+        return await self._call(TrainerActor.evaluate, lease, seconds)
 
-    async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
+    async def merge(
+        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
+    ) -> bool:
         blobs, shares = [blob for blob, _ in others], [share for _, share in others]
-        return await self._call(TrainerActor.merge_packed, lease, own_weight, shares, *blobs)
+        return await self._call(
+            TrainerActor.merge_packed, lease, own_weight, seconds, shares, *blobs
+        )
 
     async def export(self) -> Any:
         blob = self._actor.export_packed.options(concurrency_group="control").remote()

@@ -32,6 +32,8 @@ EXPORT_S = 1.0
 """Seconds to wait for another trainer's weights: its core may be busy with other things."""
 MAX_BROKEN_OFF = 2
 """Evaluations broken off in a row until more training comes first: leases may be too short."""
+EVALUATED_SHARE = 0.15
+"""Seconds of evaluating and merging per second of training, over many rounds."""
 
 
 def now_s() -> float:
@@ -103,9 +105,9 @@ class TrainerHandle(Protocol):
         self, base: Weights | None, published: Weights | None, policy: Weights | None
     ) -> None: ...
     async def train(self, lease: int, seconds: float) -> Trained: ...
-    async def evaluate(self, lease: int) -> Evaluation | None: ...
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None: ...
     async def merge(
-        self, lease: int, others: list[tuple[Any, float]], own_weight: float
+        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
     ) -> bool: ...
     async def export(self) -> Any: ...
     async def release(self) -> None: ...
@@ -122,6 +124,8 @@ class Tally:
     trained_steps: int = 0
     used_s: float = 0.0
     """Worker seconds of training, evaluating and merging."""
+    evaluated_s: float = 0.0
+    """Worker seconds of evaluating and merging."""
     loss: float = 0.0
     length: float = 0.0
     published: int = 0
@@ -166,7 +170,8 @@ class _Head:
 
 
 class _Round:
-    def __init__(self, ends_s: float) -> None:
+    def __init__(self, started_s: float, ends_s: float) -> None:
+        self.started_s = started_s
         self.ends_s = ends_s
         self.members: set[Held] = set()
         """Leases whose trainers are at work."""
@@ -199,6 +204,8 @@ class Rounds:
         self._unevaluated_s = 0.0
         """Seconds trained since the last evaluation, carried over from short leases."""
         self._num_broken_off = 0
+        self._evaluation_left_s = 0.0
+        """Seconds of evaluating that the training so far has earned, less those spent."""
         self._versions = itertools.count(1)
         self._head: _Head | None = None
         self._known = Weights(0)
@@ -308,7 +315,7 @@ class Rounds:
     def _join_round(self, held: Held) -> _Round:
         if self._round is None:
             left_s = max(0.0, self._session_s - self._unevaluated_s)
-            self._round = _Round(now_s() + left_s)
+            self._round = _Round(now_s(), now_s() + left_s)
             self._start(self._close(self._round))
         self._round.members.add(held)
         return self._round
@@ -339,6 +346,7 @@ class Rounds:
             current.closed.set()
 
     async def _settle(self, current: _Round) -> None:
+        self._evaluation_left_s += EVALUATED_SHARE * (now_s() - current.started_s)
         found = current.results.values()
         results = {held: trained for held, trained in found if self._holds(held)}
         if not results:
@@ -353,12 +361,19 @@ class Rounds:
             return
         leader = current.leader = next(iter(results))
         member = leader.member
+        if self._evaluation_left_s <= 0:
+            # The last evaluation took longer than it should: train another round first.
+            self._set_head(member)
+            self._unevaluated_s = 0.0
+            return
         started_s = now_s()
-        if len(results) > 1:
-            await self._merge(results, leader)
-        if (published := self._news_of_published(member)) is not None:
-            await member.trainer.take(None, published, None)
-        evaluation = await member.trainer.evaluate(leader.lease)
+        try:
+            evaluation = await self._evaluated(results, leader)
+        finally:
+            spent_s = now_s() - started_s
+            self._evaluation_left_s -= spent_s
+            self._tally.evaluated_s += spent_s
+            self._tally.used_s += spent_s
         self._set_head(member)
         self._num_broken_off = self._num_broken_off + 1 if evaluation is None else 0
         if evaluation is not None or self._num_broken_off >= MAX_BROKEN_OFF:
@@ -366,9 +381,18 @@ class Rounds:
         if evaluation is not None:
             self._tally.length = evaluation.length
             await self._keep(leader, evaluation)
-        self._tally.used_s += now_s() - started_s
 
-    async def _merge(self, results: dict[Held, Trained], leader: Held) -> None:
+    async def _evaluated(self, results: dict[Held, Trained], leader: Held) -> Evaluation | None:
+        """Merge the results and compare them with the published drafter, in the time earned."""
+        member, left_s = leader.member, self._evaluation_left_s
+        if len(results) > 1:
+            await self._merge(results, leader, left_s / 2)
+            left_s /= 2
+        if (published := self._news_of_published(member)) is not None:
+            await member.trainer.take(None, published, None)
+        return await member.trainer.evaluate(leader.lease, left_s)
+
+    async def _merge(self, results: dict[Held, Trained], leader: Held, seconds: float) -> None:
         """Average the results of the others into the leader's weights."""
         others = [held for held in results if held is not leader]
         blobs = await asyncio.gather(
@@ -379,8 +403,8 @@ class Rounds:
             for held, blob in zip(others, blobs, strict=True)
             if blob is not None
         ]
-        own_weight = results[leader].num_tokens
-        if arrived and await leader.member.trainer.merge(leader.lease, arrived, own_weight):
+        own_weight, trainer = results[leader].num_tokens, leader.member.trainer
+        if arrived and await trainer.merge(leader.lease, arrived, own_weight, seconds):
             self._tally.merges += 1
 
     async def _keep(self, leader: Held, evaluation: Evaluation) -> None:

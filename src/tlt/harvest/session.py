@@ -282,6 +282,8 @@ class Harvest:
             "harvest/idle_s": since["idle_s"],
             "harvest/coverable_s": since["coverable_s"],
             "harvest/used_s": since["used_s"],
+            "harvest/evaluated_s": since["evaluated_s"],
+            "harvest/evaluated_share": now["evaluated_s"] / max(now["used_s"], 1e-9),
             "harvest/trained_tokens": since["trained_tokens"],
             "harvest/published": since["published"],
             "harvest/refused": since["refused"],

@@ -38,6 +38,12 @@ WORSE = 2.0
 one."""
 DOUBT_TOKENS = 0.1
 """Prior standard deviation of one window's gain, in tokens: it counts while windows are few."""
+SURE = 3.0
+"""Standard errors after which no further window would change that a drafter is better."""
+MIN_WINDOWS = 4
+"""Held-out windows that every evaluation takes, however little time it has."""
+WINDOWS_AT_ONCE = 2
+"""Held-out windows between two looks at the clock and at the difference so far."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -56,6 +62,17 @@ class HarvestSettings:
     """Whether the drafter is new: its vocabulary is then chosen from the policy's samples."""
 
 
+class _Scored:
+    """Weights of a drafter, and their expected tokens per draft in the first held-out windows."""
+
+    def __init__(self, weights: Tensors) -> None:
+        self.weights = weights
+        self.lengths: list[float] = []
+
+    def same_as(self, weights: Tensors) -> bool:
+        return all(torch.equal(tensor, weights[name]) for name, tensor in self.weights.items())
+
+
 class HarvestTrainer:
     def __init__(self, settings: HarvestSettings, device: torch.device) -> None:
         self._settings = settings
@@ -67,12 +84,17 @@ class HarvestTrainer:
             *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
             settings.trainer,
         )
-        self._initial = self._published = self._trainer.mean_weights()
+        self._initial = self._trainer.mean_weights()
+        self._published = _Scored(self._initial)
+        self._own: _Scored | None = None
+        """The trainer's own weights while they are evaluated; None once they have changed."""
         self._at_start: dict[str, torch.Tensor] | None = None
         """While the trainer trains or evaluates, the weights that it began with."""
         self._untrained = settings.untrained
-        self._held_out: list[HeldOutWindow] | None = None
-        self._published_lengths: list[float] | None = None
+        self._parts: list[Captured] | None = None
+        """Windows of held-out samples on which all drafters are evaluated, one after the other."""
+        self._held_out: list[HeldOutWindow] = []
+        """The first of these windows, with the policy's output."""
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -90,7 +112,7 @@ class HarvestTrainer:
     def release(self) -> None:
         """Leave the device to the engine."""
         if self._device.type == "cuda":
-            self._held_out, self._published_lengths = None, None
+            self._forget_held_out()
             self._trainer.park()
             torch.cuda.empty_cache()
 
@@ -108,12 +130,16 @@ class HarvestTrainer:
         """Go on from `base`, compare with `published`, follow `policy`; None leaves it as it is."""
         if policy is not None:
             # With a new policy came new samples: evaluate on those.
-            self._held_out, self._published_lengths = None, None
+            self._forget_held_out()
             self._trainer.follow(*head_and_embedding(policy.blob))
         if published is not None:
-            self._published = {name: tensor.clone() for name, tensor in published.blob.items()}
-            self._published_lengths = None
+            if self._own is not None and self._own.same_as(published.blob):
+                self._published = self._own
+            else:
+                weights = {name: tensor.clone() for name, tensor in published.blob.items()}
+                self._published = _Scored(weights)
         if base is not None:
+            self._own = None
             self._untrained = self._untrained and base.version == 0
             self._trainer.load(base.blob if base.version else self._initial)
 
@@ -121,6 +147,7 @@ class HarvestTrainer:
         """Train on the node's buffer for `seconds`, or until the lease ends."""
         until_s = time.monotonic() + seconds
         self._choose_vocabulary()
+        own, self._own = self._own, None
         losses: list[float] = []
         seen = self._trainer.tokens_seen
         self._at_start = self._trainer.mean_weights()
@@ -133,8 +160,10 @@ class HarvestTrainer:
             )
         finally:
             self._at_start = None
+        if not num_steps:
+            self._own = own  # an evaluation that was broken off goes on
         if losses and not all(map(math.isfinite, losses)):
-            self._trainer.load(self._published)
+            self._trainer.load(self._published.weights)
             raise FloatingPointError("the drafter's loss is not finite; it starts again")
         return Trained(
             num_steps=num_steps,
@@ -143,41 +172,47 @@ class HarvestTrainer:
             starved=not self._buffer.offers(),
         )
 
-    def evaluate(self, lease: int) -> Evaluation | None:
+    def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         """Compare with the published drafter; return None if broken off, or nothing is held out.
 
         Both are evaluated window by window, which gives the standard error of their difference.
+        That ends when the difference is clear, or after `seconds`.
         """
+        if self._own is None:
+            self._own = _Scored(self._trainer.mean_weights())
         try:
-            lengths = self._lengths(lease, self._trainer.mean_weights())
-            if not lengths:
-                return None
-            if self._published_lengths is None:
-                self._published_lengths = self._lengths(lease, self._published)
+            new, old, sizes = self._compare(lease, self._own, self._published, seconds)
         except Interrupted:
             return None
-        published, sizes = self._published_lengths, self._window_sizes()
-        gain, error = difference(lengths, published, sizes)
+        if not new:
+            return None
+        gain, error = difference(new, old, sizes)
         if gain < -WORSE * error:
-            self._trainer.load(self._published)
-        better = gain > BETTER * error
-        return Evaluation(better, fmean(lengths, sizes), fmean(published, sizes))
+            self._load(self._published.weights)
+        return Evaluation(gain > BETTER * error, fmean(new, sizes), fmean(old, sizes))
 
-    def merge(self, lease: int, others: Sequence[tuple[Tensors, float]], own_weight: float) -> bool:
+    def merge(
+        self,
+        lease: int,
+        others: Sequence[tuple[Tensors, float]],
+        own_weight: float,
+        seconds: float,
+    ) -> bool:
         """Average with the others' weights, if that is no worse on held-out samples."""
-        own = self.export()
-        merged = averaged([(own, own_weight), *others])
+        alone = _Scored(self.export())
+        merged = averaged([(alone.weights, own_weight), *others])
         if merged is None:
             return False
+        together = _Scored(merged)
         try:
-            alone, together = self._lengths(lease, own), self._lengths(lease, merged)
+            new, old, sizes = self._compare(lease, together, alone, seconds)
         except Interrupted:
             return False
-        sizes = self._window_sizes()
-        if not alone or fmean(together, sizes) < fmean(alone, sizes):
-            return False
-        self._trainer.load(merged)
-        return True
+        taken = bool(new) and fmean(new, sizes) >= fmean(old, sizes)
+        if taken:
+            self._load(merged)
+        self._own = together if taken else alone
+        return taken
 
     def export(self) -> dict[str, torch.Tensor]:
         """Return the drafter's weights; during work, those that the work began with."""
@@ -186,32 +221,66 @@ class HarvestTrainer:
 
     # --- parts --------------------------------------------------------------------------------
 
-    def _lengths(self, lease: int, weights: Tensors) -> list[float]:
-        """Return the expected tokens per draft of these weights in each held-out window."""
-        if self._held_out is None:
+    def _load(self, weights: Tensors) -> None:
+        self._trainer.load(weights)
+        self._own = None
+
+    def _forget_held_out(self) -> None:
+        self._parts, self._held_out, self._own = None, [], None
+        self._published = _Scored(self._published.weights)
+
+    def _compare(
+        self, lease: int, new: _Scored, old: _Scored, seconds: float
+    ) -> tuple[list[float], list[float], list[int]]:
+        """Evaluate two drafters on the same windows until their difference is clear.
+
+        Return the expected tokens per draft of both, window by window, and the windows' sizes.
+        Windows that a drafter has been evaluated on are not computed again.
+        """
+        until_s = time.monotonic() + seconds
+        if self._parts is None:
             samples = self._buffer.held_out(self._settings.held_out_tokens)
             parts = [part for sample in samples for part in windows(sample, HELD_OUT_WINDOW)]
-            self._held_out = prepare_windows(
-                self._trainer.passes, parts, [self._gate], lambda: self._ended(lease)
-            )
+            self._parts = [part for part in parts if part.num_chains]
+        count, sizes = 0, [part.num_chains for part in self._parts]
+        while count < len(sizes):
+            if count >= MIN_WINDOWS:
+                gain, error = difference(new.lengths[:count], old.lengths[:count], sizes[:count])
+                is_clear = gain > SURE * error or gain < -WORSE * error
+                if is_clear or time.monotonic() >= until_s:
+                    break
+            count = min(count + WINDOWS_AT_ONCE, len(sizes))
+            self._prepare(lease, count)
+            for scored in (new, old):
+                self._score(lease, scored, count)
+        return new.lengths[:count], old.lengths[:count], sizes[:count]
+
+    def _prepare(self, lease: int, count: int) -> None:
+        """Compute the policy's output over the first `count` windows."""
+        missing = (self._parts or [])[len(self._held_out) : count]
+        self._held_out += prepare_windows(
+            self._trainer.passes, missing, [self._gate], lambda: self._ended(lease)
+        )
+
+    def _score(self, lease: int, scored: _Scored, count: int) -> None:
+        """Evaluate a drafter on the first `count` windows."""
+        missing = self._held_out[len(scored.lengths) : count]
+        if not missing:
+            return
         self._at_start = self._trainer.mean_weights()
         try:
-            with with_weights(self._trainer.drafter, weights):
-                return [
-                    evaluate(
+            with with_weights(self._trainer.drafter, scored.weights):
+                for window in missing:
+                    found = evaluate(
                         self._trainer.passes, [window], [self._gate], lambda: self._ended(lease)
-                    ).length(self._gate)
-                    for window in self._held_out
-                ]
+                    )
+                    scored.lengths.append(found.length(self._gate))
         finally:
             self._at_start = None
 
     @property
     def _gate(self) -> float:
         return self._settings.trainer.temperature
-
-    def _window_sizes(self) -> list[int]:
-        return [len(window.row.chains.starts) for window in self._held_out or []]
 
     def _choose_vocabulary(self) -> None:
         """Choose the vocabulary before the first training; later all trainers share it."""

@@ -63,6 +63,8 @@ METRICS: dict[str, str] = {
     "harvest/idle_s": "Worker seconds with nothing to generate while other workers generated.",
     "harvest/coverable_s": "Idle worker seconds in spells long enough for a lease.",
     "harvest/used_s": "Worker seconds spent on training, evaluating and merging drafters.",
+    "harvest/evaluated_s": "Worker seconds spent on evaluating and merging drafters.",
+    "harvest/evaluated_share": "Share of `harvest/used_s` spent on evaluating, of the run so far.",
     "harvest/trained_tokens": "Tokens the drafter was trained on.",
     "harvest/loss": "Drafter loss at the end of the last training.",
     "harvest/held_out_length": "Expected acceptance length of the drafter on held-out samples.",

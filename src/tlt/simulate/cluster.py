@@ -157,17 +157,19 @@ class SimTrainer:
         self._skill = Skill(self._training.best_power + ahead, policy)
         return Trained(max(1, tokens // 512) if tokens else 0, tokens, 0.0, starved=False)
 
-    async def evaluate(self, lease: int) -> Evaluation | None:
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         self._check()
         if not self._holder.holds(lease, now_s()):
             return None
-        await asyncio.sleep(self._training.evaluate_s)
+        await asyncio.sleep(min(self._training.evaluate_s, seconds))
         mine = self._skill.now(self._run.policy, self._training)
         theirs = self._published.now(self._run.policy, self._training)
         length, other = (self._run.length(power) for power in (mine, theirs))
         return Evaluation(length > 1.002 * other, length, other)
 
-    async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
+    async def merge(
+        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
+    ) -> bool:
         self._check()
         policy = self._run.policy
         parts = [(self._skill.now(policy, self._training), own_weight)]

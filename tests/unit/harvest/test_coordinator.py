@@ -89,7 +89,7 @@ class FakeTrainer:
         self.has = None
         return Trained(1, 100, 0.5, False)
 
-    async def evaluate(self, lease: int) -> Evaluation | None:
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         await self._alive()
         if self.at_evaluation is not None:
             await self.at_evaluation()
@@ -97,7 +97,7 @@ class FakeTrainer:
             return None
         return None if lease <= self.ended else Evaluation(self.better, 2.0 + self.weights, 2.0)
 
-    async def merge(self, lease: int, others: list[Any], own_weight: float) -> bool:
+    async def merge(self, lease: int, others: list[Any], own_weight: float, seconds: float) -> bool:
         await self._alive()
         self.merged_with.append(others)
         total = own_weight + sum(share for _, share in others)
@@ -196,6 +196,24 @@ def test_where_leases_are_too_short_to_evaluate_in_there_is_training_all_the_sam
             whole = [seconds > SETTINGS.session_s / 2 for seconds in s["a"].asked_s]
             assert whole[:3] == [True, False, True], "the evaluation again, then more training"
             assert s.coordinator.tally.published == 0
+
+    run(scene)
+
+
+def test_evaluating_takes_a_small_share_of_the_time_however_slow_it_is() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+
+            async def slow() -> None:
+                await asyncio.sleep(SETTINGS.session_s)
+
+            s["a"].at_evaluation = slow
+            s.idle("a")
+            await asyncio.sleep(60 * SETTINGS.session_s)
+            await s.needed("a")
+            tally = s.coordinator.tally
+            assert tally.published > 3
+            assert tally.evaluated_s < 0.2 * tally.used_s
 
     run(scene)
 

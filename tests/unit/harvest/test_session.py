@@ -65,12 +65,14 @@ class FakeTrainer:
             raise TrainerGone(self.name)
         return Trained(1, 100, 0.5, False)
 
-    async def evaluate(self, lease: int) -> Evaluation | None:
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         if self.world.round_error is not None:
             raise self.world.round_error
         return Evaluation(False, 2.0, 2.0)
 
-    async def merge(self, lease: int, others: list[tuple[Any, float]], own_weight: float) -> bool:
+    async def merge(
+        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
+    ) -> bool:
         return True
 
     async def export(self) -> Any:

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from tlt.drafter.checkpoint import save_drafter  # noqa: E402
+from tlt.drafter.evaluation import evaluate  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.harvest.rounds import Weights  # noqa: E402
 from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
     EMBEDDING,
+    MIN_WINDOWS,
     WORSE,
     HarvestSettings,
     HarvestTrainer,
@@ -42,7 +45,7 @@ def settings(tmp_path: Path) -> HarvestSettings:
     save_file({EMBEDDING: embedding}, tmp_path / "policy" / "model.safetensors")
     buffer = BufferSettings(str(tmp_path / "buffer"), 2**30, 4096, held_out_share=0.3)
     store = SampleBuffer(buffer)
-    for index in range(20):
+    for index in range(60):
         store.put(str(index), 1, captured(40, 4, seed=index % 4))
     return HarvestSettings(
         drafter=str(tmp_path / "drafter"),
@@ -66,12 +69,12 @@ def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(
     assert one.begin(1, LONG_S)
     trained = one.train(1, 3.0)
     assert trained.num_steps > 10
-    evaluation = one.evaluate(1)
+    evaluation = one.evaluate(1, LONG_S)
     assert evaluation is not None
     assert evaluation.better
     assert evaluation.length > evaluation.published_length
     one.take(published=Weights(1, one.export()))
-    again = one.evaluate(1)
+    again = one.evaluate(1, LONG_S)
     assert again is not None
     assert not again.better, "nothing is better than itself"
 
@@ -89,11 +92,58 @@ def test_a_difference_is_told_from_chance() -> None:
     assert difference([2.6], [2.5], [200]) == pytest.approx((0.1, DOUBT_TOKENS))
 
 
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Chains of the windows that drafters are evaluated on, in order."""
+    sizes: list[int] = []
+
+    def counted(passes: Any, windows: Any, *args: Any) -> Any:
+        sizes.extend(len(window.row.chains.starts) for window in windows)
+        return evaluate(passes, windows, *args)
+
+    monkeypatch.setattr("tlt.harvest.trainer.evaluate", counted)
+    return sizes
+
+
+def test_an_evaluation_ends_when_the_difference_is_clear_or_its_time_is_over(
+    settings: HarvestSettings, evaluated: list[int]
+) -> None:
+    one = make_trainer(replace(settings, held_out_tokens=10_000))
+    num_windows = sum(e.held_out for e in SampleBuffer(settings.buffer).entries())
+    one.begin(1, LONG_S)
+    assert one.evaluate(1, LONG_S) is not None
+    assert len(evaluated) == 2 * num_windows > 4 * MIN_WINDOWS, "no difference: all windows"
+    evaluated.clear()
+    one.take(base=Weights(1, one.export()))
+    assert one.evaluate(1, 0.0) is not None
+    assert len(evaluated) == MIN_WINDOWS, "no time; the published drafter's lengths are known"
+    one.train(1, 4.0)
+    evaluated.clear()
+    evaluation = one.evaluate(1, LONG_S)
+    assert evaluation is not None
+    assert evaluation.better
+    assert MIN_WINDOWS <= len(evaluated) < num_windows, "clear before the last window"
+
+
+def test_nothing_is_evaluated_twice(settings: HarvestSettings, evaluated: list[int]) -> None:
+    one = make_trainer(settings)
+    one.begin(1, LONG_S)
+    one.train(1, 1.0)
+    first = one.evaluate(1, LONG_S)
+    evaluated.clear()
+    assert one.evaluate(1, LONG_S) == first
+    one.take(published=Weights(1, one.export()))
+    again = one.evaluate(1, 0.0)
+    assert again is not None
+    assert again.length == again.published_length
+    assert evaluated == [], "the drafter that was published is the one just evaluated"
+
+
 def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
     one = make_trainer(settings)
     before = one.export()
     assert one.train(1, LONG_S).num_steps == 0
-    assert one.evaluate(1) is None
+    assert one.evaluate(1, LONG_S) is None
     assert one.begin(2, LONG_S)
     one.end(2)
     assert one.train(2, LONG_S).num_steps == 0
@@ -133,7 +183,7 @@ def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     assert one.train(1, LONG_S).starved
-    assert one.evaluate(1) is None
+    assert one.evaluate(1, LONG_S) is None
 
 
 def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
@@ -183,10 +233,10 @@ def test_a_merge_that_is_worse_is_not_taken(settings: HarvestSettings) -> None:
         trainer.train(1, 2.0)
     own = one.export()
     noise = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in own.items()}
-    assert not one.merge(1, [(noise, 5.0)], 1.0)
+    assert not one.merge(1, [(noise, 5.0)], 1.0, LONG_S)
     assert all(torch.equal(tensor, own[name]) for name, tensor in one.export().items())
     other_weights = other.export()
-    if one.merge(1, [(other_weights, 1.0)], 1.0):
+    if one.merge(1, [(other_weights, 1.0)], 1.0, LONG_S):
         merged = one.export()["fc.weight"]
         assert torch.allclose(merged, (own["fc.weight"] + other_weights["fc.weight"]) / 2)
 
@@ -205,8 +255,6 @@ def test_averages_leave_out_what_does_not_fit() -> None:
 def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
     settings: HarvestSettings,
 ) -> None:
-    from dataclasses import replace
-
     one = make_trainer(replace(settings, untrained=True))
     before = one.export()["d2t"]
     one.begin(1, LONG_S)

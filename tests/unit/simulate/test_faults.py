@@ -58,9 +58,9 @@ class FlakyTrainer(SimTrainer):
         await self.run.late()
         return await self.working(lease, super().train(lease, seconds))
 
-    async def evaluate(self, lease: int) -> Evaluation | None:
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         await self.run.late()
-        return await self.working(lease, super().evaluate(lease))
+        return await self.working(lease, super().evaluate(lease, seconds))
 
     async def export(self) -> Any:
         await self.run.late()
