@@ -94,6 +94,9 @@ class Simulated:
         await self._answer()
         return 0
 
+    async def moments(self) -> None:
+        await self._answer()
+
     async def release(self) -> None:
         await self._answer()
 

@@ -284,13 +284,22 @@ class DrafterTrainer:
                 state[f"optimizer.{name}.{key}"] = value
         return state
 
-    def progress(self) -> dict[str, Any]:
-        """Return the rest of the state as plain data."""
-        return {"step": self.step, "rng": self._rng.getstate()}
+    def moments(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the optimizer's state, with what it takes to continue from it."""
+        state = {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in self.tensors().items()
+            if name.startswith("optimizer.")
+        }
+        return state | {"d2t": self.drafter.d2t.cpu().clone(), "step": torch.tensor(self.step)}
 
-    def restore(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
-        """Continue from a saved `tensors()` and `progress()`."""
-        self.load(drafter_part(tensors))
+    def take_moments(self, moments: Mapping[str, torch.Tensor]) -> None:
+        """Continue with a saved `moments()`; the head's only fit the same draft vocabulary."""
+        fits = torch.equal(moments["d2t"], self.drafter.d2t.cpu())
+        self._set_moments({k: t for k, t in moments.items() if fits or ".lm_head." not in k})
+        self.step = int(moments["step"])
+
+    def _set_moments(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.drafter.named_parameters():
             prefix = f"optimizer.{name}."
             moments = {
@@ -298,7 +307,17 @@ class DrafterTrainer:
                 for key, tensor in tensors.items()
                 if key.startswith(prefix)
             }
-            self.optimizer.state[parameter] = moments
+            if moments:
+                self.optimizer.state[parameter] = moments
+
+    def progress(self) -> dict[str, Any]:
+        """Return the rest of the state as plain data."""
+        return {"step": self.step, "rng": self._rng.getstate()}
+
+    def restore(self, tensors: dict[str, torch.Tensor], progress: dict[str, Any]) -> None:
+        """Continue from a saved `tensors()` and `progress()`."""
+        self.load(drafter_part(tensors))
+        self._set_moments(tensors)
         self.step = progress["step"]
         version, internal, gauss = progress["rng"]
         self._rng.setstate((version, tuple(internal), gauss))

@@ -84,6 +84,9 @@ class TrainerActor(HarvestTrainer):
     def export_packed(self) -> Packed:
         return pack(self.export())
 
+    def moments_packed(self) -> Packed:
+        return pack(self.moments())
+
 
 class RayTrainer:
     """The coordinator's handle on a trainer. Weights travel as references into Ray's store."""
@@ -139,6 +142,10 @@ class RayTrainer:
         blob = self._actor.export_packed.options(concurrency_group="control").remote()
         await _answer(blob)
         return blob
+
+    async def moments(self) -> Any:
+        # Behind training, not beside it: the optimizer must not be in the middle of its step.
+        return await self._call(TrainerActor.moments_packed)
 
     async def release(self) -> None:
         await self._call(TrainerActor.release)

@@ -139,6 +139,10 @@ class Coordinator:
         except TimeoutError:
             return None
 
+    async def moments(self) -> Any:
+        """Return the state of the drafter's optimizer; None if nothing was learned yet."""
+        return await self._rounds.moments()
+
     def metrics(self) -> dict[str, float]:
         """Return totals since the coordinator started."""
         return {

@@ -110,6 +110,7 @@ class TrainerHandle(Protocol):
         self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
     ) -> bool: ...
     async def export(self) -> Any: ...
+    async def moments(self) -> Any: ...
     async def release(self) -> None: ...
     async def kill(self) -> None:
         """Return when the process is gone."""
@@ -231,6 +232,10 @@ class Rounds:
     def follow(self, policy: Weights) -> None:
         """Set the policy that samples come from."""
         self._policy = policy
+
+    async def moments(self) -> Any:
+        """Return the optimizer's state of the head's trainer; None if nothing was learned yet."""
+        return None if self._head is None else await self._head.member.trainer.moments()
 
     async def work(self, held: Held) -> float:
         """Train round after round until the lease ends; return how long to rest afterwards."""

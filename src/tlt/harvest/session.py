@@ -50,6 +50,8 @@ ANSWER_S = 5.0
 its trainers."""
 SWAP_S = 60.0
 """Seconds after which engines that have not taken a drafter never will."""
+MOMENTS_S = 60.0
+"""Seconds that a checkpoint waits for the optimizer's state: a trainer may be at work."""
 POLL_S = 30.0
 START_S = 60.0
 """Seconds that a run waits for its trainers: loading them would slow engines at work."""
@@ -70,7 +72,7 @@ class RunHarvest(Protocol):
     def record(self) -> Record: ...
     def leased(self) -> list[str]: ...
     def take_spans(self) -> dict[str, list[Span]]: ...
-    def save(self, folder: Path) -> None: ...
+    async def save(self, folder: Path, to_resume: bool) -> None: ...
     async def stop(self) -> None: ...
 
 
@@ -83,7 +85,7 @@ class NoHarvest:
     async def rollout_ended(self) -> None: ...
     def policy_changed(self, weights: NewWeights, version: int) -> None: ...
     def alarm(self, drafts: int, accepted: int) -> None: ...
-    def save(self, folder: Path) -> None: ...
+    async def save(self, folder: Path, to_resume: bool) -> None: ...
     async def stop(self) -> None: ...
 
     def record(self) -> Record:
@@ -318,17 +320,35 @@ class Harvest:
                 length,
             )
 
-    def save(self, folder: Path) -> None:
-        """Write the published drafter, as engines load it, for a resumed run; only warn if not."""
+    async def save(self, folder: Path, to_resume: bool) -> None:
+        """Write the published drafter, as engines load it; only warn if that fails.
+
+        With the optimizer's state if the drafter is `to_resume` from.
+        """
+        moments = await self._moments() if to_resume else None
         try:
-            self._save(folder)
+            await asyncio.to_thread(self._save, folder, moments)
         except Exception as error:
             logger.warning("the drafter could not be written to %s (%r)", folder, error)
 
-    def _save(self, folder: Path) -> None:
+    async def _moments(self) -> Packed | None:
+        """Return the optimizer's state; None if there is none, or it does not come in time."""
+        if (coordinator := self._coordinator) is None:
+            return None
+        try:
+            async with asyncio.timeout(MOMENTS_S):
+                moments: Packed | None = await coordinator.moments()
+                return moments
+        except Exception as error:
+            logger.warning("the checkpoint lacks the state of the drafter's optimizer (%r)", error)
+            return None
+
+    def _save(self, folder: Path, moments: Packed | None) -> None:
         import torch
+        from safetensors.torch import save_file
 
         from tlt.drafter.checkpoint import load_drafter, save_drafter
+        from tlt.harvest.trainer import MOMENTS
 
         version, weights, _ = self._published
         drafter = load_drafter(Path(self._trainer.drafter))
@@ -338,6 +358,8 @@ class Harvest:
         shutil.rmtree(hidden, ignore_errors=True)
         save_drafter(drafter, hidden, getattr(torch, self._pool_dtype()))
         (hidden / VERSION).write_text(json.dumps({"version": version}))
+        if moments is not None:
+            save_file(unpack(moments), hidden / MOMENTS)
         shutil.rmtree(folder, ignore_errors=True)
         hidden.rename(folder)
 

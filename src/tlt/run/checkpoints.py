@@ -59,7 +59,7 @@ class Checkpoints:
     async def _write(self, hidden: Path, step: int) -> None:
         earlier, _ = self.last()
         await self._learner.wait_saved(hidden, earlier, step)
-        await asyncio.to_thread(self._harvest.save, hidden / "drafter")
+        await self._harvest.save(hidden / "drafter", to_resume=True)
         keep = self._config.checkpoint.keep
         await asyncio.to_thread(self._folder.publish_checkpoint, hidden, step, keep)
         self.restarts_since = 0

@@ -149,7 +149,7 @@ async def _run(
             stack.callback(weights.close)
             parts = Parts(pool, learner, rewards, harvest, rechecks, weights)
             await Training(config, prepared, folder, parts, log).run(resume)
-        harvest.save(folder.path / "drafter")
+        await harvest.save(folder.path / "drafter", to_resume=False)
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
     # The last checkpoint holds a copy of the buffer, so the run frees its memory.

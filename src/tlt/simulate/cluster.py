@@ -182,6 +182,9 @@ class SimTrainer:
         self._check()
         return self._skill
 
+    async def moments(self) -> None:
+        self._check()
+
     async def release(self) -> None:
         self._check()
 

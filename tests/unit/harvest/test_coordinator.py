@@ -108,6 +108,10 @@ class FakeTrainer:
         await self._alive()
         return self.weights
 
+    async def moments(self) -> str:
+        await self._alive()
+        return f"moments of {self.name}"
+
     async def release(self) -> None:
         await self._alive()
 
@@ -214,6 +218,18 @@ def test_evaluating_takes_a_small_share_of_the_time_however_slow_it_is() -> None
             tally = s.coordinator.tally
             assert tally.published > 3
             assert tally.evaluated_s < 0.2 * tally.used_s
+
+    run(scene)
+
+
+def test_the_moments_are_those_of_the_newest_weights() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            assert await s.coordinator.moments() is None
+            s.idle("b")
+            await asyncio.sleep(2 * SETTINGS.session_s)
+            await s.needed("b")
+            assert await s.coordinator.moments() == "moments of b"
 
     run(scene)
 

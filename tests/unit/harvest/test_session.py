@@ -4,19 +4,25 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from drafter_fixtures import drafter  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from tlt.drafter.checkpoint import load_drafter, save_drafter  # noqa: E402
 from tlt.harvest import session  # noqa: E402
-from tlt.harvest.actor import TrainerPlace  # noqa: E402
+from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings  # noqa: E402
 from tlt.harvest.leases import Leases, LeaseSettings  # noqa: E402
 from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights  # noqa: E402
 from tlt.harvest.session import MAX_RESTARTS, Harvest  # noqa: E402
-from tlt.harvest.trainer import EMBEDDING  # noqa: E402
+from tlt.harvest.trainer import EMBEDDING, MOMENTS  # noqa: E402
 
 SETTINGS = CoordinatorSettings(
     LeaseSettings(min_s=0.0, lease_s=30, stop_timeout_s=0.1, max_leases=8, resend_s=0.02),
@@ -78,6 +84,11 @@ class FakeTrainer:
     async def export(self) -> Any:
         return 0
 
+    async def moments(self) -> Any:
+        if self.world.moments_error is not None:
+            raise self.world.moments_error
+        return pack({"optimizer.w.exp_avg": torch.tensor([3.0]), "step": torch.tensor(7)})
+
     async def kill(self) -> None:
         if self.world.immortal:
             await asyncio.sleep(1000)
@@ -90,6 +101,7 @@ class World:
         self.trainers: list[FakeTrainer] = []
         self.round_error: Exception | None = None
         self.release_error: Exception | None = None
+        self.moments_error: Exception | None = None
         self.deaf = self.immortal = False
         self.harvest = Harvest(
             SETTINGS,
@@ -327,6 +339,22 @@ async def test_idle_is_told_only_once_the_worker_was_freed() -> None:
             await world.all_needed()
 
     await run(scene)
+
+
+async def test_a_drafter_to_resume_from_comes_with_its_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = save_drafter(drafter(), tmp_path / "start", torch.float32)
+    async with running() as world:
+        world.harvest._trainer = cast(Any, SimpleNamespace(drafter=str(start)))
+        await world.harvest.save(tmp_path / "checkpoint", to_resume=True)
+        await world.harvest.save(tmp_path / "result", to_resume=False)
+        assert load_file(tmp_path / "checkpoint" / MOMENTS)["step"].item() == 7
+        assert not (tmp_path / "result" / MOMENTS).exists()
+        world.moments_error = TrainerGone("a bug")
+        await world.harvest.save(tmp_path / "without", to_resume=True)
+        assert load_drafter(tmp_path / "without") is not None
+        assert "lacks the state of the drafter's optimizer" in caplog.text
 
 
 class SlowMemory:

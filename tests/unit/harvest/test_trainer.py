@@ -22,6 +22,7 @@ from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
     EMBEDDING,
     MIN_WINDOWS,
+    MOMENTS,
     WORSE,
     HarvestSettings,
     HarvestTrainer,
@@ -260,6 +261,33 @@ def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
     one.begin(1, LONG_S)
     one.train(1, 0.2)
     assert not torch.equal(before, one.export()["d2t"])
+
+
+def test_a_resumed_trainer_continues_with_the_moments_of_its_optimizer(
+    settings: HarvestSettings,
+) -> None:
+    one = make_trainer(settings)
+    one.begin(1, LONG_S)
+    one.train(1, 1.0)
+    moments = one.moments()
+    save_file(moments, Path(settings.drafter) / MOMENTS)
+    resumed = make_trainer(settings)
+    assert moments.keys() == resumed.moments().keys()
+    assert all(torch.equal(moments[name], t) for name, t in resumed.moments().items())
+    assert moments["step"] > 0, "no second warm-up"
+    resumed.begin(1, LONG_S)
+    assert resumed.train(1, 0.5).num_steps > 0
+
+
+def test_moments_of_the_head_are_dropped_with_the_vocabulary(settings: HarvestSettings) -> None:
+    one = make_trainer(settings)
+    one.begin(1, LONG_S)
+    one.train(1, 0.5)
+    moments = one.moments()
+    save_file(moments | {"d2t": moments["d2t"] + 1}, Path(settings.drafter) / MOMENTS)
+    resumed = make_trainer(settings).moments()
+    dropped = moments.keys() - resumed.keys()
+    assert dropped == {name for name in moments if ".lm_head." in name} != set()
 
 
 def test_windows_cover_a_sample_once() -> None:
