@@ -14,12 +14,15 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
@@ -44,6 +47,8 @@ T = TypeVar("T")
 Record = dict[str, float]
 
 VERSION = "version.json"
+NUM_UPDATES = 5
+"""Updates from which the duration of the next one is expected."""
 MAX_RESTARTS = 3
 ANSWER_S = 5.0
 """Seconds that the coordinator may take to free a worker, besides stopping its trainer, and to end
@@ -67,6 +72,8 @@ class RunHarvest(Protocol):
     def rollout_started(self, num_samples: int) -> None: ...
     def sample_finished(self) -> None: ...
     async def rollout_ended(self) -> None: ...
+    def update_started(self) -> None: ...
+    async def update_ended(self) -> None: ...
     def policy_changed(self, weights: NewWeights, version: int) -> None: ...
     def alarm(self, drafts: int, accepted: int) -> None: ...
     def record(self) -> Record: ...
@@ -83,6 +90,8 @@ class NoHarvest:
     def rollout_started(self, num_samples: int) -> None: ...
     def sample_finished(self) -> None: ...
     async def rollout_ended(self) -> None: ...
+    def update_started(self) -> None: ...
+    async def update_ended(self) -> None: ...
     def policy_changed(self, weights: NewWeights, version: int) -> None: ...
     def alarm(self, drafts: int, accepted: int) -> None: ...
     async def save(self, folder: Path, to_resume: bool) -> None: ...
@@ -131,6 +140,9 @@ class Harvest:
         """Workers that the coordinator may lease."""
         self._freeing: dict[str, asyncio.Task[None]] = {}
         self._forecast = TailForecast()
+        self._update_s: deque[float] = deque(maxlen=NUM_UPDATES)
+        """Durations of the last updates during which trainers could work."""
+        self._update_since_s: float | None = None
         self._asleep: set[str] = set()
         """Engines whose memory is the trainers'."""
         self._moving: dict[str, asyncio.Lock] = {}
@@ -177,8 +189,12 @@ class Harvest:
 
     def idle(self, engine: str) -> None:
         """Note that an engine has nothing to generate while others have."""
+        self._leave_idle(engine, self._forecast.remaining_s(time.monotonic()))
+
+    def _leave_idle(self, engine: str, for_s: float) -> None:
+        """Let the coordinator lease an engine's worker, probably for `for_s` seconds."""
         worker = place_of(engine)
-        spell = _Spell(engine, worker, self._forecast.remaining_s(time.monotonic()))
+        spell = _Spell(engine, worker, for_s)
         self._idle[worker] = spell
         if self._on_gpu or worker in self._freeing:
             self._task(self._make_idle(spell))
@@ -249,6 +265,25 @@ class Harvest:
         async with self._swapping:
             pass
         self._release_max_s = max(self._release_max_s, time.monotonic() - started_s)
+
+    def update_started(self) -> None:
+        """Let trainers work during the update if the learner has devices of its own."""
+        if self._colocated:
+            return
+        self._update_since_s = time.monotonic()
+        expected_s = median(self._update_s) if self._update_s else math.inf
+        for engine, _ in self._engines.values():
+            self._leave_idle(engine, expected_s)
+
+    async def update_ended(self) -> None:
+        """Give every device back: the engines take the new policy next."""
+        if self._update_since_s is None:
+            return
+        self._update_s.append(time.monotonic() - self._update_since_s)
+        self._update_since_s = None
+        engines = [*(spell.engine for spell in self._idle.values()), *self._asleep]
+        await asyncio.gather(*(self.needed(engine) for engine in engines))
+        await asyncio.gather(*(asyncio.shield(task) for task in self._freeing.values()))
 
     def policy_changed(self, weights: NewWeights, version: int) -> None:
         """Hand the new head and embedding to the trainers, which train and evaluate with them."""

@@ -60,7 +60,7 @@ METRICS: dict[str, str] = {
     "or states were missing.",
     "capture/bytes": "Size of the stored hidden states.",
     "harvest/enabled": "1 while idle workers may train the drafter, 0 after harvest gave up.",
-    "harvest/idle_s": "Worker seconds with nothing to generate while other workers generated.",
+    "harvest/idle_s": "Worker seconds with nothing to generate while others generated or updated.",
     "harvest/coverable_s": "Idle worker seconds in spells long enough for a lease.",
     "harvest/used_s": "Worker seconds spent on training, evaluating and merging drafters.",
     "harvest/evaluated_s": "Worker seconds spent on evaluating and merging drafters.",

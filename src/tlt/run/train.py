@@ -119,6 +119,7 @@ class Training:
         try:
             scored, record = await self._rollout(step, problems, watch)
             await self._parts.weights.engines_sleep()
+            self._parts.harvest.update_started()
             num_faults = self._parts.rechecks.num_faults
             record |= await self._update.finish(step, scored, watch, num_faults)
         except BaseException:
@@ -179,6 +180,7 @@ class Training:
 
     async def _sync(self) -> None:
         """Load the learner's policy into all engines."""
+        await self._parts.harvest.update_ended()
         weights = await self._parts.weights.sync(self._update.version)
         self._parts.harvest.policy_changed(weights, self._update.version)
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -103,12 +104,16 @@ class World:
         self.release_error: Exception | None = None
         self.moments_error: Exception | None = None
         self.deaf = self.immortal = False
-        self.harvest = Harvest(
-            SETTINGS,
+        self.harvest = self.make()
+
+    def make(self, colocated: bool = True, min_s: float = 0.0) -> Harvest:
+        return Harvest(
+            replace(SETTINGS, leases=replace(SETTINGS.leases, min_s=min_s)),
             cast(Any, None),
             cast(Any, None),
             lambda engine: {},
             on_gpu=False,
+            colocated=colocated,
             spawn=self.spawn,
             share=lambda packed: packed,
         )
@@ -144,8 +149,9 @@ class World:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[World]:
+async def running(colocated: bool = True, min_s: float = 0.0) -> AsyncIterator[World]:
     world = World()
+    world.harvest = world.make(colocated, min_s)
     for core, engine in enumerate(ENGINES):
         world.harvest.ready(engine, {"cores": [core]})
     await world.harvest.start()
@@ -339,6 +345,43 @@ async def test_idle_is_told_only_once_the_worker_was_freed() -> None:
             await world.all_needed()
 
     await run(scene)
+
+
+async def test_trainers_work_during_an_update_on_other_devices() -> None:
+    async with running(colocated=False) as world:
+        await world.harvest.rollout_ended()
+        world.harvest.update_started()
+        await world.until(lambda: len(world.harvest.leased()) == len(ENGINES))
+        await world.until(lambda: all(trainer.working for trainer in world.trainers))
+        await world.harvest.update_ended()
+        assert not any(trainer.working for trainer in world.trainers), "engines take the policy now"
+        assert not world.harvest.leased()
+        world.harvest.update_started()
+        await asyncio.sleep(0.05)
+        await world.harvest.rollout_ended()  # of a run that is cancelled in the update
+        assert not world.harvest.leased()
+
+
+async def test_no_trainer_works_during_an_update_on_the_same_devices() -> None:
+    async with running(colocated=True) as world:
+        await world.harvest.rollout_ended()
+        world.harvest.update_started()
+        await asyncio.sleep(0.05)
+        assert not world.harvest.leased()
+        await world.harvest.update_ended()
+        world.harvest.rollout_started(8)
+        await world.trains()
+
+
+async def test_a_short_update_is_left_to_the_engines() -> None:
+    async with running(colocated=False, min_s=2.0) as world:
+        for _ in range(3):
+            world.harvest.update_started()
+            await world.harvest.update_ended()
+        world.harvest.update_started()
+        await asyncio.sleep(0.05)
+        assert not world.harvest.leased(), "shorter than the shortest lease"
+        await world.harvest.update_ended()
 
 
 async def test_a_drafter_to_resume_from_comes_with_its_optimizer(
