@@ -130,6 +130,9 @@ def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy
     checkpoint = run / "checkpoints" / "step-000008"
     saved = json.loads((checkpoint / "drafter" / "version.json").read_text())
     assert saved["version"] >= found[-1]["drafter_version"] >= 1
+    assert (checkpoint / "drafter" / "optimizer.state").exists()
+    assert not (run / "drafter" / "optimizer.state").exists()
+    assert found[-1]["harvest/evaluated_share"] < 0.3
     tlt(f"train {settings} run.num_steps=10 --resume", policy)
     assert steps_of(records(run)) == list(range(1, 11))
     seconds = check_trace(run / "timeline.json", holes=1)  # between the two processes

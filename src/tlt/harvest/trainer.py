@@ -95,7 +95,8 @@ class HarvestTrainer:
         """The trainer's own weights while they are evaluated; None once they have changed."""
         self._at_start: dict[str, torch.Tensor] | None = None
         """While the trainer trains or evaluates, the weights that it began with."""
-        self._untrained = settings.untrained
+        self._check_vocabulary = settings.untrained
+        """Whether the policy's text may have moved away from the draft vocabulary."""
         self._parts: list[Captured] | None = None
         """Windows of held-out samples on which all drafters are evaluated, one after the other."""
         self._held_out: list[HeldOutWindow] = []
@@ -136,6 +137,7 @@ class HarvestTrainer:
         if policy is not None:
             # With a new policy came new samples: evaluate on those.
             self._forget_held_out()
+            self._check_vocabulary = True
             self._trainer.follow(*head_and_embedding(policy.blob))
         if published is not None:
             if self._own is not None and self._own.same_as(published.blob):
@@ -145,7 +147,6 @@ class HarvestTrainer:
                 self._published = _Scored(weights)
         if base is not None:
             self._own = None
-            self._untrained = self._untrained and base.version == 0
             self._trainer.load(base.blob if base.version else self._initial)
 
     def train(self, lease: int, seconds: float) -> Trained:
@@ -292,13 +293,18 @@ class HarvestTrainer:
         return self._settings.trainer.temperature
 
     def _choose_vocabulary(self) -> None:
-        """Choose the vocabulary before the first training; later all trainers share it."""
-        if self._untrained:
+        """Choose the vocabulary before the first training, and again when the text has moved.
+
+        Trainers that choose differently are not merged in that round; in the next, all start from
+        the same weights and vocabulary.
+        """
+        if self._check_vocabulary:
             samples = [self._buffer.read(name) for name in sorted(self._buffer.offers())]
             seen = [s.token_ids_T[s.loss_mask_T] for s in samples if s is not None]
             if seen:
-                self._trainer.check_vocabulary(seen)
-                self._untrained = False
+                self._check_vocabulary = False
+                if self._trainer.check_vocabulary(seen):
+                    self._own = None
 
 
 def windows(sample: Captured, size: int) -> list[Captured]:

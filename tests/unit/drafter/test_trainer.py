@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 import torch
 from drafter_fixtures import CONFIG, captured, drafter
 
+from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import VersionStore, load_drafter
 from tlt.drafter.evaluation import compare, evaluate_samples
 from tlt.drafter.row import Row
@@ -247,6 +248,15 @@ def test_tokens_that_stay_in_the_vocabulary_keep_their_weights() -> None:
             assert not moments[k].any()
     assert not one.check_vocabulary(responses), "nothing more to gain"
     assert one.session(source, stop_after(one, 2)) == 2
+
+
+def test_few_samples_do_not_empty_the_vocabulary() -> None:
+    """Tokens that no sample shows stay before tokens that were never in the vocabulary."""
+    present = torch.arange(20, 40)
+    counts = vocabulary.count_tokens([torch.tensor([1, 1, 2, 30])], 50)
+    better = vocabulary.drifted(counts, present)
+    assert better is not None
+    assert set(better.tolist()) == {1, 2, *range(20, 38)}
 
 
 # --- versions -------------------------------------------------------------------------------------

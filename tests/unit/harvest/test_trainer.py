@@ -263,6 +263,22 @@ def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
     assert not torch.equal(before, one.export()["d2t"])
 
 
+def test_the_vocabulary_follows_the_text_of_a_new_policy(settings: HarvestSettings) -> None:
+    one = make_trainer(settings)
+    one.begin(1, LONG_S)
+    one.train(1, 0.2)
+    before = one.export()
+    assert torch.equal(before["d2t"], drafter().d2t), "the drafter's own, before it trains"
+    embedding = torch.zeros(CONFIG.vocab_size, CONFIG.hidden_size)
+    one.take(policy=Weights(1, {EMBEDDING: embedding}))
+    one.train(1, 0.2)
+    after = one.export()
+    assert not torch.equal(before["d2t"], after["d2t"])
+    one.take(base=Weights(1, before))
+    one.train(1, 0.2)
+    assert torch.equal(one.export()["d2t"], before["d2t"]), "once per policy"
+
+
 def test_a_resumed_trainer_continues_with_the_moments_of_its_optimizer(
     settings: HarvestSettings,
 ) -> None:
