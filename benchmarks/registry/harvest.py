@@ -54,6 +54,17 @@ def harvest_budget(d: Doc) -> Rows:
     return rows
 
 
+@table("harvest_budget.settings", "harvest_budget")
+def harvest_budget_settings(d: Doc) -> Rows:
+    marks = sorted({p["at_s"] for found in d["settings"].values() for p in found["points"]})
+    rows = [["setting", "optimizer steps", *(f"after {mark:g} s" for mark in marks)]]
+    for name, found in d["settings"].items():
+        points = {point["at_s"]: point for point in found["points"]}
+        lengths = [f"{points[mark]['length']:.2f}" if mark in points else "" for mark in marks]
+        rows.append([f"`{name}`", count(found["points"][-1]["steps"]), *lengths])
+    return rows
+
+
 figures(
     "harvest_budget",
     "harvest_budget",

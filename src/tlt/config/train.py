@@ -263,9 +263,9 @@ class TltConfig(Schema):
     num_draft_tokens: int = Field(default=4, ge=1, le=16)
     """Draft length to train for."""
     draft_vocab_size: int | None = Field(default=None, ge=16)
-    """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default all
-    tokens, or 32,768 if the policy has more than 65,536. A drafter from `engine.drafter` keeps its
-    own vocabulary."""
+    """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default 4,096
+    on CPU cores, and on GPUs all tokens, or 32,768 if the policy has more than 65,536. A drafter
+    from `engine.drafter` keeps the size of its own. The tokens follow the policy's text."""
     session_s: float = Field(default=10.0, gt=0)
     """Seconds of training between evaluations of the drafter; a better drafter is published."""
     held_out_tokens: int = Field(default=1024, ge=16)

@@ -14,7 +14,7 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
-from tlt.drafter.eagle3.config import Eagle3Config, default_draft_vocabulary
+from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import coordinator_settings
@@ -240,7 +240,9 @@ def _make_drafter(config: TrainConfig, folder: Path) -> None:
 
     head, _ = head_and_embedding(read_tensors(Path(config.policy.model), (HEAD, EMBEDDING)))
     model = _model_config(config)
-    size = config.tlt.draft_vocab_size or default_draft_vocabulary(model.vocab_size)
+    size = config.tlt.draft_vocab_size or harvest_draft_vocabulary(
+        model.vocab_size, on_gpu=config.engine.num_gpus > 0
+    )
     drafter = fresh_drafter(model, head, torch.arange(size), config.run.seed)
     save_drafter(drafter, folder, getattr(torch, config.policy.dtype))
 

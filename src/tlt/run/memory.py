@@ -14,7 +14,7 @@ from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
-from tlt.drafter.eagle3.config import Eagle3Config, default_draft_vocabulary
+from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.hardware import Machine
 from tlt.harvest.release import moved_bytes
 from tlt.learner.memory import LearnerMemory, ModelShape, learner_memory
@@ -90,7 +90,9 @@ class Sizes:
         self.colocated = config.placement.kind == "colocated"
         self.weights = self.c * self.shape.parameters
         self.drafts = engine.drafter is not None or config.tlt.harvests
-        vocab = config.tlt.draft_vocab_size or default_draft_vocabulary(self.shape.vocab)
+        vocab = config.tlt.draft_vocab_size or harvest_draft_vocabulary(
+            self.shape.vocab, self.on_gpu
+        )
         self.drafter_parameters = _drafter_parameters(self.shape, vocab) if self.drafts else 0
         self.draft_vocab = vocab
         args = engine.engine_args

@@ -9,6 +9,7 @@ from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
 from tlt.drafter.eagle3.config import (  # noqa: E402
     Eagle3Config,
     default_draft_vocabulary,
+    harvest_draft_vocabulary,
 )
 from tlt.drafter.host_copies import HostCopies  # noqa: E402
 from tlt.drafter.row import Row  # noqa: E402
@@ -91,3 +92,5 @@ def test_the_timeout_follows_from_the_size() -> None:
 )
 def test_only_large_vocabularies_are_cut(vocab_size: int, draft_vocab_size: int) -> None:
     assert default_draft_vocabulary(vocab_size) == draft_vocab_size
+    assert harvest_draft_vocabulary(vocab_size, on_gpu=True) == draft_vocab_size
+    assert harvest_draft_vocabulary(vocab_size, on_gpu=False) == min(vocab_size, 4096)

@@ -8,6 +8,8 @@ from typing import Any
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LARGE_VOCABULARY, DRAFT_VOCABULARY = 65536, 32768
 """Policies with more tokens than the first get drafters of the second many tokens by default."""
+CPU_DRAFT_VOCABULARY = 4096
+"""Tokens of a drafter that CPU cores train during a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,15 @@ class Eagle3Config:
             rms_norm_eps=config["rms_norm_eps"],
             max_position_embeddings=config["max_position_embeddings"],
         )
+
+
+def harvest_draft_vocabulary(vocab_size: int, on_gpu: bool) -> int:
+    """Return the size of the vocabulary of a drafter that a run makes and trains.
+
+    A CPU core has a few minutes for it, most of which a large head would take.
+    """
+    default = default_draft_vocabulary(vocab_size)
+    return default if on_gpu else min(default, CPU_DRAFT_VOCABULARY)
 
 
 def default_draft_vocabulary(vocab_size: int) -> int:
