@@ -32,13 +32,14 @@ from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.rounds import TrainerHandle, Version
-from tlt.rollout.pool import RolloutPool, place_of
+from tlt.rollout.handle import place_of
+from tlt.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
     import torch
 
     from tlt.harvest.trainer import HarvestSettings
-    from tlt.rollout.pool import NewWeights
+    from tlt.rollout.distribution import NewWeights
     from tlt.spans import Span
 
 logger = logging.getLogger(__name__)

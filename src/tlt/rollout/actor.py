@@ -16,7 +16,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone
 from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.pool import Spawner
+from tlt.rollout.handle import Spawner
 from tlt.rollout.vllm.core import PROCESS_ENVIRONMENT
 
 logger = logging.getLogger(__name__)

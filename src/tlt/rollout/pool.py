@@ -15,71 +15,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Mapping,
-    Sequence,
-)
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
 
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import WHOLE, EngineStats, Sample, SampleRequest
-from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted, EngineUnsafe
+from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
+from tlt.rollout.distribution import WeightDistribution
+from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.recheck import Recheck, Rechecks
 from tlt.rollout.runner import ROUNDS_BY_BATCH
 from tlt.spans import Span
 
 if TYPE_CHECKING:
-    import torch
-
-    from tlt.node.weights import SharedWeights
-
-    NewWeights = SharedWeights | Iterable[tuple[str, torch.Tensor]]
-    """Named tensors, or a file in this node's shared memory, which the pool then removes."""
-    Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
+    from tlt.rollout.distribution import NewWeights, Publish
 
 logger = logging.getLogger(__name__)
-
-
-class EngineHandle(Protocol):
-    """An engine in another process. An exception from `take_finished` means that it is lost."""
-
-    async def start(self) -> dict[str, Any]: ...
-    async def submit(self, requests: Sequence[SampleRequest]) -> None: ...
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]: ...
-    async def take_finished(self) -> list[Sample]:
-        """Return finished samples; an empty list shows that the engine is alive."""
-        ...
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call any other method of `RolloutEngine`."""
-        ...
-
-    async def stop(self, graceful: bool) -> None: ...
-
-
-class LoadListener(Protocol):
-    """A user of the devices of idle engines."""
-
-    def ready(self, engine: str, report: Mapping[str, Any]) -> None:
-        """Hear that an engine has started, with its report."""
-        ...
-
-    def idle(self, engine: str) -> None:
-        """Hear that an engine has nothing to generate while others still do."""
-        ...
-
-    async def needed(self, engine: str) -> None:
-        """Free the engine's device; the pool sends work to the engine after this returns."""
-        ...
-
-
-Spawner = Callable[[str], EngineHandle]
 
 
 class RolloutPool:
@@ -93,9 +46,7 @@ class RolloutPool:
         self._servers: list[asyncio.Task[None]] = []
         self._sends: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, asyncio.Queue[Sample | Exception]] = {}
-        self._weights: dict[str, tuple[SharedWeights, int]] = {}
-        self._publish: tuple[Publish, int] | None = None
-        """Writes the policy of this version, which engines got from GPU to GPU."""
+        self._weights = WeightDistribution(self._handles)
         self._failure: Exception | None = None
         self._started = False
         self._told_rounding = False
@@ -108,8 +59,6 @@ class RolloutPool:
         self._absent: dict[str, list[Span]] = {}
         """Times without an engine since the last `take_spans`, by place."""
         self.num_restarts = 0
-        self.num_tainted = 0
-        """Engines that the pool replaced because they may not have held the learner's policy."""
         self.num_broken = 0
         """Samples that ended by abort or error, and that the pool generated again."""
 
@@ -154,11 +103,10 @@ class RolloutPool:
         for task in [*self._servers, *self._sends]:
             task.cancel()
         await asyncio.gather(*self._servers, *self._sends, return_exceptions=True)
-        handles, self._handles = list(self._handles.values()), {}
+        handles = list(self._handles.values())
+        self._handles.clear()
         await asyncio.gather(*(h.stop(graceful=True) for h in handles), return_exceptions=True)
-        for weights, _ in self._weights.values():
-            weights.close()
-        self._weights.clear()
+        self._weights.close()
 
     # --- samples ------------------------------------------------------------------------------
 
@@ -210,6 +158,11 @@ class RolloutPool:
         return await self.call_all("stats")
 
     @property
+    def num_tainted(self) -> int:
+        """Engines that the pool replaced because they may not have held the learner's policy."""
+        return self._weights.num_tainted
+
+    @property
     def places(self) -> list[str]:
         """Names of the places in the pool. The successor of a lost engine takes its place."""
         return [f"engine-{index}" for index in range(self._config.num_engines)]
@@ -242,41 +195,26 @@ class RolloutPool:
 
     async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
         """Load policy weights into all engines, later ones included; return the seconds of each."""
-        if self._dispatcher.num_unfinished:
-            raise EngineError(
-                f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
-                "before the policy changes"
-            )
-        self._publish = None
-        return await self._update("update_policy", weights, version)
+        self._refuse_in_rollout()
+        return await self._weights.update_policy(weights, version)
 
-    @contextlib.asynccontextmanager
-    async def policy_comes(
+    def policy_comes(
         self, version: int, publish: Publish
-    ) -> AsyncIterator[Mapping[str, EngineHandle]]:
+    ) -> AbstractAsyncContextManager[Mapping[str, EngineHandle]]:
         """Yield the engines that a learner sends a policy to; it is theirs at the end.
 
         An engine that starts later gets it through shared memory: `publish` writes it when needed.
         Engines that took only a part of the policy are replaced.
         """
+        self._refuse_in_rollout()
+        return self._weights.policy_comes(version, publish)
+
+    def _refuse_in_rollout(self) -> None:
         if self._dispatcher.num_unfinished:
             raise EngineError(
                 f"{self._dispatcher.num_unfinished} samples are under way: finish the rollout "
                 "before the policy changes"
             )
-        handles = dict(self._handles)
-        self._publish = publish, version
-        self._forget_file("update_policy")
-        try:
-            yield handles
-        except BaseException:
-            stops = [handle.stop(graceful=False) for handle in handles.values()]
-            await asyncio.gather(*stops, return_exceptions=True)
-            raise
-
-    def _forget_file(self, method: str) -> None:
-        if (old := self._weights.pop(method, None)) is not None:
-            old[0].close()
 
     async def update_drafter(
         self, weights: NewWeights, version: int, skip: Collection[str] = ()
@@ -285,58 +223,13 @@ class RolloutPool:
 
         Sleeping engines are skipped, and get the weights by `refresh_drafter`.
         """
-        return await self._update("update_drafter", weights, version, skip)
+        return await self._weights.update_drafter(weights, version, skip)
 
     async def refresh_drafter(self, engine: str) -> None:
         """Load the current drafter weights into an engine that `update_drafter` skipped."""
-        current, handle = self._weights.get("update_drafter"), self._handles.get(engine)
+        current, handle = self._weights.drafter(), self._handles.get(engine)
         if current is not None and handle is not None:
-            await self._call_or_stop(handle, "update_drafter", current[0].manifest(), current[1])
-
-    async def _update(
-        self, method: str, new: NewWeights, version: int, skip: Collection[str] = ()
-    ) -> list[float]:
-        from tlt.node.weights import SharedWeights
-
-        old = self._weights.get(method)
-        weights = (
-            new if isinstance(new, SharedWeights) else await asyncio.to_thread(SharedWeights, new)
-        )
-        # From here on a starting engine loads these weights; the running engines follow.
-        self._weights[method] = (weights, version)
-        try:
-            seconds = await self._load(method, weights.manifest(), version, skip)
-        except BaseException:
-            del self._weights[method]
-            if old is not None:
-                self._weights[method] = old
-            weights.close()
-            raise
-        if old is not None:
-            old[0].close()
-        return seconds
-
-    async def _load(
-        self, method: str, manifest: dict[str, Any], version: int, skip: Collection[str]
-    ) -> list[float]:
-        """Load weights into all engines. Replace an engine that fails where others succeed."""
-        handles = {name: h for name, h in self._handles.items() if name not in skip}
-        calls = [handle.call(method, manifest, version) for handle in handles.values()]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        errors = [a for a in answers if isinstance(a, BaseException)]
-        # An engine that ends by itself is replaced; that is no evidence against the weights.
-        refused = [a for a in errors if not isinstance(a, EngineGone | EngineTainted)]
-        tainted = [a for a in errors if isinstance(a, EngineTainted)]
-        self.num_tainted += len(tainted)
-        if method == "update_drafter" and tainted and len(tainted) == len(answers):
-            raise tainted[0]  # the run goes on with the previous drafter
-        if refused and len(errors) == len(answers):
-            raise refused[0]  # the weights are wrong, not the engines
-        for (name, handle), answer in zip(handles.items(), answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
-                logger.warning("%s did not take new weights (%r) and is replaced", name, answer)
-                await handle.stop(graceful=False)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+            await self._call_or_stop(handle, "update_drafter", *current)
 
     # --- one engine's life --------------------------------------------------------------------
 
@@ -361,7 +254,7 @@ class RolloutPool:
 
     async def _run_engine(self, name: str, handle: EngineHandle) -> None:
         report = await self._start_engine(name, handle)
-        await self._bring_up_to_date(handle)
+        await self._weights.bring_up_to_date(handle)
         self._dispatcher.engine_ready(name, report["slots"])
         async with self._membership:
             self._handles[name] = handle
@@ -381,32 +274,6 @@ class RolloutPool:
                 samples = await handle.take_finished()
             if samples:
                 await self._deliver(name, samples)
-
-    async def _bring_up_to_date(self, handle: EngineHandle) -> None:
-        """Load the current weights into a new engine, and newer ones that arrive meanwhile."""
-        loaded: dict[str, tuple[SharedWeights, int]] = {}
-        while True:
-            await self._publish_policy()
-            newer = [(m, w) for m, w in self._weights.items() if loaded.get(m) is not w]
-            if not newer:
-                return
-            for method, current in newer:
-                try:
-                    await handle.call(method, current[0].manifest(), current[1])
-                except EngineError:
-                    if self._weights.get(method) is current:
-                        raise  # newer weights have not replaced these meanwhile
-                loaded[method] = current
-
-    async def _publish_policy(self) -> None:
-        """Let the learner write the policy to shared memory, if it sent it from GPU to GPU."""
-        while self._publish is not None and "update_policy" not in self._weights:
-            publish, version = self._publish
-            weights = await publish()
-            if self._publish == (publish, version) and "update_policy" not in self._weights:
-                self._weights["update_policy"] = weights, version
-            else:
-                weights.close()  # a newer policy, or another engine's file of this one
 
     async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
         limit_s = self._config.start_timeout_s
@@ -552,8 +419,3 @@ class RolloutPool:
             return
         self._dispatcher.recalled(name, taken)
         self._pump()
-
-
-def place_of(engine: str) -> str:
-    """Return the place of an engine. The successor of a lost engine takes its place."""
-    return engine.split(".")[0]

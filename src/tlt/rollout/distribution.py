@@ -1,0 +1,154 @@
+"""Policy and drafter weights on their way into the engines of a pool.
+
+Every engine has the current weights: those in the pool load new ones together, and a later engine
+loads them before it joins. An engine that fails to load what others load is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from tlt.errors import EngineError, EngineGone, EngineTainted
+from tlt.rollout.handle import EngineHandle
+
+if TYPE_CHECKING:
+    import torch
+
+    from tlt.node.weights import SharedWeights
+
+    NewWeights = SharedWeights | Iterable[tuple[str, torch.Tensor]]
+    """Named tensors, or a file in this node's shared memory, which the pool then removes."""
+    Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
+
+logger = logging.getLogger(__name__)
+
+
+class WeightDistribution:
+    """The current weights of a pool, by the engine's method that loads them."""
+
+    def __init__(self, engines: Mapping[str, EngineHandle]) -> None:
+        self._engines = engines
+        """The engines of the pool, as they come and go."""
+        self._current: dict[str, tuple[SharedWeights, int]] = {}
+        self._publish: tuple[Publish, int] | None = None
+        """Writes the policy of this version, which engines got from GPU to GPU."""
+        self.num_tainted = 0
+        """Engines that were replaced because they may not have held the learner's policy."""
+
+    def close(self) -> None:
+        """Remove the files in shared memory."""
+        for weights, _ in self._current.values():
+            weights.close()
+        self._current.clear()
+
+    # --- into the engines of the pool ---------------------------------------------------------
+
+    async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
+        """Load policy weights into all engines; return the seconds of each."""
+        self._publish = None
+        return await self._update("update_policy", weights, version)
+
+    async def update_drafter(
+        self, weights: NewWeights, version: int, skip: Collection[str]
+    ) -> list[float]:
+        """Load drafter weights into all other engines; return the seconds of each."""
+        return await self._update("update_drafter", weights, version, skip)
+
+    def drafter(self) -> tuple[dict[str, Any], int] | None:
+        """Return the arguments of `update_drafter` with the current drafter, if there is one."""
+        if (current := self._current.get("update_drafter")) is None:
+            return None
+        return current[0].manifest(), current[1]
+
+    @contextlib.asynccontextmanager
+    async def policy_comes(
+        self, version: int, publish: Publish
+    ) -> AsyncIterator[Mapping[str, EngineHandle]]:
+        """Yield the engines that a learner sends a policy to; replace them if that fails."""
+        handles = dict(self._engines)
+        self._publish = publish, version
+        if (old := self._current.pop("update_policy", None)) is not None:
+            old[0].close()
+        try:
+            yield handles
+        except BaseException:
+            stops = [handle.stop(graceful=False) for handle in handles.values()]
+            await asyncio.gather(*stops, return_exceptions=True)
+            raise
+
+    async def _update(
+        self, method: str, new: NewWeights, version: int, skip: Collection[str] = ()
+    ) -> list[float]:
+        from tlt.node.weights import SharedWeights
+
+        old = self._current.get(method)
+        weights = (
+            new if isinstance(new, SharedWeights) else await asyncio.to_thread(SharedWeights, new)
+        )
+        # From here on a starting engine loads these weights; the running engines follow.
+        self._current[method] = (weights, version)
+        try:
+            seconds = await self._load(method, weights.manifest(), version, skip)
+        except BaseException:
+            del self._current[method]
+            if old is not None:
+                self._current[method] = old
+            weights.close()
+            raise
+        if old is not None:
+            old[0].close()
+        return seconds
+
+    async def _load(
+        self, method: str, manifest: dict[str, Any], version: int, skip: Collection[str]
+    ) -> list[float]:
+        """Load weights into all engines. Replace an engine that fails where others succeed."""
+        handles = {name: h for name, h in self._engines.items() if name not in skip}
+        calls = [handle.call(method, manifest, version) for handle in handles.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [a for a in answers if isinstance(a, BaseException)]
+        # An engine that ends by itself is replaced; that is no evidence against the weights.
+        refused = [a for a in errors if not isinstance(a, EngineGone | EngineTainted)]
+        tainted = [a for a in errors if isinstance(a, EngineTainted)]
+        self.num_tainted += len(tainted)
+        if method == "update_drafter" and tainted and len(tainted) == len(answers):
+            raise tainted[0]  # the run goes on with the previous drafter
+        if refused and len(errors) == len(answers):
+            raise refused[0]  # the weights are wrong, not the engines
+        for (name, handle), answer in zip(handles.items(), answers, strict=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
+                logger.warning("%s did not take new weights (%r) and is replaced", name, answer)
+                await handle.stop(graceful=False)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    # --- into a new engine --------------------------------------------------------------------
+
+    async def bring_up_to_date(self, handle: EngineHandle) -> None:
+        """Load the current weights into a new engine, and newer ones that arrive meanwhile."""
+        loaded: dict[str, tuple[SharedWeights, int]] = {}
+        while True:
+            await self._publish_policy()
+            newer = [(m, w) for m, w in self._current.items() if loaded.get(m) is not w]
+            if not newer:
+                return
+            for method, current in newer:
+                try:
+                    await handle.call(method, current[0].manifest(), current[1])
+                except EngineError:
+                    if self._current.get(method) is current:
+                        raise  # newer weights have not replaced these meanwhile
+                loaded[method] = current
+
+    async def _publish_policy(self) -> None:
+        """Let the learner write the policy to shared memory, if it sent it from GPU to GPU."""
+        while self._publish is not None and "update_policy" not in self._current:
+            publish, version = self._publish
+            weights = await publish()
+            if self._publish == (publish, version) and "update_policy" not in self._current:
+                self._current["update_policy"] = weights, version
+            else:
+                weights.close()  # a newer policy, or another engine's file of this one
