@@ -44,6 +44,8 @@ class _Engine:
     outstanding: dict[str, SampleRequest] = field(default_factory=dict)
     work_tokens: int = 0
     recalling: bool = False
+    recalled_in_vain: bool = False
+    """The last recall brought nothing back, and nothing has happened to the engine since."""
     stamp: int = 0
     """Number of changes of this engine; heap entries with another number are stale."""
 
@@ -106,6 +108,7 @@ class Dispatcher:
             self._release(engine, sample_id)
             del self._attempts[sample_id]
             ended.append(sample_id)
+        engine.recalled_in_vain = False
         self._changed(engine)
         return ended
 
@@ -122,12 +125,19 @@ class Dispatcher:
         self._changed(engine)
         return again
 
+    def arrived(self, name: str) -> None:
+        """Note that the engine holds the requests it was sent, and can give them back."""
+        if (engine := self._engines.get(name)) is not None and engine.recalled_in_vain:
+            engine.recalled_in_vain = False
+            self._changed(engine)
+
     def recalled(self, name: str, sample_ids: Sequence[str]) -> None:
         """Requeue samples that the engine gave back after a recall."""
         engine = self._engines.get(name)
         if engine is None:
             return  # lost meanwhile: its samples are already back in the queue
         engine.recalling = False
+        engine.recalled_in_vain = not sample_ids
         for sample_id in reversed(sample_ids):
             if self._owner.get(sample_id) == name:
                 request = self._release(engine, sample_id)
@@ -228,7 +238,7 @@ class Dispatcher:
             heapq.heappush(self._with_free_slot, entry)
         elif held < engine.slots + self._prefetch:
             heapq.heappush(self._with_room, entry)
-        if engine.waiting and not engine.recalling:
+        if engine.waiting and not (engine.recalling or engine.recalled_in_vain):
             heapq.heappush(self._with_waiting, (-engine.waiting, *entry[1:]))
 
     def _pop(self, heap: list[tuple[int, int, int, str]]) -> _Engine | None:

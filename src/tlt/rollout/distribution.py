@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tlt.errors import EngineError, EngineGone, EngineTainted
 from tlt.rollout.handle import EngineHandle
+from tlt.rollout.watched import WatchedEngine
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     """Named tensors, or a file in this node's shared memory, which the pool then removes."""
     Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
 
-logger = logging.getLogger(__name__)
-
 
 class WeightDistribution:
     """The current weights of a pool, by the engine's method that loads them."""
 
-    def __init__(self, engines: Mapping[str, EngineHandle]) -> None:
+    def __init__(self, engines: Mapping[str, WatchedEngine]) -> None:
         self._engines = engines
         """The engines of the pool, as they come and go."""
         self._current: dict[str, tuple[SharedWeights, int]] = {}
@@ -74,10 +72,10 @@ class WeightDistribution:
         if (old := self._current.pop("update_policy", None)) is not None:
             old[0].close()
         try:
-            yield handles
-        except BaseException:
-            stops = [handle.stop(graceful=False) for handle in handles.values()]
-            await asyncio.gather(*stops, return_exceptions=True)
+            yield {name: handle.engine for name, handle in handles.items()}
+        except BaseException as error:
+            for handle in handles.values():
+                handle.condemn(f"it may hold a part of policy {version} only: {error!r}")
             raise
 
     async def _update(
@@ -119,10 +117,9 @@ class WeightDistribution:
             raise tainted[0]  # the run goes on with the previous drafter
         if refused and len(errors) == len(answers):
             raise refused[0]  # the weights are wrong, not the engines
-        for (name, handle), answer in zip(handles.items(), answers, strict=True):
+        for handle, answer in zip(handles.values(), answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
-                logger.warning("%s did not take new weights (%r) and is replaced", name, answer)
-                await handle.stop(graceful=False)
+                handle.condemn(f"it did not take new weights: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     # --- into a new engine --------------------------------------------------------------------

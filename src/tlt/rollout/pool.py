@@ -26,7 +26,7 @@ from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.distribution import WeightDistribution
 from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.recheck import Recheck, Rechecks
-from tlt.rollout.runner import ROUNDS_BY_BATCH
+from tlt.rollout.watched import WatchedEngine
 from tlt.spans import Span
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RolloutPool:
         self._config = config
         self._spawn = spawn
         self._dispatcher = Dispatcher(config.prefetch)
-        self._handles: dict[str, EngineHandle] = {}
+        self._handles: dict[str, WatchedEngine] = {}
         self._servers: list[asyncio.Task[None]] = []
         self._sends: set[asyncio.Task[None]] = set()
         self._waiting: dict[str, asyncio.Queue[Sample | Exception]] = {}
@@ -52,7 +52,7 @@ class RolloutPool:
         self._told_rounding = False
         self._listener: LoadListener | None = None
         self._rechecks = Rechecks(share=0.0, max_tokens=0, dtype="float32")
-        self._rechecking: dict[str, EngineHandle] = {}
+        self._rechecking: dict[str, WatchedEngine] = {}
         """Samples that are generated again, and the engine of each."""
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
@@ -141,17 +141,16 @@ class RolloutPool:
     async def call_engine(self, engine: str, method: str) -> None:
         """Call a method of one engine, if it is in the pool."""
         if (handle := self._handles.get(engine)) is not None:
-            await self._call_or_stop(handle, method)
+            await self._call_or_replace(handle, method)
 
-    async def _call_or_stop(self, handle: EngineHandle, method: str, *args: Any) -> None:
+    async def _call_or_replace(self, handle: WatchedEngine, method: str, *args: Any) -> None:
         """Call a method of one engine, and replace the engine if the call fails."""
         try:
             await handle.call(method, *args)
         except EngineGone:
             pass
         except EngineError as error:
-            logger.warning("an engine failed in %s (%r) and is replaced", method, error)
-            await handle.stop(graceful=False)
+            handle.condemn(f"{method} failed: {error}")
 
     async def stats(self) -> list[EngineStats]:
         """Return the counters of all engines."""
@@ -229,7 +228,7 @@ class RolloutPool:
         """Load the current drafter weights into an engine that `update_drafter` skipped."""
         current, handle = self._weights.drafter(), self._handles.get(engine)
         if current is not None and handle is not None:
-            await self._call_or_stop(handle, "update_drafter", *current)
+            await self._call_or_replace(handle, "update_drafter", *current)
 
     # --- one engine's life --------------------------------------------------------------------
 
@@ -237,7 +236,7 @@ class RolloutPool:
         """Keep an engine in one place of the pool."""
         for incarnation in range(self._config.max_restarts + 1):
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
-            handle = self._spawn(name)
+            handle = WatchedEngine(name, self._spawn(name), self._config.health_timeout_s)
             try:
                 await self._run_engine(name, handle)
             except asyncio.CancelledError:
@@ -252,7 +251,7 @@ class RolloutPool:
                     return
         await self._give_up(slot)
 
-    async def _run_engine(self, name: str, handle: EngineHandle) -> None:
+    async def _run_engine(self, name: str, handle: WatchedEngine) -> None:
         report = await self._start_engine(name, handle)
         await self._weights.bring_up_to_date(handle)
         self._dispatcher.engine_ready(name, report["slots"])
@@ -270,9 +269,7 @@ class RolloutPool:
             self._listener.ready(name, report)
         self._pump()
         while True:
-            async with asyncio.timeout(self._config.health_timeout_s):
-                samples = await handle.take_finished()
-            if samples:
+            if samples := await handle.take_finished():
                 await self._deliver(name, samples)
 
     async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
@@ -356,7 +353,7 @@ class RolloutPool:
             return False
         return not dispatcher.outstanding(name)
 
-    async def _recheck(self, name: str, handle: EngineHandle, recheck: Recheck) -> None:
+    async def _recheck(self, name: str, handle: WatchedEngine, recheck: Recheck) -> None:
         self._rechecking[recheck.request.sample_id] = handle
         started_s, verdict = time.monotonic(), None
         try:
@@ -377,7 +374,7 @@ class RolloutPool:
         for sample_id, handle in self._rechecking.items():
             self._spawn_send(self._end_recheck(handle, sample_id))
 
-    async def _end_recheck(self, handle: EngineHandle, sample_id: str) -> None:
+    async def _end_recheck(self, handle: WatchedEngine, sample_id: str) -> None:
         with contextlib.suppress(EngineError):  # an engine that is lost generates nothing
             await handle.call("end_recheck", sample_id)
 
@@ -397,25 +394,29 @@ class RolloutPool:
         task.add_done_callback(self._sends.discard)
 
     async def _send(
-        self, name: str, handle: EngineHandle, requests: Sequence[SampleRequest]
+        self, name: str, handle: WatchedEngine, requests: Sequence[SampleRequest]
     ) -> None:
         try:
             if self._listener is not None:
                 await self._listener.needed(name)
             await handle.submit(requests)
-        except (ValueError, EngineError) as error:
+        except Exception as error:
             refused = (ConfigError, EngineUnsafe)
             if isinstance(error, refused) or isinstance(error.__cause__, refused):
                 await self._fail(error)  # no engine would take it
-        except Exception as error:
-            logger.debug("%s did not take %d requests: %r", name, len(requests), error)
-            # The engine's task notices the loss and requeues the samples.
+            else:
+                # Nobody knows which requests it holds: its successor's samples count.
+                handle.condemn(f"it did not take {len(requests)} requests: {error}")
+            return
+        self._dispatcher.arrived(name)
+        self._pump()
 
-    async def _recall(self, name: str, handle: EngineHandle, sample_ids: Sequence[str]) -> None:
+    async def _recall(self, name: str, handle: WatchedEngine, sample_ids: Sequence[str]) -> None:
         try:
             taken = await handle.withdraw(sample_ids)
         except Exception as error:
-            logger.debug("%s did not answer a recall: %r", name, error)
+            # It may have given the requests back, and nobody would generate them.
+            handle.condemn(f"it did not answer a recall: {error}")
             return
         self._dispatcher.recalled(name, taken)
         self._pump()

@@ -245,6 +245,64 @@ async def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
                 pass
 
 
+# --- engines that fail in part ------------------------------------------------------------------
+
+
+class Deaf(FakeEngine):
+    """Fails its second submission, and lives on."""
+
+    submissions = 0
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        self.submissions += 1
+        if self.submissions == 2 and self.name == "engine-0":
+            raise EngineError("the network was away")
+        await super().submit(requests)
+
+
+async def test_requests_that_an_engine_did_not_take_are_generated_elsewhere() -> None:
+    made: dict[str, FakeEngine] = {}
+
+    def spawn(name: str) -> FakeEngine:
+        made[name] = Deaf(name)
+        return made[name]
+
+    async with asyncio.timeout(10), RolloutPool(PoolConfig(num_engines=2), spawn) as pool:
+        ids = [s.sample_id async for s in pool.generate(request(i) for i in range(64))]
+        await pool.wait_ready(2)
+        assert sorted(map(int, ids)) == list(range(64))
+        assert made["engine-0"].stopped
+        assert (pool.num_restarts, "engine-0.1" in made) == (1, True)
+
+
+class Slow(FakeEngine):
+    """Takes long to receive requests; none of them can be withdrawn before."""
+
+    num_withdrawals = 0
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        if self.name == "engine-0":
+            await asyncio.sleep(0.2)
+        await super().submit(requests)
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        self.num_withdrawals += 1
+        return await super().withdraw(sample_ids)
+
+
+async def test_requests_on_their_way_are_not_recalled_over_and_over() -> None:
+    made: dict[str, Slow] = {}
+
+    def spawn(name: str) -> Slow:
+        made[name] = Slow(name, slots=2)
+        return made[name]
+
+    async with asyncio.timeout(10), RolloutPool(PoolConfig(num_engines=2), spawn) as pool:
+        ids = [s.sample_id async for s in pool.generate(request(i, 3) for i in range(12))]
+    assert sorted(map(int, ids)) == list(range(12))
+    assert sum(engine.num_withdrawals for engine in made.values()) <= 12
+
+
 # --- rechecks -----------------------------------------------------------------------------------
 
 

@@ -171,8 +171,8 @@ async def test_engines_with_a_part_of_a_policy_are_replaced(world: World) -> Non
         world.learner.error = LearnerLost("a rank died")
         with pytest.raises(LearnerLost):
             await world.device().sync(5)
-        assert world.engines["engine-0"].dead
         await until(lambda: "engine-0.1" in world.engines)
+        assert world.engines["engine-0"].dead
 
 
 async def until(true: Any) -> None:
