@@ -44,7 +44,7 @@ class EngineSettings(Schema):
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory in GiB for the KV cache of a CPU engine. GPU engines follow vLLM's own setting."""
     stall_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds an engine step may take before the engine counts as hung."""
+    """Seconds an engine step or a command may take before the engine counts as hung."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments passed to vLLM verbatim. They override those of TLT; lossy ones are refused."""
 
@@ -74,5 +74,8 @@ class PoolConfig(Schema):
     """Seconds an engine may take to start, including the wait for free resources."""
     health_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds without an answer before an engine counts as lost."""
+    command_timeout_s: float = Field(default=900.0, gt=0)
+    """Seconds an engine may take for a command, such as a weight update, before it counts as lost.
+    Commands wait for the engine step under way."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of one lost engine before the pool gives it up."""

@@ -102,7 +102,8 @@ class EngineLoop:
         self._ended_recheck = ""
         self._slots = 0
         self._stopping = False
-        self._turn_started_s = clock()
+        self._turn_started_s: float | None = None
+        """When the commands and the engine step under way began; None while there are none."""
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"tlt-{name}", daemon=True)
         self._ready: Future[dict[str, Any]] = Future()
@@ -182,7 +183,6 @@ class EngineLoop:
             if is_busy or is_late:
                 return None
             self._rechecking = mine = _Rechecking(recheck)
-            self._turn_started_s = self._clock()
             self._lock.notify_all()
         return mine.verdict.result()
 
@@ -190,6 +190,16 @@ class EngineLoop:
         """End a recheck, also one that has not arrived yet."""
         with self._lock:
             self._ended_recheck = sample_id
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the engine is shutting down, or is shut down."""
+        return self._stopping
+
+    @property
+    def num_commands(self) -> int:
+        """Commands that have not begun."""
+        return len(self._commands)
 
     @property
     def num_running(self) -> int:
@@ -208,10 +218,11 @@ class EngineLoop:
             raise EngineError(f"{self.name} is shut down")
 
     def _raise_if_stalled(self) -> None:
-        stalled_s = self._clock() - self._turn_started_s
-        is_stepping = self._in_flight or self._rechecking
-        if is_stepping and stalled_s > self._stall_timeout_s:
-            raise EngineError(f"{self.name} has been in one step for {stalled_s:.0f} s")
+        started_s, now_s = self._turn_started_s, self._clock()
+        if started_s is not None and now_s - started_s > self._stall_timeout_s:
+            raise EngineError(
+                f"{self.name} has been in one step or command for {now_s - started_s:.0f} s"
+            )
 
     # --- the loop's thread --------------------------------------------------------------------
 
@@ -230,6 +241,7 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("%s: the engine loop ended", self.name)
             self._fail(error)
+        self._drop_commands(EngineError(f"{self.name} is shut down"))
         if self._rechecking is not None:
             self._recheck_ended(self._rechecking, None)
         try:
@@ -252,8 +264,7 @@ class EngineLoop:
             if self._stopping:
                 return False
             self._turn_started_s = self._clock()
-            commands = list(self._commands)
-            self._commands.clear()
+            num_commands = len(self._commands)
             free = self._slots - len(self._in_flight)
             admitted = [self._queue.popleft() for _ in range(min(free, len(self._queue)))]
             # Still under the lock: a withdrawal must never see a request twice or not at all.
@@ -261,25 +272,30 @@ class EngineLoop:
                 self._in_flight[request.sample_id] = (arrived_s, time.time())
             rechecking = self._rechecking
         if rechecking is not None:
-            self._recheck_turn(rechecking, is_in_the_way=bool(admitted or commands))
-        self._run_commands(commands)
+            self._recheck_turn(rechecking, is_in_the_way=bool(admitted or num_commands))
+        self._run_commands(num_commands)
         for request, _ in admitted:
             self._core.admit(request)
         if self._in_flight:
             self._collect(self._core.step())
+        self._turn_started_s = None
         return True
 
-    def _run_commands(self, commands: Sequence[tuple[Callable[[], Any], Future[Any]]]) -> None:
-        for place, (command, future) in enumerate(commands):
+    def _run_commands(self, count: int) -> None:
+        for _ in range(count):
+            with self._lock:
+                command, future = self._commands.popleft()
+            self._turn_started_s = self._clock()  # each has the time of an engine step
             try:
                 future.set_result(command())
-            except EngineTainted as error:
+            except BaseException as error:
+                if isinstance(error, Exception) and not isinstance(error, EngineTainted):
+                    future.set_exception(error)
+                    continue
                 self._fail(error)  # before anybody hears of it and submits more
-                for _, left in commands[place:]:
-                    left.set_exception(error)
-                raise  # not one engine step more
-            except Exception as error:
                 future.set_exception(error)
+                raise  # not one engine step more
+        self._turn_started_s = self._clock()
 
     def _recheck_turn(self, mine: _Rechecking, is_in_the_way: bool) -> None:
         """Run one engine step of a recheck, or end it."""
@@ -334,7 +350,14 @@ class EngineLoop:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = error
-            for _, future in self._commands:
-                future.set_exception(EngineError(f"{self.name} has failed: {error!r}"))
-            self._commands.clear()
             self._lock.notify_all()
+        left: Exception = EngineError(f"{self.name} has failed: {error!r}")
+        self._drop_commands(error if isinstance(error, EngineTainted) else left)
+
+    def _drop_commands(self, error: Exception) -> None:
+        """Let everybody whose command is queued hear that it never runs."""
+        with self._lock:
+            commands = list(self._commands)
+            self._commands.clear()
+        for _, future in commands:
+            future.set_exception(error)

@@ -162,6 +162,11 @@ class RolloutPool:
         return self._weights.num_tainted
 
     @property
+    def engines(self) -> list[str]:
+        """Names of the engines that are ready."""
+        return list(self._handles)
+
+    @property
     def places(self) -> list[str]:
         """Names of the places in the pool. The successor of a lost engine takes its place."""
         return [f"engine-{index}" for index in range(self._config.num_engines)]
@@ -236,7 +241,7 @@ class RolloutPool:
         """Keep an engine in one place of the pool."""
         for incarnation in range(self._config.max_restarts + 1):
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
-            handle = WatchedEngine(name, self._spawn(name), self._config.health_timeout_s)
+            handle = WatchedEngine(name, self._spawn(name), self._config)
             try:
                 await self._run_engine(name, handle)
             except asyncio.CancelledError:
@@ -252,7 +257,7 @@ class RolloutPool:
         await self._give_up(slot)
 
     async def _run_engine(self, name: str, handle: WatchedEngine) -> None:
-        report = await self._start_engine(name, handle)
+        report = await handle.start()
         await self._weights.bring_up_to_date(handle)
         self._dispatcher.engine_ready(name, report["slots"])
         async with self._membership:
@@ -271,17 +276,6 @@ class RolloutPool:
         while True:
             if samples := await handle.take_finished():
                 await self._deliver(name, samples)
-
-    async def _start_engine(self, name: str, handle: EngineHandle) -> dict[str, Any]:
-        limit_s = self._config.start_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await handle.start()
-        except TimeoutError:
-            raise EngineError(
-                f"{name} did not start within {limit_s:.0f} s; are enough cores or GPUs free in "
-                "the cluster? Start fewer engines, or raise pool.start_timeout_s"
-            ) from None
 
     async def _lost(self, name: str, handle: EngineHandle, error: Exception) -> None:
         try:

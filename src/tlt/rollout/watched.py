@@ -1,30 +1,35 @@
-"""An engine as the pool holds it: a handle that can be condemned.
+"""An engine as the pool holds it: every call has a time limit, and a late one condemns the engine.
 
-The pool replaces an engine that it no longer trusts, such as one that did not take its requests.
-It condemns the engine: every call to it, also one under way, raises `EngineGone`, and the engine's
-task in the pool starts a successor. That does not depend on what the engine still answers.
+The pool replaces an engine that it no longer trusts: one that did not answer in time, or did not
+take its requests. It condemns the engine: every call to it, also one under way, raises
+`EngineGone`, and the engine's task in the pool starts a successor. That does not depend on what the
+engine still answers. Commands get `pool.command_timeout_s`, all else `pool.health_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from tlt.config.rollout import PoolConfig
 from tlt.contracts import Sample, SampleRequest
-from tlt.errors import EngineGone
+from tlt.errors import EngineError, EngineGone
 from tlt.rollout.handle import EngineHandle
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class WatchedEngine:
-    """An `EngineHandle` on an engine that can be condemned."""
+    """An `EngineHandle` whose calls end in time, with an answer or with an `EngineError`."""
 
-    def __init__(self, name: str, engine: EngineHandle, health_timeout_s: float) -> None:
+    def __init__(self, name: str, engine: EngineHandle, limits: PoolConfig) -> None:
         self.name = name
         self.engine = engine
-        self._health_timeout_s = health_timeout_s
+        self._limits = limits
         self._condemned = asyncio.Event()
         self._why = ""
 
@@ -34,7 +39,16 @@ class WatchedEngine:
         self._condemned.set()
 
     async def start(self) -> dict[str, Any]:
-        return await self.engine.start()
+        """Start the engine; one that does not start in time would not start again."""
+        limit_s = self._limits.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.engine.start()
+        except TimeoutError:
+            raise EngineError(
+                f"{self.name} did not start within {limit_s:.0f} s; are enough cores or GPUs free "
+                "in the cluster? Start fewer engines, or raise pool.start_timeout_s"
+            ) from None
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         await self._call("submit", self.engine.submit(requests))
@@ -43,19 +57,25 @@ class WatchedEngine:
         return await self._call("withdraw", self.engine.withdraw(sample_ids))
 
     async def take_finished(self) -> list[Sample]:
-        limit_s = self._health_timeout_s
-        return await self._call("take_finished", self.engine.take_finished(), limit_s)
+        return await self._call("take_finished", self.engine.take_finished())
 
     async def call(self, method: str, *args: Any) -> Any:
-        return await self._call(method, self.engine.call(method, *args))
+        limit_s = self._limits.command_timeout_s
+        return await self._call(method, self.engine.call(method, *args), limit_s)
 
     async def stop(self, graceful: bool) -> None:
-        await self.engine.stop(graceful)
+        """End the engine; go on after the time limit, because its place needs a successor."""
+        try:
+            async with asyncio.timeout(self._limits.health_timeout_s):
+                await self.engine.stop(graceful)
+        except TimeoutError:
+            logger.warning("%s did not stop in time, and may still hold its device", self.name)
 
     async def _call(
         self, method: str, call: Coroutine[Any, Any, T], limit_s: float | None = None
     ) -> T:
         """Return the answer, or raise when the engine is condemned or the time is over."""
+        limit_s = limit_s or self._limits.health_timeout_s
         answer = asyncio.ensure_future(call)
         condemned = asyncio.ensure_future(self._condemned.wait())
         try:

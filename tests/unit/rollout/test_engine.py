@@ -37,6 +37,7 @@ class FakeCore:
         self.reason: FinishReason = "length"
         self.error: Exception | None = None
         self.start_error: Exception | None = None
+        self.end_error: Exception | None = None
         self.num_steps = 0
         self.stopped = threading.Event()
         self.in_step = threading.Event()
@@ -69,6 +70,8 @@ class FakeCore:
         self.left[recheck.request.sample_id] = recheck.request.sampling.max_tokens
 
     def end_recheck(self, recheck: Recheck) -> dict[int, float]:
+        if self.end_error:
+            raise self.end_error
         aborted = self.left.pop(recheck.request.sample_id, None) is not None
         self.rechecks.append("aborted" if aborted else "ended")
         return {0: 0.25}
@@ -217,7 +220,7 @@ def test_a_hung_step_is_noticed() -> None:
         core.wait_in_step()
         assert loop.take_finished(timeout_s=0) == []
         now_s += 6.0
-        with pytest.raises(EngineError, match="one step for 6 s"):
+        with pytest.raises(EngineError, match="one step or command for 6 s"):
             loop.take_finished(timeout_s=0)
         core.may_step.release(100)
         assert len(collect(loop, 1)) == 1
@@ -255,6 +258,71 @@ def test_a_shut_down_engine_takes_nothing() -> None:
             loop.submit([request("a")])
         with pytest.raises(EngineError, match="is shut down"):
             loop.take_finished(timeout_s=0)
+
+
+# --- commands that hang, or that nobody runs ----------------------------------------------------
+
+
+def test_a_hung_command_is_noticed_without_any_request() -> None:
+    now_s = 100.0
+    core, begun, may_end = FakeCore(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        may_end.wait(LIMIT_S)
+
+    with running(core, clock=lambda: now_s) as loop, ThreadPoolExecutor(1) as executor:
+        executor.submit(loop.between_steps, hang)
+        assert begun.wait(LIMIT_S)
+        assert loop.take_finished(timeout_s=0) == []
+        now_s += 6.0
+        with pytest.raises(EngineError, match="one step or command for 6 s"):
+            loop.take_finished(timeout_s=0)
+        may_end.set()
+        loop.between_steps(lambda: None)
+        now_s += 6.0
+        assert loop.take_finished(timeout_s=0) == [], "an engine with nothing to do is no fault"
+
+
+def test_a_command_that_is_queued_at_the_shutdown_hears_of_it() -> None:
+    core = FakeCore()
+    with running(core) as loop, ThreadPoolExecutor(2) as executor:
+        loop.submit([request("a", MANY)])
+        core.wait_in_step()
+        queued = executor.submit(loop.between_steps, lambda: None)
+        while not loop.num_commands:
+            threading.Event().wait(0.001)
+        ended = executor.submit(loop.shutdown)
+        while not loop.is_stopping:
+            threading.Event().wait(0.001)
+        core.may_step.release()
+        with pytest.raises(EngineError, match="is shut down"):
+            queued.result(LIMIT_S)
+        ended.result(LIMIT_S)
+
+
+def test_a_command_hears_of_an_engine_that_fails_before_it_runs() -> None:
+    core = FakeCore()
+    with running(core) as loop, ThreadPoolExecutor(2) as executor:
+        verdict = executor.submit(loop.recheck, recheck_of(max_tokens=MANY))
+        core.wait_in_step()
+        queued = executor.submit(loop.between_steps, lambda: None)
+        while not loop.num_commands:
+            threading.Event().wait(0.001)
+        core.end_error = RuntimeError("lost in the end of a recheck")
+        core.may_step.release()
+        with pytest.raises(EngineError, match="lost in the end"):
+            queued.result(LIMIT_S)
+        assert verdict.result(LIMIT_S) is None
+
+
+def test_a_command_that_exits_fails_the_engine_and_all_commands() -> None:
+    core = FakeCore()
+    with running(core) as loop:
+        with pytest.raises(SystemExit):
+            loop.between_steps(lambda: exit(3))
+        with pytest.raises(EngineError, match="has failed: SystemExit"):
+            loop.between_steps(lambda: None)
 
 
 # --- rechecks -----------------------------------------------------------------------------------
@@ -351,7 +419,7 @@ def test_a_hung_recheck_is_noticed() -> None:
     core = FakeCore()
     with running(core, clock=lambda: now_s) as loop, rechecking(loop, core):
         now_s += 6.0
-        with pytest.raises(EngineError, match="one step for 6 s"):
+        with pytest.raises(EngineError, match="one step or command for 6 s"):
             loop.take_finished(timeout_s=0)
         loop.end_recheck("again")
         core.may_step.release()

@@ -303,6 +303,72 @@ async def test_requests_on_their_way_are_not_recalled_over_and_over() -> None:
     assert sum(engine.num_withdrawals for engine in made.values()) <= 12
 
 
+class Hung(FakeEngine):
+    """Answers everything but one method, which it is stuck in, and lives on."""
+
+    stuck_in = ""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if self.name == "engine-0" and method == self.stuck_in:
+            await asyncio.sleep(60)
+        return await super().call(method, *args)
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        if self.name == "engine-0" and self.stuck_in == "withdraw":
+            await asyncio.sleep(60)
+        return await super().withdraw(sample_ids)
+
+    async def stop(self, graceful: bool) -> None:
+        self.stopped = True
+        if self.name == "engine-0" and self.stuck_in == "stop":
+            await asyncio.sleep(60)
+
+
+HUNG_LIMITS = PoolConfig(num_engines=2, health_timeout_s=0.1, command_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("method", ["update_policy", "update_drafter", "sleep", "wake", "stats"])
+async def test_an_engine_that_hangs_in_a_command_is_replaced(method: str) -> None:
+    torch = pytest.importorskip("torch")
+    made: dict[str, Hung] = {}
+
+    def spawn(name: str) -> Hung:
+        made[name] = Hung(name)
+        return made[name]
+
+    async with asyncio.timeout(10), RolloutPool(HUNG_LIMITS, spawn) as pool:
+        made["engine-0"].stuck_in = method
+        if method == "update_policy":
+            assert len(await pool.update_policy([("w", torch.ones(2))], 1)) == 1
+        elif method == "update_drafter":
+            assert len(await pool.update_drafter([("w", torch.ones(2))], 1)) == 1
+        else:
+            assert len(await pool.call_all(method)) == 1
+        while "engine-0.1" not in pool.engines:
+            await asyncio.sleep(0.005)
+        assert made["engine-0"].stopped
+        ids = [s.sample_id async for s in pool.generate(request(i) for i in range(16))]
+        assert len(ids) == 16
+
+
+@pytest.mark.parametrize("method", ["withdraw", "stop"])
+async def test_an_engine_that_hangs_in_a_rollout_is_replaced(method: str) -> None:
+    made: dict[str, Hung] = {}
+
+    def spawn(name: str) -> Hung:
+        made[name] = Hung(name, slots=1)
+        return made[name]
+
+    async with asyncio.timeout(10), RolloutPool(HUNG_LIMITS, spawn) as pool:
+        made["engine-0"].stuck_in = method
+        made["engine-0"].dead = method == "stop"
+        requests = [request(i, 400 if i == 0 else 2) for i in range(12)]
+        ids = [s.sample_id async for s in pool.generate(requests)]
+        assert sorted(map(int, ids)) == list(range(12))
+        while "engine-0.1" not in pool.engines:
+            await asyncio.sleep(0.005)
+
+
 # --- rechecks -----------------------------------------------------------------------------------
 
 
