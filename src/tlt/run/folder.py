@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -31,6 +32,8 @@ from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 
 STATE = "state.json"
+CHECKPOINT = re.compile(r"step-(\d{6,})")
+"""Name of a checkpoint."""
 MAY_CHANGE = (
     *("run.num_steps", "checkpoint", "eval", "metrics", "pool", "engine", "placement"),
     *("tlt", "capture", "alarm", "debug.core_group", "debug.publish_drafters", "debug.gate"),
@@ -136,8 +139,13 @@ class RunFolder:
     # --- checkpoints --------------------------------------------------------------------------
 
     def checkpoints(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        """Return the complete checkpoints, oldest first; folders of other names are a user's."""
+        numbered = {
+            path: int(found[1])
+            for path in (self.path / "checkpoints").glob("step-*")
+            if (found := CHECKPOINT.fullmatch(path.name))
+        }
+        return sorted(numbered, key=lambda path: numbered[path])
 
     def last_checkpoint(self) -> tuple[Path | None, int]:
         """Return the newest checkpoint and the number of RL steps it holds."""

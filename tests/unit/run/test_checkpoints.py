@@ -99,3 +99,24 @@ async def test_a_run_that_ends_badly_still_finishes_its_checkpoint(tmp_path: Pat
     await checkpoints.begin(4, Stopwatch())
     checkpoints.end(4)
     await checkpoints.finish_in_time()  # says nothing: the run's own error counts
+
+
+def write(folder: RunFolder, step: int, keep: int = 9) -> Path:
+    hidden = folder.begin_checkpoint(step)
+    (hidden / "learner").mkdir()
+    (hidden / "learner" / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
+    folder.publish_checkpoint(hidden, step, keep)
+    return folder.path / "checkpoints" / f"step-{step:06d}"
+
+
+def test_checkpoints_are_ordered_by_number_and_others_are_left_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (999_999, 1_000_000, 20):
+        write(folder, step)
+    for name in ("step-best", "step-000030.bak", "steps"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert names(folder) == ["step-000020", "step-999999", "step-1000000"]
+    assert folder.last_checkpoint()[1] == 1_000_000
+    write(folder, 1_000_001, keep=1)
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["step-000030.bak", "step-1000001", "step-best", "steps"]
