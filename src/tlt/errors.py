@@ -25,5 +25,9 @@ class EngineTainted(EngineError):
     """The engine may no longer generate from the learner's policy: it must be replaced."""
 
 
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written; the learner itself is well."""
+
+
 class LearnerLost(RuntimeError):
     """A rank of the learner died, failed or hangs: all ranks must restart."""

@@ -46,7 +46,7 @@ def options(
 
 def main() -> None:
     """Run the command, and report a user's mistake in one line without a traceback."""
-    from tlt.errors import ConfigError, EngineError, LearnerLost
+    from tlt.errors import CheckpointFailed, ConfigError, EngineError, LearnerLost
     from tlt.hardware import thread_environment
 
     os.environ.update(thread_environment())  # must precede the import of torch
@@ -55,6 +55,6 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         app()
-    except (ConfigError, EngineError, LearnerLost) as error:
+    except (CheckpointFailed, ConfigError, EngineError, LearnerLost) as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)

@@ -210,13 +210,26 @@ class LearnerActor:
     def save(self, folder: str) -> None:
         self._rank.save(Path(folder))
 
-    def wait_saved(self) -> None:
-        self._rank.wait_saved()
+    # A rank that cannot write a checkpoint is well: it answers with the reason.
 
-    def save_buffer(self, folder: str, earlier: str | None, rl_step: int) -> None:
+    def wait_saved(self) -> str:
+        """Return when the state is on disk, with nothing, or with the reason why it is not."""
+        try:
+            self._rank.wait_saved()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def save_buffer(self, folder: str, earlier: str | None, rl_step: int) -> str:
+        """Write the captured samples, and return nothing, or the reason why they are not there."""
         if self._writer is not None:
             self._writer.drain()
-            self._writer.buffer.copy_to(Path(folder), rl_step, Path(earlier) if earlier else None)
+            before = Path(earlier) if earlier else None
+            try:
+                self._writer.buffer.copy_to(Path(folder), rl_step, before)
+            except OSError as error:
+                return str(error)
+        return ""
 
     def restore_buffer(self, folder: str | None) -> None:
         """Make the buffer hold exactly what the checkpoint holds; None empties it."""

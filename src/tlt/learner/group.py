@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from tlt.errors import LearnerLost
+from tlt.errors import CheckpointFailed, LearnerLost
 from tlt.hardware import thread_environment
 from tlt.learner.actor import LearnerActor, LearnerPlan, Rows
 from tlt.learner.batch import TrainSample, rows_by_rank
@@ -142,9 +142,9 @@ class LearnerGroup:
 
     async def wait_saved(self, folder: Path, earlier: Path | None, rl_step: int) -> None:
         """Wait until the state is on disk, and add the samples captured up to this RL step."""
-        await self._all("wait_saved", group="io")
+        faults = await self._all("wait_saved", group="io")
         if self._plan.buffer is not None:
-            await self._on_nodes(
+            faults += await self._on_nodes(
                 "save_buffer",
                 lambda node: (
                     str(folder / f"buffer-{node}"),
@@ -152,13 +152,15 @@ class LearnerGroup:
                     rl_step,
                 ),
             )
+        if any(faults):
+            raise CheckpointFailed(next(fault for fault in faults if fault))
 
     # --- calls --------------------------------------------------------------------------------
 
     async def _all(self, method: str, *args: Any, group: str | None = None) -> list[Any]:
         return await self._each(method, [args] * len(self._ranks), group)
 
-    async def _on_nodes(self, method: str, args: Callable[[int], tuple[Any, ...]]) -> None:
+    async def _on_nodes(self, method: str, args: Callable[[int], tuple[Any, ...]]) -> list[Any]:
         """Call the first rank of every node."""
         calls = []
         for number, node in enumerate(dict.fromkeys(self._nodes)):
@@ -166,7 +168,7 @@ class LearnerGroup:
             calls.append(
                 getattr(rank, method).options(concurrency_group="io").remote(*args(number))
             )
-        await self._gather(method, calls)
+        return await self._gather(method, calls)
 
     async def _each(
         self, method: str, args: Sequence[tuple[Any, ...]], group: str | None = None

@@ -55,6 +55,7 @@ METRICS: dict[str, str] = {
     "learner/rows": "Packed micro-batches.",
     "learner/row_fill_share": "Share of the micro-batches' capacity filled with tokens.",
     "learner/restarts": "Times the learner's ranks were lost and restarted.",
+    "checkpoint/faults": "Checkpoints that could not be written.",
     "capture/samples": "Samples whose hidden states were stored for drafter training.",
     "capture/dropped": "Samples whose hidden states were lost: the writer fell behind or failed, "
     "or states were missing.",

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import shutil
 from pathlib import Path
 
 from tlt.config.train import TrainConfig
+from tlt.errors import CheckpointFailed
 from tlt.harvest.session import RunHarvest
 from tlt.learner.group import LearnerGroup
 from tlt.observe.stopwatch import Stopwatch
 from tlt.run.folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 GRACE_S = 60.0
 """How long a run that must end waits for a checkpoint that is being written."""
+MAX_IN_A_ROW = 3
+"""Checkpoints that fail one after the other and end the run: without any, it trains for nothing."""
 
 
 class Checkpoints:
@@ -32,15 +39,18 @@ class Checkpoints:
         self._harvest = harvest
         self._begun: Path | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._faults = self._in_a_row = 0
         self.restarts_since = 0
         """Restarts of the learner since the last checkpoint was written."""
 
-    def last(self) -> tuple[Path | None, int]:
-        """Return the newest checkpoint and the number of RL steps it holds."""
-        return self._folder.last_checkpoint()
+    def last(self, verify_again: bool = False) -> tuple[Path | None, int]:
+        """Return the newest sound checkpoint and the number of RL steps it holds."""
+        return self._folder.last_checkpoint(verify_again)
 
     async def begin(self, step: int, watch: Stopwatch) -> None:
-        """Copy the learner's state if a checkpoint is due."""
+        """Copy the learner's state if a checkpoint is due; raise what the last one failed of."""
+        if self._writing is not None and self._writing.done():
+            await self.finish()
         last_step = step == self._config.run.num_steps
         if step % self._config.checkpoint.every_steps and not last_step:
             return
@@ -58,11 +68,38 @@ class Checkpoints:
 
     async def _write(self, hidden: Path, step: int) -> None:
         earlier, _ = self.last()
-        await self._learner.wait_saved(hidden, earlier, step)
-        await self._harvest.save(hidden / "drafter", to_resume=True)
-        keep = self._config.checkpoint.keep
-        await asyncio.to_thread(self._folder.publish_checkpoint, hidden, step, keep)
-        self.restarts_since = 0
+        try:
+            await self._learner.wait_saved(hidden, earlier, step)
+            await asyncio.to_thread(self._harvest.save, hidden / "drafter")
+            keep = self._config.checkpoint.keep
+            await asyncio.to_thread(self._folder.publish_checkpoint, hidden, step, keep)
+        except (CheckpointFailed, OSError) as error:
+            await asyncio.to_thread(shutil.rmtree, hidden, ignore_errors=True)
+            self._failed(step, earlier, error)
+            return
+        self.restarts_since = self._in_a_row = 0
+
+    def _failed(self, step: int, earlier: Path | None, error: Exception) -> None:
+        """Report a checkpoint that could not be written; end the run if it needs one."""
+        self._faults += 1
+        self._in_a_row += 1
+        start = "its start" if earlier is None else earlier.name
+        logger.error(
+            "the checkpoint of RL step %d could not be written: %s; the run can resume from %s",
+            *(step, error, start),
+        )
+        is_last = step == self._config.run.num_steps
+        if is_last or self._in_a_row == MAX_IN_A_ROW:
+            what = "the last checkpoint" if is_last else f"{self._in_a_row} checkpoints in a row"
+            raise CheckpointFailed(
+                f"{what} could not be written to {self._folder.path}: {error}; make room there, "
+                f"and resume from {start} with --resume"
+            ) from error
+
+    def take_faults(self) -> int:
+        """Return how many checkpoints could not be written since the last call."""
+        faults, self._faults = self._faults, 0
+        return faults
 
     async def finish(self) -> None:
         """Wait until the checkpoint that is being written is visible."""

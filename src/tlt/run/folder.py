@@ -9,14 +9,15 @@
 
 A checkpoint is written to a hidden folder and becomes visible by a rename, after its RL step's line
 of metrics. So the last visible checkpoint and the metrics up to its RL step belong together,
-whenever a process dies. A resumed run does everything later again.
+whenever a process dies. A resumed run does everything later again. It resumes from the newest sound
+checkpoint (`manifest`), and sets damaged ones aside.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
+import logging
 import re
 import shutil
 import tempfile
@@ -30,8 +31,10 @@ import tomli_w
 from tlt.config.load import renewed
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
+from tlt.run.manifest import damage, held_step, seal, sync_folder, write_synced
 
-STATE = "state.json"
+logger = logging.getLogger(__name__)
+
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
@@ -49,6 +52,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._sound: set[Path] = set()
+        """Checkpoints that this process has written or verified."""
         self._lock: IO[str] | None = None
 
     @property
@@ -128,11 +133,11 @@ class RunFolder:
                 f"run.out = {str(self.path)!r} is in use by another process; wait for it, or "
                 "choose another folder"
             ) from None
-        _write(self.path / "config.toml", tomli_w.dumps(_plain(config)))
+        write_synced(self.path / "config.toml", tomli_w.dumps(_plain(config)))
         record = self.path / "versions.json"
-        starts = json.loads(record.read_text())["starts"] if record.exists() else []
+        starts = _starts(record)
         starts.append({"command": command, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-        _write(record, json.dumps({"versions": dict(versions), "starts": starts}, indent=2))
+        write_synced(record, json.dumps({"versions": dict(versions), "starts": starts}, indent=2))
         for leftover in (self.path / "checkpoints").glob(".step-*"):
             shutil.rmtree(leftover)
 
@@ -147,12 +152,36 @@ class RunFolder:
         }
         return sorted(numbered, key=lambda path: numbered[path])
 
-    def last_checkpoint(self) -> tuple[Path | None, int]:
-        """Return the newest checkpoint and the number of RL steps it holds."""
-        found = self.checkpoints()
-        if not found:
-            return None, 0
-        return found[-1], int(json.loads((found[-1] / STATE).read_text())["step"])
+    def last_checkpoint(self, verify_again: bool = False) -> tuple[Path | None, int]:
+        """Return the newest sound checkpoint and the number of RL steps it holds.
+
+        Damaged checkpoints that are newer get another name. A checkpoint is verified once in a
+        process, unless `verify_again`.
+        """
+        if verify_again:
+            self._sound.clear()
+        damaged: dict[Path, str] = {}
+        for path in reversed(self.checkpoints()):
+            if path not in self._sound and (why := _why_unsound(path)):
+                damaged[path] = why
+                continue
+            self._sound.add(path)
+            for each, why in damaged.items():
+                aside = each.with_name(f"{each.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                each.rename(aside)
+                logger.warning(
+                    "checkpoint %s is damaged (%s), and is now %s; the run goes on from %s",
+                    *(each, why, aside.name, path.name),
+                )
+            return path, held_step(path)
+        if damaged:
+            (newest, why), *_ = damaged.items()
+            raise ConfigError(
+                f"no checkpoint of {self.path} is sound; the newest, {newest.name}, is damaged "
+                f"({why}). Copy a sound one to {newest.parent}, or start a new run.out"
+            )
+        return None, 0
 
     def begin_checkpoint(self, step: int) -> Path:
         """Return an empty hidden folder for the checkpoint of an RL step."""
@@ -163,11 +192,13 @@ class RunFolder:
 
     def publish_checkpoint(self, hidden: Path, step: int, keep: int) -> None:
         """Make a complete checkpoint visible, then remove the oldest beyond `keep`."""
-        _write(hidden / STATE, json.dumps({"step": step}))
+        seal(hidden, step)
         visible = hidden.with_name(hidden.name.removeprefix("."))
         if visible.exists():
             _remove(visible)
         hidden.rename(visible)
+        sync_folder(visible.parent)
+        self._sound.add(visible)
         for old in self.checkpoints()[:-keep]:
             _remove(old)
 
@@ -177,7 +208,7 @@ class RunFolder:
         lines = [json.dumps(dict(sample), ensure_ascii=False) for sample in samples]
         if lines:
             (self.path / "samples").mkdir(exist_ok=True)
-            _write(self.path / "samples" / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
+            write_synced(self.path / "samples" / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
 
 def _remove(folder: Path) -> None:
@@ -188,13 +219,29 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _write(path: Path, text: str) -> None:
-    hidden = path.with_name(f".{path.name}")
-    with hidden.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.rename(path)
+def _why_unsound(checkpoint: Path) -> str:
+    """Return what is wrong with a checkpoint; empty if a run can resume from it.
+
+    Captured samples are no reason: the run goes on without those that are damaged.
+    """
+    damaged = damage(checkpoint)
+    for name in [name for name in damaged if name.startswith("buffer-")]:
+        logger.warning("%s: %s; left out", checkpoint / name, damaged.pop(name))
+        (checkpoint / name).unlink(missing_ok=True)
+    if not damaged and checkpoint.name != f"step-{held_step(checkpoint):06d}":
+        return f"it holds RL step {held_step(checkpoint)}"
+    return "; ".join(f"{name}: {what}" for name, what in damaged.items())
+
+
+def _starts(record: Path) -> list[Any]:
+    """Return the earlier starts of a run, none if their file is damaged."""
+    try:
+        return list(json.loads(record.read_text())["starts"])
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError):
+        logger.warning("%s is damaged: the earlier starts of the run are forgotten", record)
+        return []
 
 
 def _plain(config: TrainConfig) -> dict[str, Any]:

@@ -134,6 +134,7 @@ class Training:
             record |= await self._evaluate(step, watch)
         record |= self._counters.step_ended() | self._parts.rechecks.record()
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
+        record["checkpoint/faults"] = self._checkpoints.take_faults()
         self._log.samples(step, problems, scored)
         await self._log.step(step, record, watch, self._update.streamed)
         self._checkpoints.end(step)
@@ -202,7 +203,7 @@ class Training:
         await self._parts.learner.stop()
         await self._checkpoints.abandon()
         remove_abandoned()
-        checkpoint, done = self._checkpoints.last()
+        checkpoint, done = await asyncio.to_thread(self._checkpoints.last, verify_again=True)
         await self._parts.weights.engines_sleep()
         try:
             await self._parts.learner.start(checkpoint)

@@ -1,0 +1,118 @@
+"""The seal of a checkpoint: `state.json` lists every file with its size and checksum.
+
+`seal` writes the list last, after every file and folder is synced to disk. `damage` compares a
+checkpoint with its list. The checksum is CRC-32: it finds every flipped bit, a zeroed page and a
+truncated file, and it protects against accidents, not against people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+STATE = "state.json"
+CHUNK_BYTES = 1 << 22
+NUM_THREADS = 4
+"""Files that are read at the same time."""
+
+
+class Damaged(ValueError):
+    """A checkpoint's list of files cannot be read."""
+
+
+def seal(folder: Path, step: int) -> None:
+    """Sync all files of a checkpoint to disk, and list them."""
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        facts = dict(
+            threads.map(lambda name: (name, _facts(folder / name, sync=True)), _in(folder))
+        )
+    content = {"step": step, "files": facts}
+    write_synced(folder / STATE, json.dumps({**content, "checksum": _checksum(content)}))
+    for inside, _, _ in os.walk(folder, topdown=False):
+        sync_folder(Path(inside))
+
+
+def held_step(folder: Path) -> int:
+    """Return the RL step that a checkpoint holds, according to its list of files."""
+    return int(_read(folder)["step"])
+
+
+def damage(folder: Path) -> dict[str, str]:
+    """Return what is wrong with a checkpoint's files, by their names; empty for a sound one."""
+    try:
+        files = _read(folder)["files"]
+    except Damaged as error:
+        return {STATE: str(error)}
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        found = threads.map(lambda name: (name, _difference(folder / name, files[name])), files)
+        return {name: what for name, what in found if what}
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Replace a file as a whole; after a crash it holds the old or the new text."""
+    hidden = path.with_name(f".{path.name}")
+    with hidden.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.rename(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _in(folder: Path) -> list[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in files if path != folder / STATE)
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / STATE).read_text())
+        content = {"step": int(found["step"]), "files": dict(found["files"])}
+        if found["checksum"] != _checksum(content):
+            raise Damaged("its checksum differs")
+    except OSError as error:
+        raise Damaged(error.strerror or "it cannot be read") from error
+    except (ValueError, TypeError, KeyError) as error:
+        if isinstance(error, Damaged):
+            raise
+        raise Damaged(f"it is no list of files ({error})") from error
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _difference(path: Path, listed: Any) -> str:
+    try:
+        size, checksum = listed
+        if path.stat().st_size != size:
+            return f"{path.stat().st_size} bytes instead of {size}"
+        return "" if _facts(path, sync=False)[1] == checksum else "its checksum differs"
+    except OSError as error:
+        return error.strerror or "it cannot be read"
+
+
+def _facts(path: Path, sync: bool) -> list[int]:
+    """Return size and checksum of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+        if sync:
+            os.fsync(file.fileno())
+    return [size, checksum]
