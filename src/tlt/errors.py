@@ -29,5 +29,9 @@ class CheckpointFailed(RuntimeError):
     """A checkpoint could not be written; the learner itself is well."""
 
 
+class TrainingFailed(RuntimeError):
+    """The run learns nothing, and going on would only cost time."""
+
+
 class LearnerLost(RuntimeError):
     """A rank of the learner died, failed or hangs: all ranks must restart."""

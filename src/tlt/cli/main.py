@@ -46,15 +46,22 @@ def options(
 
 def main() -> None:
     """Run the command, and report a user's mistake in one line without a traceback."""
-    from tlt.errors import CheckpointFailed, ConfigError, EngineError, LearnerLost
+    from tlt.errors import (
+        CheckpointFailed,
+        ConfigError,
+        EngineError,
+        LearnerLost,
+        TrainingFailed,
+    )
     from tlt.hardware import thread_environment
 
     os.environ.update(thread_environment())  # must precede the import of torch
     # Commands show their own progress bars, and load models from local folders only.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    known = (CheckpointFailed, ConfigError, EngineError, LearnerLost, TrainingFailed)
     try:
         app()
-    except (CheckpointFailed, ConfigError, EngineError, LearnerLost) as error:
+    except known as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)

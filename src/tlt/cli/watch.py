@@ -6,12 +6,15 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from tlt.observe.summary import Record
 
 COLOURS = {
     "generating": "blue",
@@ -83,7 +86,19 @@ def _view(run: Path) -> RenderableType:
     now = _read(run)
     if now is None:
         return Text(f"{run}: no step is under way (starting up, or ended)")
-    return Group(_headline(now), _workers(now["workers"], now["total"]), _last(now["record"]))
+    workers, record = _workers(now["workers"], now["total"]), now["record"]
+    return Group(*_ill(record), _headline(now), workers, _last(record))
+
+
+def _ill(record: Record) -> list[Text]:
+    """Return what is wrong with the last RL step."""
+    from tlt.observe.health import signs
+
+    lines = [f"{sign.says}\n  {sign.change}" for sign in signs([record] if record else [])]
+    lines += [
+        f"{says}: see `tlt doctor --run`" for name, says in ALARMS.items() if record.get(name)
+    ]
+    return [Text(line, style="bold red") for line in lines]
 
 
 def _headline(now: Mapping[str, Any]) -> Text:
@@ -121,8 +136,4 @@ def _last(record: Mapping[str, float]) -> Text:
     if "reward/mean" not in record:
         return Text("no RL step is done yet", style="dim")
     cells = [f"{title} {form.format(record[n])}" for title, n, form in LAST_STEP if n in record]
-    text = Text(f"RL step {record['step']:.0f}: " + ", ".join(cells))
-    for name, says in ALARMS.items():
-        if record.get(name):
-            text.append(f"\n{says}: see `tlt doctor --run`", style="bold red")
-    return text
+    return Text(f"RL step {record['step']:.0f}: " + ", ".join(cells))

@@ -79,7 +79,7 @@ class RewardConfig(Schema):
     num_workers: int = Field(default=1, ge=1)
     """Processes that score responses."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds a reward may take; a slower one counts as 0."""
+    """Seconds a reward may take. The run does not train on a sample whose reward takes longer."""
 
 
 class SamplingConfig(Schema):
@@ -148,8 +148,9 @@ class LearnerConfig(Schema):
 
 
 class AlarmConfig(Schema):
-    """The alarms on samples that may not come from the policy: the gap between the probabilities of
-    engines and learner, and samples that come out different when they are generated again."""
+    """The alarms on samples that may not come from the policy (the gap between the probabilities of
+    engines and learner, and samples that come out different when they are generated again), and on
+    RL steps that teach nothing."""
 
     gap_factor: float = Field(default=4.0, gt=1)
     """Alarm threshold: the mean gap of an update's tokens (`learner/gap_mean`) divided by the
@@ -166,6 +167,9 @@ class AlarmConfig(Schema):
     makes none. 0 turns rechecks off. CPU engines only."""
     recheck_tokens: int = Field(default=256, ge=1)
     """Largest number of tokens that a recheck generates: the beginning of a longer sample."""
+    max_lost_steps: int = Field(default=5, ge=0)
+    """RL steps in a row that teach next to nothing before the run ends: no finite gradient, or no
+    reward for more than half of the samples. 0 never ends the run for that."""
 
 
 class CaptureConfig(Schema):

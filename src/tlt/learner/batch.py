@@ -1,9 +1,9 @@
 """From scored samples to the micro-batches of each rank. Pure.
 
-A group is complete when all its samples are scored; then each sample gets its advantage. Samples
-are packed into rows under a token budget, samples of one prompt together because they share its
-computation. All ranks get the same number of rows, because FSDP's collectives must meet, and about
-the same number of tokens.
+A group is complete when all its samples are scored; then each sample gets its advantage. A sample
+whose reward failed has no score: the learner never sees it. Samples are packed into rows under a
+token budget, samples of one prompt together because they share its computation. All ranks get the
+same number of rows, because FSDP's collectives must meet, and about the same number of tokens.
 """
 
 from __future__ import annotations
@@ -55,8 +55,11 @@ class Groups:
         del self._open[scored.problem_number]
         # In a fixed order, so that a sum does not depend on which sample ended first.
         group.sort(key=lambda s: s.place)
-        advantages = self._advantage([s.reward for s in group])
         self.num_groups += 1
+        group = [s for s in group if s.fault is None]
+        if not group:
+            return []
+        advantages = self._advantage([s.reward for s in group])
         self.num_with_signal += any(advantages)
         return [
             TrainSample(
@@ -90,7 +93,7 @@ class Weighting:
         """Return the divisor of the summed loss over responses of these lengths."""
         if self.mean_over == "tokens":
             return float(max(sum(lengths), 1))
-        return float(len(lengths) * (self.max_tokens if self.mean_over == "limit" else 1))
+        return float(max(len(lengths), 1) * (self.max_tokens if self.mean_over == "limit" else 1))
 
 
 Block = list[TrainSample]

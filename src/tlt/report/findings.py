@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tlt.observe.health import signs
 from tlt.observe.summary import series, stage_table
 from tlt.report.view import RunView, arms, lengths, reclaimed, tail_share
 
@@ -85,7 +86,9 @@ def _mean(view: RunView, name: str) -> float:
 
 
 def _trust(view: RunView) -> Iterator[Bottleneck]:
-    """Report samples of a wrong policy or a wrong sampler, before all that concerns speed."""
+    """Report what the run did not learn, then samples of a wrong policy or a wrong sampler."""
+    for place, sign in enumerate(signs(view.records)):
+        yield Bottleneck(sign.kind, sign.says, sign.change, 4.0 - 0.1 * place)
     steps = _steps_with(view, "learner/gap_alarms")
     if steps:
         then = view.setting("alarm.then", "drop")

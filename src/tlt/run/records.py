@@ -82,7 +82,7 @@ def rollout_record(
     engines_capture: bool,
 ) -> Record:
     lengths = [len(s.sample.token_ids) for s in scored]
-    rewards = [s.reward for s in scored]
+    rewards = [s.reward for s in scored if s.fault is None]
     mean = _mean(rewards)
     rollout_s = max(rollout_s, 1e-9)
     during, since_last = work.during, work.since_last
@@ -90,7 +90,8 @@ def rollout_record(
         "reward/mean": mean,
         "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5,
         "reward/groups_with_signal_share": groups.num_with_signal / max(1, groups.num_groups),
-        "reward/faults": sum(s.fault is not None for s in scored),
+        "reward/faults": len(scored) - len(rewards),
+        "reward/fault_share": _mean([s.fault is not None for s in scored]),
         "prompt/mean_tokens": _mean([len(s.request.prompt_token_ids) for s in scored]),
         "response/mean_tokens": _mean(lengths),
         **{f"response/{name}": value for name, value in length_summary(lengths).items()},
@@ -142,7 +143,7 @@ def update_record(
 
 def eval_record(scored: Sequence[Scored]) -> Record:
     return {
-        "eval/reward_mean": _mean([s.reward for s in scored]),
+        "eval/reward_mean": _mean([s.reward for s in scored if s.fault is None]),
         "eval/mean_tokens": _mean([len(s.sample.token_ids) for s in scored]),
     }
 

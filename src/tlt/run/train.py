@@ -28,6 +28,7 @@ from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups
 from tlt.learner.group import LearnerGroup
 from tlt.node.weights import remove_abandoned
+from tlt.observe.health import HealthWatch
 from tlt.observe.live import Activity
 from tlt.observe.record import read
 from tlt.observe.stopwatch import Stopwatch
@@ -75,7 +76,7 @@ class Training:
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
         self._checkpoints = Checkpoints(config, folder, learner, harvest)
-        self._gate = Gate(config.debug.gate)
+        self._health = HealthWatch(config.alarm.max_lost_steps, config.learner.updates_per_step)
         self._learner_restarts = 0
         """Restarts since the last record."""
 
@@ -138,6 +139,7 @@ class Training:
         self._log.samples(step, problems, scored)
         await self._log.step(step, record, watch, self._update.streamed)
         self._checkpoints.end(step)
+        self._health.observe({"step": step, **record})
 
     async def _rollout(
         self, step: int, problems: Sequence[Problem], watch: Stopwatch

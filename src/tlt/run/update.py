@@ -87,8 +87,8 @@ class PolicyUpdate:
         """Change the policy and return the update's record.
 
         A problem's samples belong to one of the RL step's optimizer steps, by the problem's number.
-        The loss is a mean over all of them, those without an advantage included. `num_faults` is
-        the number of samples that failed their recheck.
+        The loss is a mean over all samples with a reward, those without an advantage included.
+        `num_faults` is the number of samples that failed their recheck.
         """
         num_updates = self._config.learner.updates_per_step
         self._live.doing(Activity.UPDATING, 0, 1, step)
@@ -101,7 +101,8 @@ class PolicyUpdate:
         for sample in waiting:
             parts[sample.problem_number % num_updates].append(sample)
         for each in scored:
-            lengths[each.problem_number % num_updates].append(len(each.sample.token_ids))
+            if each.fault is None:
+                lengths[each.problem_number % num_updates].append(len(each.sample.token_ids))
         if num_updates > 1:
             for samples in parts:
                 await self._learner.remember_logprobs(samples)

@@ -2,7 +2,7 @@
 
 A reward is a plain function of the problem and the response's text. It runs in worker processes. A
 reward that hangs is killed at its time limit, and a reward that crashes ends only its own process.
-Either counts as 0, with one log line and a count by kind.
+Either leaves the sample without a reward, with one log line and a count by kind.
 
 Only bytes, text and floats cross to a worker and back, because what a user's function raises or
 returns may not survive pickling. Workers are spawned, so each imports `__main__` again. That is
@@ -165,7 +165,7 @@ class RewardPool:
 
     def _fault(self, kind: str, problem: Problem, what: str) -> Reward:
         self.faults[kind] += 1
-        logger.warning("reward of %s counts as 0: %s", problem.problem_id, what)
+        logger.warning("a sample of %s has no reward: %s", problem.problem_id, what)
         return Reward(0.0, kind, what)
 
 

@@ -18,10 +18,10 @@ from tlt.learner.batch import (
 )
 
 
-def scored(number: int, place: int, reward: float) -> Scored:
+def scored(number: int, place: int, reward: float, fault: str | None = None) -> Scored:
     request = SampleRequest(f"1/{number}/{place}", (1, 2), SamplingSpec(max_tokens=1))
     sample = Sample(request.sample_id, (3,), (-0.5,), "stop", "engine-0", 0, 0.0, 0.0, 0.0)
-    return Scored(number, place, request, sample, "", reward, None)
+    return Scored(number, place, request, sample, "", reward, fault)
 
 
 def test_a_group_comes_out_once_and_complete_whatever_the_order() -> None:
@@ -41,6 +41,25 @@ def test_equal_rewards_have_no_signal() -> None:
     groups.add(scored(0, 0, 0.3))
     assert [s.advantage for s in groups.add(scored(0, 1, 0.3))] == [0.0, 0.0]
     assert groups.num_with_signal == 0
+
+
+def test_samples_without_a_reward_are_not_trained_on() -> None:
+    """They are no zeros: the others are compared as if the group were smaller."""
+    groups = Groups(4, grpo)
+    for place, reward in enumerate((1.0, 0.0, 1.0)):
+        groups.add(scored(0, place, reward, "timeout" if place == 2 else None))
+    out = groups.add(scored(0, 3, 0.0, "crash"))
+    assert [s.sample_id for s in out] == ["1/0/0", "1/0/1"]
+    assert [s.advantage for s in out] == pytest.approx([1, -1], abs=1e-5)
+    for place in range(3):
+        groups.add(scored(1, place, 0.0, "error"))
+    assert [s.advantage for s in groups.add(scored(1, 3, 1.0))] == [0.0], "nothing to compare with"
+    for place in range(3):
+        groups.add(scored(2, place, 0.0, "error"))
+    assert groups.add(scored(2, 3, 0.0, "error")) == []
+    assert (groups.num_groups, groups.num_with_signal) == (3, 1)
+    for mean_over in ("tokens", "samples", "limit"):
+        assert Weighting(mean_over, 64).denominator([]) > 0
 
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

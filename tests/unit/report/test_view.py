@@ -160,6 +160,18 @@ def test_samples_of_another_policy_come_first(make: Run) -> None:
     assert "They were trained on all the same." in findings(trained)[0].says
 
 
+def test_training_that_fails_is_said_first(make: Run) -> None:
+    view = look_at(make(time__reward_wait_s=9.0, learner__skipped_updates=1.0))
+    for record in view.records:
+        record |= {"reward/faults": 999.0, "reward/fault_share": 0.98, "learner/gap_alarms": 1}
+    found = findings(view)
+    assert [f.kind for f in found[:3]] == ["skipped_updates", "reward_faults", "gap_alarm"]
+    assert "In RL steps 1, 2, 3, 4, the gradient was not finite" in found[0].says
+    assert "for up to 98% of the samples (3996 in all)" in found[1].says
+    page = as_html([view])
+    assert page.index("gradient was not finite") < page.index("reward function failed")
+
+
 def test_samples_that_come_out_different_without_drafts_are_reported(make: Run) -> None:
     view = look_at(make(recheck__samples=2.0))
     view.records[1] |= {"recheck/faults": 1, "recheck/shortfall_max": 1.5}

@@ -70,10 +70,10 @@ def test_a_rollout_record() -> None:
     during = EngineStats("all", busy_s=3.0, drafts=10, accepted_tokens=5, drafter_version=2)
     since = EngineStats("all", policy_mismatches=1, fingerprint_s=0.25)
     found = record(PoolWork(during, since, num_engines=2, num_tainted=1))
-    assert found["reward/mean"] == 0.75
-    assert found["reward/std"] == pytest.approx(0.75**0.5 / 2)
+    assert found["reward/mean"] == pytest.approx(2 / 3), "the sample with a fault has no reward"
+    assert found["reward/std"] == pytest.approx((2 / 9) ** 0.5)
     assert found["reward/groups_with_signal_share"] == 0.5
-    assert found["reward/faults"] == 1
+    assert (found["reward/faults"], found["reward/fault_share"]) == (1, 0.25)
     assert found["prompt/mean_tokens"] == 3
     assert found["response/mean_tokens"] == 4
     assert found["response/truncated_share"] == 0.25
@@ -96,7 +96,7 @@ def test_a_rollout_record_has_the_draft_model_and_the_capture_only_where_they_ar
 
 
 def test_an_eval_record() -> None:
-    assert eval_record(STEP) == {"eval/reward_mean": 0.75, "eval/mean_tokens": 4.0}
+    assert eval_record(STEP) == {"eval/reward_mean": pytest.approx(2 / 3), "eval/mean_tokens": 4.0}
     assert eval_record([]) == {"eval/reward_mean": 0.0, "eval/mean_tokens": 0.0}
 
 

@@ -50,14 +50,14 @@ def group(number: int, advantages: Sequence[float]) -> list[TrainSample]:
     ]
 
 
-def scored(number: int, place: int) -> Scored:
+def scored(number: int, place: int, fault: str | None = None) -> Scored:
     request = SampleRequest(f"{number}/{place}", (1,) * 3, SamplingSpec(max_tokens=8))
     sample = Sample(request.sample_id, (2,) * 2, (), "stop", "engine-0", 0, 0.0, 0.0, 0.0)
-    return Scored(number, place, request, sample, "", 0.0, None)
+    return Scored(number, place, request, sample, "", 0.0, fault)
 
 
 async def one_step(
-    groups: Sequence[list[TrainSample]], **sections: Any
+    groups: Sequence[list[TrainSample]], faults: Sequence[int] = (), **sections: Any
 ) -> tuple[list[tuple[str, Any]], PolicyUpdate, dict[str, float]]:
     config = TrainConfig.model_validate(
         {
@@ -78,7 +78,11 @@ async def one_step(
         for _ in range(3):
             await asyncio.sleep(0)
     update.rollout_ended()
-    samples = [scored(number, place) for number in range(4) for place in range(2)]
+    samples = [
+        scored(number, place, "timeout" if number in faults else None)
+        for number in range(4)
+        for place in range(2)
+    ]
     record = await update.finish(1, samples, Stopwatch(), 0)
     return learner.calls, update, record
 
@@ -96,6 +100,11 @@ async def test_the_learner_gets_all_samples_with_an_advantage_in_order() -> None
     assert update.version == 1
     assert update.streamed == []
     assert "capture/bytes" not in record
+
+
+async def test_the_mean_leaves_out_samples_without_a_reward() -> None:
+    calls, _, _ = await one_step([GROUPS[0]], faults=(0, 1, 2))
+    assert calls == [("accumulate", ["3/0", "3/1"]), ("step", 4.0)]
 
 
 async def test_with_a_kl_term_every_sample_counts() -> None:

@@ -1,0 +1,78 @@
+"""Signs of a run that does not learn, and the end of such a run."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tlt.errors import TrainingFailed
+from tlt.observe.health import HealthWatch, signs
+
+
+def record(step: int, skipped: float = 0.0, fault_share: float = 0.0) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward/mean": 0.5,
+        "reward/faults": 100 * fault_share,
+        "reward/fault_share": fault_share,
+        "learner/skipped_updates": skipped,
+        "checkpoint/faults": 0.0,
+    }
+
+
+def test_a_healthy_run_has_no_signs() -> None:
+    assert list(signs([record(step, fault_share=0.01) for step in range(1, 30)])) == []
+    assert list(signs([])) == []
+
+
+def test_signs_name_their_steps() -> None:
+    records = [record(step, skipped=float(step % 2)) for step in range(1, 24)]
+    records.append(record(24) | {"checkpoint/faults": 1.0})
+    skipped, unwritten = signs(records)
+    assert "RL steps 1, 3, 5, 7, 9, 11, 13, 15 and 4 more, the gradient" in skipped.says
+    assert "In RL step 24, a checkpoint could not be written" in unwritten.says
+
+
+def test_a_run_that_learns_nothing_ends() -> None:
+    for lost, why in (
+        (record(1, skipped=2.0), "gradient was not finite"),
+        (record(1, fault_share=0.51), "51% of the samples"),
+    ):
+        watch = HealthWatch(max_steps=3, updates_per_step=2)
+        for good in (lost, lost, record(1, skipped=1.0, fault_share=0.5), lost, lost):
+            watch.observe(good)
+        with pytest.raises(TrainingFailed, match=f"last 3 RL steps .*{why}.*max_lost_steps"):
+            watch.observe(lost)
+
+
+def test_a_run_may_be_told_to_go_on() -> None:
+    watch = HealthWatch(max_steps=0, updates_per_step=1)
+    for step in range(20):
+        watch.observe(record(step, skipped=1.0, fault_share=1.0))
+
+
+def test_watch_and_doctor_say_it_first(tmp_path: Path) -> None:
+    from tlt.cli.main import app
+
+    ill = record(7, skipped=1.0, fault_share=0.98) | {"time/rollout_s": 1.0, "time/step_s": 1.0}
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(ill) + "\n")
+    now = {
+        "at_s": time.time(),
+        "num_steps": 9,
+        "what": "step 8: generating",
+        "done": 1,
+        "total": 2,
+        "since_s": 0.0,
+        "remaining_s": None,
+        "workers": {},
+        "record": ill,
+    }
+    (tmp_path / "live.json").write_text(json.dumps(now))
+    for command in (["watch", str(tmp_path), "--once"], ["doctor", "--run", str(tmp_path)]):
+        shown = CliRunner().invoke(app, command).output
+        text = " ".join(shown.split())
+        assert text.startswith("In RL step 7, the gradient was not finite"), text
+        assert "In RL step 7, the reward function failed" in text
