@@ -33,5 +33,13 @@ class TrainingFailed(RuntimeError):
     """The run learns nothing, and going on would only cost time."""
 
 
+class Terminated(BaseException):
+    """A signal ended the run."""
+
+    def __init__(self, number: int, done: str = "") -> None:
+        super().__init__(f"ended by signal {number}{done}")
+        self.exit_code = 128 + number
+
+
 class LearnerLost(RuntimeError):
     """A rank of the learner died, failed or hangs: all ranks must restart."""

@@ -262,6 +262,31 @@ def test_killed_drivers_resume_and_end_exactly_as_undisturbed(
     assert_same(found, undisturbed)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_in_time_and_it_resumes_as_undisturbed(
+    policy: Path, undisturbed: list[dict[str, float]], number: int, code: int
+) -> None:
+    name, rng = f"signal-{number}", random.Random(number)
+    run, log = policy / "runs" / name, policy / f"{name}.log"
+    flags = "checkpoint.every_steps=100 run.checkpoint_on_term=true"
+    with running(policy, name, flags) as process:
+        wait_for_step(1, run, process)
+        time.sleep(rng.uniform(0, 1.5))  # anywhere in a step
+        began_s = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code, log.read_text()[-3000:]
+        assert time.monotonic() - began_s < 27
+    assert f"ended by signal {number} after RL step" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    done = len(records(run))
+    assert (run / "checkpoints" / f"step-{done:06d}" / "state.json").exists()
+    with running(policy, name, f"{flags} --resume") as process:
+        assert process.wait(timeout=limit(300)) == 0, log.read_text()[-3000:]
+    found = records(run)
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    assert_same(found, undisturbed)
+
+
 def test_killed_learner_ranks_end_exactly_as_undisturbed(
     policy: Path, undisturbed: list[dict[str, float]]
 ) -> None:

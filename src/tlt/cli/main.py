@@ -51,6 +51,7 @@ def main() -> None:
         ConfigError,
         EngineError,
         LearnerLost,
+        Terminated,
         TrainingFailed,
     )
     from tlt.hardware import thread_environment
@@ -65,3 +66,6 @@ def main() -> None:
     except known as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)
+    except Terminated as end:
+        typer.secho(str(end), fg=typer.colors.YELLOW, err=True)
+        sys.exit(end.exit_code)

@@ -20,6 +20,12 @@ class RunSection(Schema):
     """RL steps in total, including those before a resume."""
     seed: int = Field(default=0, ge=0)
     """Seed of problems, sampling and shuffling."""
+    checkpoint_on_term: bool = False
+    """Write a checkpoint of the last finished RL step when SIGTERM or SIGINT (Ctrl-C) ends the
+    run."""
+    term_timeout_s: float = Field(default=25.0, gt=0)
+    """Seconds from SIGTERM or SIGINT to the end of the process, whatever is unfinished then.
+    Kubernetes and Slurm kill by default after 30."""
 
 
 class PolicyConfig(Schema):

@@ -107,6 +107,15 @@ class Checkpoints:
             writing, self._writing = self._writing, None
             await writing
 
+    async def write_now(self, step: int) -> None:
+        """Write a checkpoint of this RL step, which is done, unless there is one."""
+        await self.finish()
+        if step and self.last()[1] != step:
+            self._begun = self._folder.begin_checkpoint(step)
+            await self._learner.save(self._begun)
+            self.end(step)
+            await self.finish()
+
     async def finish_in_time(self) -> None:
         """Finish if that takes no longer than `GRACE_S`, whatever goes wrong."""
         with contextlib.suppress(Exception):

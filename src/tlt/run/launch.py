@@ -41,6 +41,7 @@ from tlt.run.folder import RunFolder
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
 from tlt.run.records import Record, RunLog
+from tlt.run.signals import Termination
 from tlt.run.sync import weight_sync
 from tlt.run.train import Parts, Training
 from tlt.states.buffer import BufferSettings
@@ -59,8 +60,23 @@ def launch(
     show: ShowProgress,
     on_record: Callable[[Record], None],
 ) -> list[Record]:
-    """Run everything and return the records; a wrong config raises before any engine starts."""
+    """Run everything and return the records; a wrong config raises before any engine starts.
+
+    `signals` says what SIGTERM and SIGINT do meanwhile.
+    """
     config = written_out(config)
+    with Termination(config.run.term_timeout_s) as term:
+        return _launch(config, resume, command, show, on_record, term)
+
+
+def _launch(
+    config: TrainConfig,
+    resume: bool,
+    command: str,
+    show: ShowProgress,
+    on_record: Callable[[Record], None],
+    term: Termination,
+) -> list[Record]:
     folder = RunFolder(Path(config.run.out))
     folder.check(config, resume)
     show("checking config, model and data", 0, 1)
@@ -73,7 +89,8 @@ def launch(
             shutil.rmtree(folder.path / "policy", ignore_errors=True)  # of a run now extended
             remove_abandoned()
             start_ray(config.pool.num_engines)
-            asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record))
+            term.install()  # Ray has a handler of its own
+            asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record, term))
         records = read(folder.metrics)
         result = summary(records) | {"provenance": provenance(command)}
         (folder.path / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -90,6 +107,29 @@ async def _run(
     sinks: Sinks,
     show: ShowProgress,
     on_record: Callable[[Record], None],
+    term: Termination,
+) -> None:
+    """Start all parts and train; a signal while they start cancels that."""
+    work = asyncio.ensure_future(
+        _with_parts(config, prepared, folder, resume, sinks, show, on_record, term)
+    )
+    with term.calling(work.cancel):
+        try:
+            await work
+        except asyncio.CancelledError:
+            term.raise_if_requested()
+            raise
+
+
+async def _with_parts(
+    config: TrainConfig,
+    prepared: Prepared,
+    folder: RunFolder,
+    resume: bool,
+    sinks: Sinks,
+    show: ShowProgress,
+    on_record: Callable[[Record], None],
+    term: Termination,
 ) -> None:
     async with AsyncExitStack() as stack:
         show("waiting for places in the cluster", 0, 1)
@@ -148,8 +188,8 @@ async def _run(
             weights = weight_sync(config, pool, learner)
             stack.callback(weights.close)
             parts = Parts(pool, learner, rewards, harvest, rechecks, weights)
-            await Training(config, prepared, folder, parts, log).run(resume)
-        await harvest.save(folder.path / "drafter", to_resume=False)
+            await Training(config, prepared, folder, parts, log, term).run(resume)
+        harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
     # The last checkpoint holds a copy of the buffer, so the run frees its memory.

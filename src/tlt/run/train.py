@@ -40,6 +40,7 @@ from tlt.run.gate import Gate
 from tlt.run.preflight import Prepared
 from tlt.run.records import PoolCounters, Record, RunLog, eval_record, rollout_record
 from tlt.run.samples import Rollouts
+from tlt.run.signals import Termination, finish_or_abandon
 from tlt.run.sync import WeightSync
 from tlt.run.update import PolicyUpdate
 from tlt.tasks.gym import Problem
@@ -64,13 +65,24 @@ class Training:
     """One run, on parts that are running."""
 
     def __init__(
-        self, config: TrainConfig, prepared: Prepared, folder: RunFolder, parts: Parts, log: RunLog
+        self,
+        config: TrainConfig,
+        prepared: Prepared,
+        folder: RunFolder,
+        parts: Parts,
+        log: RunLog,
+        term: Termination,
     ) -> None:
         self._config = config
         self._prepared = prepared
         self._folder = folder
         self._parts = parts
         self._log = log
+        self._term = term
+        self._stop = asyncio.Event()
+        """Set when a signal asks the run to end."""
+        self._updating = False
+        """Whether the policy update of the RL step has begun."""
         pool, learner, harvest = parts.pool, parts.learner, parts.harvest
         self._rollouts = Rollouts(config, prepared.chat, pool, parts.rewards, harvest, log.live)
         self._update = PolicyUpdate(config, learner, log.live)
@@ -82,6 +94,11 @@ class Training:
 
     async def run(self, resume: bool) -> None:
         """Take all RL steps that are not done yet; the learner holds the last checkpoint."""
+        with self._term.calling(self._stop.set):
+            await self._run(resume)
+        self._log.close()
+
+    async def _run(self, resume: bool) -> None:
         done, num_steps = 0, self._config.run.num_steps
         if resume:
             _, done = self._checkpoints.last()
@@ -95,9 +112,12 @@ class Training:
             await self._log.step(0, record, watch)
         while done < num_steps:
             try:
-                await self._gate.wait_for_turn(done + 1)
-                await self._step(done + 1)
-                done += 1
+                if await finish_or_abandon(
+                    self._step(done + 1), self._stop, lambda: not self._updating
+                ):
+                    done += 1
+                if self._stop.is_set():
+                    await self._end_early(done)
                 if done == num_steps:
                     await self._checkpoints.finish()
             except LearnerLost as error:
@@ -105,20 +125,34 @@ class Training:
             except BaseException:
                 await self._checkpoints.finish_in_time()
                 raise
-        await self._gate.wait_for_turn(num_steps + 1)
-        self._gate.close()
+
+    async def _end_early(self, done: int) -> None:
+        """Finish the checkpoint under way, or write one of RL step `done`, and raise."""
+        if self._config.run.checkpoint_on_term:
+            try:
+                await self._checkpoints.write_now(done)
+            except Exception as error:  # a scheduler may have ended the ranks as well
+                logger.error("no checkpoint of RL step %d could be written: %r", done, error)
+        else:
+            await self._checkpoints.finish_in_time()
+        _, saved = self._checkpoints.last()
         self._log.close()
+        self._term.raise_if_requested(
+            f" after RL step {done}; `--resume` goes on after RL step {saved}"
+        )
 
     # --- one RL step --------------------------------------------------------------------------
 
     async def _step(self, step: int) -> None:
         watch = Stopwatch()
+        self._updating = False
         await self._counters.step_started()
         batch, count = self._prepared.source.batch, self._config.sampling.prompts_per_step
         problems = await asyncio.to_thread(batch, step, count)
         self._update.begin(step)
         try:
             scored, record = await self._rollout(step, problems, watch)
+            self._updating = True
             await self._parts.weights.engines_sleep()
             self._parts.harvest.update_started()
             num_faults = self._parts.rechecks.num_faults
