@@ -128,7 +128,10 @@ async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, fl
                 await pool.start()
                 harvest = NoHarvest()
                 live = Live(Path("live.json"), 1, pool, harvest, TailForecast(), lambda *_: None)
-                rollouts = Rollouts(config, prepared.chat, pool, rewards, harvest, live)
+                rollouts = Rollouts(
+                    *(config, prepared.chat, pool, rewards, harvest, live),
+                    max_prompt_tokens=prepared.max_prompt_tokens,
+                )
                 watch = Stopwatch()
                 scored = await rollouts.generate(
                     f"loop-{round_}", problems, size, 0.0, 0, watch, "rollout"

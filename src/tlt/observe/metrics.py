@@ -19,6 +19,7 @@ METRICS: dict[str, str] = {
     "reward/faults": "Samples not trained on because the reward function failed or timed out.",
     "reward/fault_share": "Share of the samples without a reward.",
     "prompt/mean_tokens": "Mean prompt length.",
+    "prompt/left_out": "Problems left out because their prompt is too long for the context.",
     "response/mean_tokens": "Mean response length.",
     "response/median_tokens": "Median response length.",
     "response/p99_tokens": "99th percentile of the response lengths.",

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Prepared:
     engine: EngineConfig
     placement: PlacementPlan
     memory: list[Place]
+    max_prompt_tokens: int
+    """Longest prompt that leaves room for a response and its drafts in the model's context."""
 
 
 def check_outline(config: TrainConfig) -> list[Place] | None:
@@ -97,7 +100,8 @@ def prepare(config: TrainConfig) -> Prepared:
     memory = _plan_memory(config, engine, model, longest)
     reward = reward_function(config.reward.function, config.task.path is not None)
     asyncio.run(_check_reward(config, reward, problems[0]))
-    return Prepared(chat, source, held_out, reward, engine, plan, memory)
+    room = _max_prompt_tokens(config, engine, model)
+    return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
 
 
 def _read_model(config: TrainConfig) -> dict[str, Any]:
@@ -265,8 +269,7 @@ def _check_lengths(
     problems: list[Problem],
 ) -> int:
     """Return the tokens of the longest sample that these problems can lead to."""
-    drafts = max_draft_tokens(engine)
-    margin = drafts + 1 if drafts else 0
+    margin = _margin(engine)
     prompts = [(chat.prompt(p.question), p.problem_id) for p in problems]
     longest, problem_id = max((len(tokens), problem_id) for tokens, problem_id in prompts)
     highest, vocabulary = max(max(tokens) for tokens, _ in prompts), model.get("vocab_size")
@@ -293,6 +296,19 @@ def _check_lengths(
             f"{max(1, limit - longest - margin)}, or use a model with a longer context"
         )
     return longest + config.sampling.max_tokens
+
+
+def _margin(engine: EngineConfig) -> int:
+    """Return the tokens that an engine keeps free for drafts at the end of a sample."""
+    drafts = max_draft_tokens(engine)
+    return drafts + 1 if drafts else 0
+
+
+def _max_prompt_tokens(config: TrainConfig, engine: EngineConfig, model: dict[str, Any]) -> int:
+    context = engine.engine_args.get("max_model_len") or model.get("max_position_embeddings")
+    if context is None:
+        return sys.maxsize
+    return int(context) - config.sampling.max_tokens - _margin(engine)
 
 
 def _plan_memory(

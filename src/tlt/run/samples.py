@@ -1,18 +1,21 @@
 """The samples of RL steps and evaluations, from problems to rewards.
 
 `Rollouts.generate` makes the requests, lets the pool generate them and scores every sample as it
-ends. A sample's id names the sample and seeds it.
+ends. A sample's id names the sample and seeds it. A problem whose prompt leaves no room for a
+response in the model's context is left out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Sequence
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
+from tlt.errors import ConfigError
 from tlt.harvest.session import RunHarvest
 from tlt.observe.live import Activity, Live
 from tlt.observe.stopwatch import Stopwatch
@@ -21,6 +24,8 @@ from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardPool
 from tlt.tasks.tail import HeavyTail
+
+logger = logging.getLogger(__name__)
 
 
 def make_requests(
@@ -65,6 +70,7 @@ class Rollouts:
         rewards: RewardPool,
         harvest: RunHarvest,
         live: Live,
+        max_prompt_tokens: int,
     ) -> None:
         self._config = config
         self._chat = chat
@@ -72,6 +78,9 @@ class Rollouts:
         self._rewards = rewards
         self._harvest = harvest
         self._live = live
+        self._max_prompt_tokens = max_prompt_tokens
+        self.num_left_out = 0
+        """Problems of the last call that were too long."""
 
     async def generate(
         self,
@@ -86,16 +95,19 @@ class Rollouts:
         rl_step: int | None = None,
     ) -> list[Scored]:
         """Return the samples of every problem in order; call `on_scored` as each one is scored."""
-        requests = make_requests(
+        prompts = [self._chat.prompt(problem.question) for problem in problems]
+        made = make_requests(
             self._config,
             label,
-            [self._chat.prompt(problem.question) for problem in problems],
+            prompts,
             group_size,
             temperature,
             rl_step,
             self._forced_lengths(label, len(problems) * group_size) if stage == "rollout" else (),
         )
-        index_of = {request.sample_id: index for index, request in enumerate(requests)}
+        index_of = {request.sample_id: index for index, request in enumerate(made)}
+        self._leave_out(problems, prompts)
+        requests = [r for r in made if len(r.prompt_token_ids) <= self._max_prompt_tokens]
 
         async def score(sample: Sample) -> Scored:
             assert sample.policy_version == policy_version, "a sample of another policy"
@@ -103,8 +115,7 @@ class Rollouts:
             number, place = divmod(index, group_size)
             text = self._chat.text(sample.token_ids)
             reward = await self._rewards.score(problems[number], text)
-            request = requests[index]
-            scored = Scored(number, place, request, sample, text, reward.value, reward.fault)
+            scored = Scored(number, place, made[index], sample, text, reward.value, reward.fault)
             on_scored(scored)
             return scored
 
@@ -119,6 +130,23 @@ class Rollouts:
         scored, _ = await asyncio.gather(asyncio.gather(*scoring), self._harvest.rollout_ended())
         watch.lap("reward_wait" if stage == "rollout" else stage)
         return sorted(scored, key=lambda s: (s.problem_number, s.place))
+
+    def _leave_out(self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]]) -> None:
+        """Report the problems that are too long; refuse to go on without any other."""
+        limit = self._max_prompt_tokens
+        sizes = zip(problems, map(len, prompts), strict=True)
+        too_long = [(problem.problem_id, size) for problem, size in sizes if size > limit]
+        self.num_left_out = len(too_long)
+        if not too_long:
+            return
+        names = ", ".join(f"{name} ({size} tokens)" for name, size in too_long[:5])
+        what = (
+            f"{len(too_long)} of {len(problems)} problems are too long: {names}; a prompt may have "
+            f"{limit} tokens beside sampling.max_tokens = {self._config.sampling.max_tokens}"
+        )
+        if len(too_long) == len(problems):
+            raise ConfigError(f"{what}. Raise engine.engine_args.max_model_len, or remove them")
+        logger.warning("%s. They are left out", what)
 
     def _forced_lengths(self, label: str, count: int) -> Sequence[int]:
         sizes = self._config.debug.forced_lengths

@@ -84,7 +84,10 @@ class Training:
         self._updating = False
         """Whether the policy update of the RL step has begun."""
         pool, learner, harvest = parts.pool, parts.learner, parts.harvest
-        self._rollouts = Rollouts(config, prepared.chat, pool, parts.rewards, harvest, log.live)
+        self._rollouts = Rollouts(
+            *(config, prepared.chat, pool, parts.rewards, harvest, log.live),
+            max_prompt_tokens=prepared.max_prompt_tokens,
+        )
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
         self._checkpoints = Checkpoints(config, folder, learner, harvest)
@@ -197,6 +200,7 @@ class Training:
         self._update.rollout_ended()
         engines_capture = config.capture.by == "engines"
         record = rollout_record(scored, groups, work, watch.seconds["rollout"], engines_capture)
+        record["prompt/left_out"] = self._rollouts.num_left_out
         during = work.during
         self._parts.harvest.alarm(during.model_drafts, during.model_accepted_tokens)
         return scored, record | self._parts.harvest.record()

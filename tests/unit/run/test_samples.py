@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, Scored
+from tlt.errors import ConfigError
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.session import NoHarvest
 from tlt.observe.live import Live
@@ -36,8 +37,11 @@ def config(forced_lengths: Any = None, **sampling: Any) -> TrainConfig:
 
 
 class FakeChat:
+    long: frozenset[str] = frozenset()
+    """Questions with a prompt of three tokens."""
+
     def prompt(self, question: str) -> tuple[int, ...]:
-        return (int(question),)
+        return (int(question),) * (3 if question in self.long else 1)
 
     def text(self, token_ids: Sequence[int]) -> str:
         return f"{len(token_ids)}"
@@ -66,7 +70,7 @@ class FakePool:
 
 
 def generate(
-    policy_version: int = 4, **sampling: Any
+    policy_version: int = 4, max_prompt_tokens: int = 1, **sampling: Any
 ) -> tuple[list[Scored], list[Scored], FakePool]:
     pool: Any = FakePool()
     chat: Any = FakeChat()
@@ -74,14 +78,15 @@ def generate(
     shown: list[tuple[str, float, float]] = []
     live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *s: shown.append(s))
     made = config(**sampling)
-    rollouts = Rollouts(made, chat, pool, rewards, NoHarvest(), live)
+    rollouts = Rollouts(made, chat, pool, rewards, NoHarvest(), live, max_prompt_tokens)
     ended: list[Scored] = []
     scored = asyncio.run(
         rollouts.generate(
             "2", PROBLEMS, 11, 0.5, policy_version, Stopwatch(), "rollout", ended.append, 2
         )
     )
-    assert shown == [("step 2: generating", done, 132) for done in range(133)]
+    total = len(scored)
+    assert shown == [("step 2: generating", done, total) for done in range(total + 1)]
     return scored, ended, pool
 
 
@@ -98,6 +103,21 @@ def test_samples_come_back_in_the_order_of_problems_and_places() -> None:
     # Each was handed on as it was scored.
     assert ended != scored
     assert sorted(ended, key=lambda s: (s.problem_number, s.place)) == scored
+
+
+def test_problems_that_are_too_long_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    everything, _, _ = generate()
+    monkeypatch.setattr(FakeChat, "long", frozenset({"0", "7"}))
+    scored, _, pool = generate(max_prompt_tokens=2)
+    kept = [s for s in everything if s.problem_number not in (0, 7)]
+    assert scored == kept, "the other problems keep their numbers, ids and seeds"
+    assert len(pool.requests) == 110
+    assert "2 of 12 problems are too long: p0 (3 tokens), p7 (3 tokens)" in caplog.text
+    assert len(generate(max_prompt_tokens=3)[0]) == 132
+    with pytest.raises(ConfigError, match=r"12 of 12 problems .*max_model_len"):
+        generate(max_prompt_tokens=0)
 
 
 def test_a_sample_of_another_policy_ends_the_run() -> None:
