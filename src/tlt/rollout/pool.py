@@ -13,9 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +48,10 @@ logger = logging.getLogger(__name__)
 class RolloutPool:
     """A fixed number of engines that generate samples together."""
 
-    def __init__(self, config: PoolConfig, spawn: Spawner) -> None:
+    def __init__(
+        self, config: PoolConfig, spawn: Spawner, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._config = config
         self._spawn = spawn
         self._dispatcher = Dispatcher(config.prefetch)
@@ -162,6 +175,11 @@ class RolloutPool:
         return self._weights.num_tainted
 
     @property
+    def failure(self) -> Exception | None:
+        """What the pool failed of; None while it works."""
+        return self._failure
+
+    @property
     def engines(self) -> list[str]:
         """Names of the engines that are ready."""
         return list(self._handles)
@@ -239,7 +257,8 @@ class RolloutPool:
 
     async def _serve(self, slot: str) -> None:
         """Keep an engine in one place of the pool."""
-        for incarnation in range(self._config.max_restarts + 1):
+        lost_s: deque[float] = deque(maxlen=self._config.max_restarts + 1)
+        for incarnation in itertools.count():
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
             handle = WatchedEngine(name, self._spawn(name), self._config)
             try:
@@ -254,7 +273,11 @@ class RolloutPool:
                 if not self._started:
                     await self._fail(error)  # an engine that fails to start once will fail again
                     return
-        await self._give_up(slot)
+                lost_s.append(self._clock())
+                is_often = len(lost_s) == lost_s.maxlen
+                if is_often and lost_s[-1] - lost_s[0] <= self._config.restart_window_s:
+                    await self._give_up(slot, lost_s[-1] - lost_s[0])
+                    return
 
     async def _run_engine(self, name: str, handle: WatchedEngine) -> None:
         report = await handle.start()
@@ -293,8 +316,9 @@ class RolloutPool:
         except Exception:
             logger.exception("%s could not be stopped", name)
 
-    async def _give_up(self, slot: str) -> None:
-        logger.error("%s was lost %d times: given up", slot, self._config.max_restarts + 1)
+    async def _give_up(self, slot: str, within_s: float) -> None:
+        times = self._config.max_restarts + 1
+        logger.error("%s was lost %d times within %.0f s: given up", slot, times, within_s)
         if all(task.done() or task is asyncio.current_task() for task in self._servers):
             await self._fail(EngineError("every engine was lost for good; see the log for why"))
 

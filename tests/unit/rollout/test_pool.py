@@ -219,6 +219,27 @@ async def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> No
         await main()
 
 
+@pytest.mark.parametrize(("apart_s", "survives"), [(3601 / 2, True), (1700.0, False)])
+async def test_only_losses_within_a_window_count(apart_s: float, survives: bool) -> None:
+    now_s, made = 0.0, dict[str, FakeEngine]()
+
+    def spawn(name: str) -> FakeEngine:
+        made[name] = FakeEngine(name)
+        return made[name]
+
+    settings = PoolConfig(num_engines=1, max_restarts=2, restart_window_s=3600)
+    async with asyncio.timeout(10), RolloutPool(settings, spawn, lambda: now_s) as pool:
+        for loss in range(8):
+            list(made.values())[-1].dead = True
+            while len(made) == loss + 1 and not (gave_up := pool.failure):
+                await asyncio.sleep(0.001)
+            if gave_up:
+                break
+            await pool.wait_ready(1)
+            now_s += apart_s
+    assert (len(made), pool.failure is None) == ((9, True) if survives else (3, False))
+
+
 async def test_an_engine_that_never_starts_is_an_error_and_not_a_wait() -> None:
     class Stuck(FakeEngine):
         async def start(self) -> dict[str, Any]:
