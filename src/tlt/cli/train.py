@@ -74,6 +74,7 @@ def train(
 def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
     from tlt.rollout.runner import ROUNDS_BY_BATCH, rounds_by_batch
     from tlt.run.folder import RunFolder
+    from tlt.run.inputs import check_inputs
     from tlt.run.preflight import check_outline, prepare
 
     RunFolder(Path(settings.run.out)).check(settings, resume)
@@ -86,6 +87,8 @@ def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
             "else; tokenizer, weights, data and reward were not checked",
             **LINE,
         )
+    if resume:
+        check_inputs(Path(settings.run.out), settings)
     if places:
         console.print(_memory_table(places))
     if rounds_by_batch(settings.engine.num_gpus):

@@ -5,6 +5,7 @@
     timeline.json    every worker's seconds       lengths.jsonl   response lengths, by RL step
     checkpoints/     what a run resumes from      policy/         the trained model, at the end
     live.json        what the run is doing now    drafter/        its drafter, if it has one
+    inputs.json      digests of what it reads     policy-before/  policy of a run being extended
     run.png          pictures of the metrics      summary.json    the run in a few numbers
 
 A checkpoint is written to a hidden folder and becomes visible by a rename, after its RL step's line
@@ -35,6 +36,7 @@ from tlt.run.manifest import damage, held_step, seal, sync_folder, write_synced
 
 logger = logging.getLogger(__name__)
 
+POLICY_BEFORE = "policy-before"
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
@@ -211,6 +213,18 @@ class RunFolder:
         self._sound.add(visible)
         for old in self.checkpoints()[:-keep]:
             _remove(old)
+
+    # --- the trained policy -------------------------------------------------------------------
+
+    def set_policy_aside(self) -> None:
+        """Rename the policy of a run that is now extended; it stays until the next one is there."""
+        if (self.path / "policy").exists():
+            self.forget_policy_before()
+            (self.path / "policy").rename(self.path / POLICY_BEFORE)
+
+    def forget_policy_before(self) -> None:
+        """Remove the policy that was set aside."""
+        shutil.rmtree(self.path / POLICY_BEFORE, ignore_errors=True)
 
     # --- things to read -----------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks
 from tlt.run.folder import RunFolder
+from tlt.run.inputs import check_inputs, write_inputs
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, buffer_folder, prepare
 from tlt.run.records import Record, RunLog
@@ -81,12 +82,15 @@ def _launch(
     folder.check(config, resume)
     show("checking config, model and data", 0, 1)
     prepared = prepare(config)
+    if resume:
+        check_inputs(folder.path, config)
     folder.open(config, versions(), command)
+    write_inputs(folder.path, config)
     _, done = folder.last_checkpoint() if resume else (None, 0)
     sinks = Sinks(open_sinks(config.metrics, folder.path, done))
     try:
         if done < config.run.num_steps or not (folder.path / "policy").exists():
-            shutil.rmtree(folder.path / "policy", ignore_errors=True)  # of a run now extended
+            folder.set_policy_aside()
             remove_abandoned()
             start_ray(config.pool.num_engines)
             term.install()  # Ray has a handler of its own
@@ -192,6 +196,7 @@ async def _with_parts(
         harvest.save(folder.path / "drafter")
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
+        folder.forget_policy_before()
     # The last checkpoint holds a copy of the buffer, so the run frees its memory.
     shutil.rmtree(buffer_folder(config), ignore_errors=True)
 

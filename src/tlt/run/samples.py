@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, EngineError
 from tlt.harvest.session import RunHarvest
 from tlt.observe.live import Activity, Live
 from tlt.observe.stopwatch import Stopwatch
@@ -110,7 +110,11 @@ class Rollouts:
         requests = [r for r in made if len(r.prompt_token_ids) <= self._max_prompt_tokens]
 
         async def score(sample: Sample) -> Scored:
-            assert sample.policy_version == policy_version, "a sample of another policy"
+            if sample.policy_version != policy_version:
+                raise EngineError(
+                    f"sample {sample.sample_id} of {sample.engine} comes from another policy: "
+                    f"version {sample.policy_version} instead of {policy_version}"
+                )
             index = index_of[sample.sample_id]
             number, place = divmod(index, group_size)
             text = self._chat.text(sample.token_ids)

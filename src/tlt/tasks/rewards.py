@@ -44,6 +44,8 @@ MAX_DEATHS = 2
 """Worker deaths that make a response a crash: the first may have been a kill from outside."""
 MAX_BREAKDOWNS = 5
 """Breakdowns of the whole pool that make a response a crash: others may have caused some."""
+LARGEST = 1e15
+"""Largest reward: the squares of larger ones, summed in float32, leave no gradient."""
 START_UP_S = 60.0
 """Seconds a worker may take to start."""
 
@@ -52,7 +54,7 @@ START_UP_S = 60.0
 class Reward:
     value: float
     fault: str | None = None
-    """Why the response has no score of its own: timeout, crash, error, or not a number."""
+    """Why the response has no score: timeout, crash, error, not a number, or too large."""
     detail: str = ""
     """The fault in words."""
 
@@ -113,6 +115,9 @@ class RewardPool:
             return self._fault("error", problem, what)
         if not math.isfinite(value):
             return self._fault("not a number", problem, f"returned {what}")
+        if abs(value) > LARGEST:
+            what = f"returned {value:g}, and a reward is at most {LARGEST:g}"
+            return self._fault("too large", problem, what)
         return Reward(value)
 
     async def _answer(self, pool: Any, payload: bytes) -> tuple[float | None, str]:

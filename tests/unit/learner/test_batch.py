@@ -1,5 +1,6 @@
 """Groups, weights and rows: pure."""
 
+import math
 import random
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
-from tlt.learner.advantage import grpo
+from tlt.learner.advantage import ADVANTAGES, grpo
 from tlt.learner.batch import (
     Groups,
     TrainSample,
@@ -16,6 +17,7 @@ from tlt.learner.batch import (
     blocks,
     rows_by_rank,
 )
+from tlt.tasks.rewards import LARGEST
 
 
 def scored(number: int, place: int, reward: float, fault: str | None = None) -> Scored:
@@ -60,6 +62,13 @@ def test_samples_without_a_reward_are_not_trained_on() -> None:
     assert (groups.num_groups, groups.num_with_signal) == (3, 1)
     for mean_over in ("tokens", "samples", "limit"):
         assert Weighting(mean_over, 64).denominator([]) > 0
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("reward", [LARGEST, -LARGEST])
+def test_the_largest_rewards_have_finite_advantages(advantage: str, reward: float) -> None:
+    found = ADVANTAGES[advantage]([reward, 0.0, 1.0, reward / 3])
+    assert all(math.isfinite(each) for each in found)
 
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

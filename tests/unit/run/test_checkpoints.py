@@ -278,3 +278,17 @@ def test_damage_that_comes_later_is_noticed_before_a_learner_restarts(tmp_path: 
     flip(second / "learner" / "__0_0.distcp")
     assert folder.last_checkpoint() == (second, 20)
     assert folder.last_checkpoint(verify_again=True) == (first, 10)
+
+
+def test_the_policy_of_an_extended_run_stays_until_the_next(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.set_policy_aside()
+    for content in ("first", "second"):
+        (tmp_path / "policy").mkdir()
+        (tmp_path / "policy" / "model.safetensors").write_text(content)
+        folder.set_policy_aside()
+        assert not (tmp_path / "policy").exists(), "a resumed run sees that it has to write one"
+        folder.set_policy_aside()  # the run died and was resumed
+        assert (tmp_path / "policy-before" / "model.safetensors").read_text() == content
+    folder.forget_policy_before()
+    assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, Scored
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, EngineError
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.session import NoHarvest
 from tlt.observe.live import Live
@@ -121,7 +121,7 @@ def test_problems_that_are_too_long_are_left_out(
 
 
 def test_a_sample_of_another_policy_ends_the_run() -> None:
-    with pytest.raises(AssertionError, match="another policy"):
+    with pytest.raises(EngineError, match="another policy"):
         generate(policy_version=5)
 
 

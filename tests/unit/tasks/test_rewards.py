@@ -38,7 +38,7 @@ def problem(name: str = "p", answer: str = "1") -> Problem:
     return Problem(problem_id=name, question="?", answer=answer)
 
 
-async def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Path) -> None:
+async def test_a_bad_reward_is_a_counted_fault_and_the_rest_goes_on(tmp_path: Path) -> None:
     expected = {
         "1": (1.0, None),
         "hang": (0.0, "timeout"),
@@ -51,6 +51,9 @@ async def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Pat
         "lambda": (0.0, "not a number"),
         "nan": (0.0, "not a number"),
         "inf": (0.0, "not a number"),
+        "1e200": (0.0, "too large"),
+        "-1e16": (0.0, "too large"),
+        "1e15": (1e15, None),
         "heavy": (0.0, None),
         "0.25": (0.25, None),
     }
@@ -59,7 +62,8 @@ async def test_a_bad_reward_is_a_counted_zero_and_the_rest_goes_on(tmp_path: Pat
         done = await asyncio.gather(*(pool.score(problem(), text) for text in expected))
         got = {text: (each.value, each.fault) for text, each in zip(expected, done, strict=True)}
         assert got == expected
-        assert pool.faults == {"timeout": 1, "crash": 1, "error": 2, "not a number": 4}
+        kinds = {"timeout": 1, "crash": 1, "error": 2, "not a number": 4, "too large": 2}
+        assert pool.faults == kinds
 
 
 def workers() -> list[int]:
