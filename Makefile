@@ -60,6 +60,7 @@ test-gate:
 test-all:
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m two_cores
+	TLT_FAULT_SEEDS=1000 $(BIN)/pytest tests/unit/rollout/test_fault_layer.py
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate

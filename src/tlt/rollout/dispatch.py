@@ -204,6 +204,10 @@ class Dispatcher:
         """Return the number of requests that an engine holds."""
         return len(self._engines[name].outstanding)
 
+    def held_by(self, name: str) -> set[str]:
+        """Return the requests that an engine holds, as far as the pool knows."""
+        return set(self._engines[name].outstanding)
+
     # --- bookkeeping --------------------------------------------------------------------------
 
     def _give(self, engine: _Engine, request: SampleRequest) -> None:

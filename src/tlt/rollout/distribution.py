@@ -118,7 +118,7 @@ class WeightDistribution:
         if refused and len(errors) == len(answers):
             raise refused[0]  # the weights are wrong, not the engines
         for handle, answer in zip(handles.values(), answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
+            if isinstance(answer, BaseException):
                 handle.condemn(f"it did not take new weights: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 

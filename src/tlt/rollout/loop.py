@@ -124,11 +124,12 @@ class EngineLoop:
             self._thread.join()
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests."""
+        """Queue requests, without those that are here already: a call may arrive twice."""
         now = time.time()
         with self._lock:
             self._raise_if_dead()
-            self._queue.extend((request, now) for request in requests)
+            here = {*self._in_flight, *(request.sample_id for request, _ in self._queue)}
+            self._queue.extend((r, now) for r in requests if r.sample_id not in here)
             self._lock.notify_all()
 
     def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
@@ -139,6 +140,12 @@ class EngineLoop:
             gone = set(taken)
             self._queue = deque(item for item in self._queue if item[0].sample_id not in gone)
         return taken
+
+    def held(self) -> list[str]:
+        """Return the ids of all requests that will still end here, or whose sample is here."""
+        with self._lock:
+            queued = (request.sample_id for request, _ in self._queue)
+            return [*queued, *self._in_flight, *(s.sample_id for s in self._finished)]
 
     def take_finished(self, timeout_s: float) -> list[Sample]:
         """Return the samples that ended since the last call; wait for the first one."""

@@ -36,7 +36,7 @@ from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.distribution import WeightDistribution
 from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.recheck import Recheck, Rechecks
-from tlt.rollout.watched import WatchedEngine
+from tlt.rollout.watched import Progress, WatchedEngine
 from tlt.spans import Span
 
 if TYPE_CHECKING:
@@ -144,10 +144,13 @@ class RolloutPool:
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all engines at once; return the answers of those that did not die."""
-        calls = [handle.call(method, *args) for handle in self._handles.values()]
+        handles = list(self._handles.values())
+        calls = [handle.call(method, *args) for handle in handles]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, EngineGone):
+        for handle, answer in zip(handles, answers, strict=True):
+            if isinstance(answer, EngineGone):
+                handle.condemn(f"it did not answer {method}")  # even if it lives: asleep or awake?
+            elif isinstance(answer, BaseException):
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -160,8 +163,6 @@ class RolloutPool:
         """Call a method of one engine, and replace the engine if the call fails."""
         try:
             await handle.call(method, *args)
-        except EngineGone:
-            pass
         except EngineError as error:
             handle.condemn(f"{method} failed: {error}")
 
@@ -296,9 +297,13 @@ class RolloutPool:
         if self._listener is not None:
             self._listener.ready(name, report)
         self._pump()
+        progress = Progress(self._config.health_timeout_s, self._clock)
         while True:
             if samples := await handle.take_finished():
                 await self._deliver(name, samples)
+            if progress.is_due(bool(samples)):
+                held = await handle.call("held")
+                progress.compare(name, self._dispatcher.held_by(name), held)
 
     async def _lost(self, name: str, handle: EngineHandle, error: Exception) -> None:
         try:

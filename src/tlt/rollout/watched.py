@@ -4,13 +4,14 @@ The pool replaces an engine that it no longer trusts: one that did not answer in
 take its requests. It condemns the engine: every call to it, also one under way, raises
 `EngineGone`, and the engine's task in the pool starts a successor. That does not depend on what the
 engine still answers. Commands get `pool.command_timeout_s`, all else `pool.health_timeout_s`.
+`Progress` finds samples that were lost although every call was answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tlt.config.rollout import PoolConfig
@@ -89,3 +90,38 @@ class WatchedEngine:
         finally:
             answer.cancel()
             condemned.cancel()
+
+
+class Progress:
+    """Finds samples that the pool waits for and that the engine does not have.
+
+    An engine that delivers nothing for `every_s` is asked what it holds. A sample that is missing
+    twice in a row was lost on the way: a request under way arrives in the meantime, or condemns the
+    engine.
+    """
+
+    def __init__(self, every_s: float, clock: Callable[[], float]) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._since_s = clock()
+        self._missing: set[str] = set()
+
+    def is_due(self, has_delivered: bool) -> bool:
+        """Return whether to ask the engine; call this after every answer of `take_finished`."""
+        now_s = self._clock()
+        if has_delivered:
+            self._since_s, self._missing = now_s, set()
+        if now_s - self._since_s < self._every_s:
+            return False
+        self._since_s = now_s
+        return True
+
+    def compare(self, name: str, expected: Collection[str], held: Collection[str]) -> None:
+        """Raise if the engine still does not have what the pool waits for."""
+        missing = set(expected) - set(held)
+        lost, self._missing = missing & self._missing, missing
+        if lost:
+            raise EngineError(
+                f"the pool waits for {len(lost)} samples of {name}, such as {min(lost)}, and the "
+                f"engine, which holds {len(held)} others, does not have them"
+            )

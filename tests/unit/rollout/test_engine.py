@@ -441,3 +441,17 @@ def test_no_two_engines_draw_the_same_numbers() -> None:
     assert len(set(seeds)) == 64
     assert seeds == [stream_seed(7, name) for name in names]
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_request_that_arrives_twice_runs_once() -> None:
+    core = FakeCore(slots=1)
+    with running(core) as loop:
+        loop.submit([request("a", 2)])
+        core.wait_in_step()
+        loop.submit([request("b")])
+        loop.submit([request("a", 2), request("b")])
+        assert sorted(loop.held()) == ["a", "b"]
+        core.may_step.release(MANY)
+        assert sorted(s.sample_id for s in collect(loop, 2)) == ["a", "b"]
+        assert core.admitted == ["a", "b"]
+        assert loop.held() == []

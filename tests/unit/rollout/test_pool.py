@@ -68,6 +68,8 @@ class FakeEngine:
         return ended
 
     async def call(self, method: str, *args: Any) -> Any:
+        if method == "held":
+            return [*self.running, *(r.sample_id for r in self.waiting)]
         self.calls.append((method, args))
         if self.refuse_weights:
             raise self.refuse_weights

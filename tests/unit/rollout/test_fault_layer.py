@@ -1,0 +1,176 @@
+"""Seeded faults between the real pool and light engines: the real loop over a core without a model.
+
+Every call of the pool may be dropped, delayed, delivered twice, answered by an error, or delivered
+and never answered. Whatever the seed: every sample comes exactly once, from the current policy, and
+nobody waits longer than the limits allow. `TLT_FAULT_SEEDS` sets the number of seeds.
+"""
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from tlt.config.rollout import PoolConfig
+from tlt.contracts import Sample, SampleRequest, SamplingSpec
+from tlt.errors import EngineError, EngineGone
+from tlt.rollout.loop import EngineLoop, Finished
+from tlt.rollout.pool import RolloutPool
+from tlt.rollout.recheck import Recheck
+
+NUM_SEEDS = int(os.environ.get("TLT_FAULT_SEEDS", "50"))
+AT_ONCE = 25
+"""Seeds that run at the same time: most of their time is waiting for limits."""
+MAX_FAULTS = 4
+"""Faults of one seed: five losses of one sample would rightly end its rollout."""
+FAULTS = ("drop", "delay", "duplicate", "fail", "fail_late", "hang")
+LIMITS = PoolConfig(
+    num_engines=3,
+    prefetch=2,
+    health_timeout_s=0.6,
+    command_timeout_s=0.8,
+    max_restarts=100,
+)
+LIMIT_S = 40.0
+"""Seconds for two rollouts and two weight updates of `AT_ONCE` seeds on a busy machine."""
+
+
+class LightCore:
+    """Ends each request after as many engine steps as it has tokens."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+
+    def start(self) -> dict[str, Any]:
+        return {"slots": 2}
+
+    def admit(self, request: SampleRequest) -> None:
+        assert request.sample_id not in self.left, "the same request twice"
+        self.left[request.sample_id] = request.sampling.max_tokens
+
+    def step(self) -> list[Finished]:
+        self.left = {sample_id: left - 1 for sample_id, left in self.left.items()}
+        ended = [sample_id for sample_id, left in self.left.items() if left <= 0]
+        for sample_id in ended:
+            del self.left[sample_id]
+        return [Finished(sample_id, (7,), (-0.5,), "length", 0.0) for sample_id in ended]
+
+    def begin_recheck(self, recheck: Recheck) -> None: ...
+
+    def end_recheck(self, recheck: Recheck) -> dict[int, float]:
+        return {}
+
+    def stop(self) -> None: ...
+
+
+class LightEngine(EngineLoop):
+    def update_policy(self, manifest: dict[str, Any], version: int) -> float:
+        def update() -> float:
+            self.policy_version = version
+            return 0.0
+
+        return self.between_rollouts(update, "a policy update now would mix two policies")
+
+    def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
+        return self.between_steps(lambda: 0.0)
+
+
+class Handle:
+    """The pool's handle on an engine behind a layer of faults."""
+
+    def __init__(self, name: str, faults: Iterator[str], threads: ThreadPoolExecutor) -> None:
+        self._engine = LightEngine(name, LightCore(), stall_timeout_s=5.0)
+        self._faults = faults
+        self._threads = threads
+
+    async def start(self) -> dict[str, Any]:
+        return await self._in_thread(self._engine.start)
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        await self._through(partial(self._engine.submit, requests))
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        return await self._through(partial(self._engine.withdraw, sample_ids))
+
+    async def take_finished(self) -> list[Sample]:
+        return await self._through(partial(self._engine.take_finished, 0.02))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._through(partial(getattr(self._engine, method), *args))
+
+    async def stop(self, graceful: bool) -> None:
+        await self._in_thread(self._engine.shutdown)
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _through(self, work: Callable[[], Any]) -> Any:
+        fault = next(self._faults)
+        if fault == "drop":
+            await asyncio.sleep(60)
+        if fault == "fail":
+            raise EngineGone("the call did not arrive")
+        if fault == "delay":
+            await asyncio.sleep(0.1)
+        answer = await self._in_thread(work)
+        if fault == "duplicate":
+            return await self._in_thread(work)
+        if fault == "hang":
+            await asyncio.sleep(60)
+        if fault == "fail_late":
+            raise EngineError("the answer did not arrive")
+        return answer
+
+
+def faults_of(seed: int) -> Iterator[str]:
+    """Yield what happens to each call of a pool."""
+    rng = random.Random(seed)
+    at = set(rng.sample(range(8, 90), MAX_FAULTS))
+    number = 0
+    while True:
+        yield rng.choice(FAULTS) if number in at else ""
+        number += 1
+
+
+def requests(label: str) -> list[SampleRequest]:
+    return [
+        SampleRequest(f"{label}/{index}", (1,), SamplingSpec(max_tokens=1 + 7 * index % 23))
+        for index in range(20)
+    ]
+
+
+async def one_seed(seed: int, threads: ThreadPoolExecutor) -> None:
+    faults = faults_of(seed)
+    pool = RolloutPool(LIMITS, lambda name: Handle(name, faults, threads))
+    async with pool:
+        for version in (1, 2):
+            await pool.update_policy([("w", torch.ones(1))], version)
+            wanted = requests(f"{seed}-{version}")
+            samples = [sample async for sample in pool.generate(wanted)]
+            ids = sorted(sample.sample_id for sample in samples)
+            assert ids == sorted(request.sample_id for request in wanted), f"seed {seed}"
+            assert {sample.policy_version for sample in samples} == {version}, f"seed {seed}"
+            await pool.update_drafter([("w", torch.ones(1))], version)
+
+
+async def in_time(seed: int, work: Coroutine[Any, Any, None]) -> None:
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await work
+    except TimeoutError:
+        raise AssertionError(f"seed {seed} waits for ever") from None
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, AT_ONCE))
+async def test_every_sample_exactly_once_whatever_fails(first: int) -> None:
+    seeds = range(first, min(first + AT_ONCE, NUM_SEEDS))
+    with ThreadPoolExecutor(8 * len(seeds)) as threads:
+        await asyncio.gather(*(in_time(seed, one_seed(seed, threads)) for seed in seeds))
