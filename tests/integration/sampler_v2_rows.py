@@ -80,6 +80,7 @@ class Desk:
             speculative_config=speculative(method),
             speculator=None,
             device=device,
+            req_states=self.states,
         )
         if keyed:
             sampler_v2.install(self.runner)

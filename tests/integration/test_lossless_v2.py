@@ -5,6 +5,7 @@ its beginning from the prefix cache.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from workloads import TINY_ARGS, random_prompts, seeded
 
 from tlt.config.rollout import EngineConfig, NgramConfig
 from tlt.contracts import Sample
+from tlt.rollout.recheck import NEAR_TIES, Recheck
 
 pytestmark = pytest.mark.vllm
 
@@ -90,6 +92,23 @@ def check_equal(engine: InterpretedEngine, reference: list[Sample]) -> None:
         assert sample.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+def check_rechecks(engine: InterpretedEngine, reference: list[Sample]) -> None:
+    """Samples generated again without drafts are the same; a changed token is found."""
+    work = seeded(random_prompts(NUM_REQUESTS, seed=5), SETTINGS, MAX_TOKENS)
+    for request, sample, change in zip(work[:3], reference[:3], (None, None, 3), strict=True):
+        tokens = list(sample.token_ids)
+        if change is not None:
+            tokens[change] = (tokens[change] + 1) % 100
+        name = f"recheck/{request.sample_id}"
+        again = replace(request, sample_id=name, sampling=replace(request.sampling, logprobs=False))
+        before = engine.stats()
+        verdict = engine.call("recheck", Recheck(again, tuple(tokens), 0))
+        assert verdict is not None
+        assert verdict.differs_at == change
+        assert (verdict.shortfall > NEAR_TIES["float32"]) == (change is not None)
+        assert engine.stats() == before, "rechecks are not counted"
+
+
 @pytest.mark.gate
 def test_same_samples_while_drafters_and_draft_lengths_switch(
     engine: InterpretedEngine, reference: list[Sample]
@@ -98,12 +117,17 @@ def test_same_samples_while_drafters_and_draft_lengths_switch(
     check_equal(engine, reference)
 
 
+def test_samples_are_rechecked(engine: InterpretedEngine, reference: list[Sample]) -> None:
+    check_rechecks(engine, reference)
+
+
 def test_same_samples_with_asynchronous_scheduling(
     reference: list[Sample], tiny: Path, tiny_drafter: Path
 ) -> None:
     """The engine runs a step ahead of the tokens; without drafts it gives the same samples too."""
     engine = start(tiny, tiny_drafter, is_async=True)
     check_equal(engine, reference)
+    check_rechecks(engine, reference)
     engine.close()
 
 
@@ -116,7 +140,10 @@ def test_block_verification_keeps_vllms_sampler(
     """
     engine = start(tiny, tiny_drafter, is_async=False, rejection_sample_method="block")
     samples = samples_of(engine, {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3})
-    engine.close()
+    work = seeded(random_prompts(NUM_REQUESTS, seed=5), SETTINGS, MAX_TOKENS)
+    # Nothing to compare: these samples depend on their drafts.
+    assert engine.call("recheck", Recheck(work[1], reference[1].token_ids, 0)) is None
     same = [a.token_ids == b.token_ids for a, b in zip(samples, reference, strict=True)]
     assert same[0]
     assert not all(same)
+    engine.close()

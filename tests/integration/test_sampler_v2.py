@@ -16,6 +16,8 @@ import noise_v2
 import pytest
 from interpreter import interpreted
 
+from tlt.rollout.recheck import LARGEST
+
 pytestmark = pytest.mark.vllm
 
 SETTINGS: list[dict[str, Any]] = [
@@ -64,6 +66,7 @@ def compare_rows() -> dict[str, Any]:
         own.append(desk.generate(oracle(expected, desk.slots(), seed=0, share=share)))
     found["ratio test depends on drafts"] = own[0] != own[1]
     found["kernels"] = kernels_of_limits()
+    found["missed"] = missed_draws()
     found["drawn"] = drawn_by_the_kernel()
     found["drafts"] = drafts_with_noise()
     return found
@@ -103,6 +106,35 @@ def kernels_of_limits() -> dict[bool, Any]:
             "same": [torch.equal(a, b) for a, b in zip(alone, together, strict=True)],
             "kept": [int(row.isfinite().sum()) for row in together],
         }
+    return found
+
+
+def missed_draws() -> dict[Any, Any]:
+    """Return what rechecks note of draws that differ from the tokens expected."""
+    from sampler_v2_rows import LENGTH, PROMPT, Desk, made_up_logits
+
+    from tlt.rollout.vllm.missed_v2 import MissedDrawsV2
+
+    found: dict[Any, Any] = {}
+    for name, settings in {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7}}.items():
+        [expected] = Desk([settings]).generate(None)
+        other = list(expected)
+        other[1] = other[2] = (max(expected) + 1) % 90  # only the first difference counts
+        for case, tokens in {"same": expected, "other": other, "short": expected[:2]}.items():
+            desk = Desk([settings])
+            missed = MissedDrawsV2(desk.runner, "r0", len(PROMPT), tokens)
+            assert desk.generate(None) == [expected]
+            found[name, case] = missed.end()
+            assert "sample" not in vars(desk.sampler)
+        text = [*PROMPT, expected[0]]
+        found[name] = made_up_logits(text).tolist(), other[1], len(text) - 1
+    limited = {"temperature": 1.0, "top_k": 2}
+    [expected] = Desk([limited]).generate(None)
+    desk = Desk([limited])
+    unlikely = int(made_up_logits(PROMPT).argmin())
+    missed = MissedDrawsV2(desk.runner, "r0", len(PROMPT), [unlikely] * LENGTH)
+    desk.generate(None)
+    found["masked"] = missed.end()
     return found
 
 
@@ -191,10 +223,27 @@ def test_drafts_change_no_token_and_no_logprob() -> None:
         assert case["same"] == [True] * 3
         assert 1 < case["kept"][0] < 96
         assert case["kept"][1:] == [10, 96]
+    check_missed(found["missed"])
     check_drafts(found["drafts"])
     # The noise of `noise_v2`, which the next test examines, is that of the kernel.
     seeds, positions = zip(*KEYS, strict=True)
     assert noise_v2.draw(key_logits(), seeds, positions).tolist() == found["drawn"]
+
+
+def check_missed(found: dict[Any, Any]) -> None:
+    """A recheck finds the first difference; the shortfall is that of the kernel's noise."""
+    import numpy as np
+
+    for name in ("greedy", "sampled"):
+        assert found[name, "same"] == found[name, "short"] == {}
+        logits, token, position = found[name]
+        scores = np.array(logits)
+        if name == "sampled":
+            scores = scores / 0.7 + noise_v2.gumbel([0], [position], len(logits))[0]
+        expected = scores.max() - scores[token]
+        assert found[name, "other"] == {1: pytest.approx(expected, abs=1e-4)}
+        assert expected > 0.1
+    assert found["masked"] == {0: LARGEST}
 
 
 def check_drafts(found: dict[str, Any]) -> None:

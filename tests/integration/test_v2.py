@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from interpreter import InterpretedEngine, interpreted
-from v2_calls import begin_script, draft_from_own_text, seen, spy
+from v2_calls import begin_script, draft_from_own_text, seen, spy, watch_waits
 from workloads import TINY_ARGS, greedy, random_prompts, watch_preemptions
 
 from speed import limit
@@ -62,6 +62,7 @@ class Scene:
         if self.engine.stats().steps == 0:
             self.tokens()  # fills the history of samples
         self.engine.call(watch_preemptions)
+        self.engine.call(watch_waits)
         requests = [
             SampleRequest(f"switched/{index}", tuple(prompt), GREEDY, rl_step=5)
             for index, prompt in enumerate(self.prompts)
@@ -135,6 +136,17 @@ def test_random_switching_gives_the_tokens_of_no_drafts(scene: Scene) -> None:
     assert accepted == {"ngram", "eagle3"}
     lengths = {report.verified.num_draft_tokens for report in trace}
     assert lengths == {0, 1, 2, 3, 4}
+
+
+def test_only_a_lookup_in_the_history_waits_for_the_device(scene: Scene) -> None:
+    """By the calls of our modules, because the interpreter has no device to wait for."""
+    assert scene.preemptions > 0
+    assert scene.engine.call("waits") == {
+        ("history_drafts.py", "_num_tokens", "cpu"),
+        # States go to pinned memory on a stream of their own. The host reads them there.
+        ("recorder.py", "_to_host", "copy_"),
+        ("recorder.py", "settle", "__int__"),
+    }
 
 
 def test_recorded_states_are_those_of_the_policy(scene: Scene, tiny_drafter: Path) -> None:

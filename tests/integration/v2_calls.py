@@ -161,5 +161,37 @@ def seen(engine: Any) -> dict[str, Any]:
     }
 
 
+_WATCHED = ("to", "cpu", "item", "tolist", "nonzero", "copy_", "__bool__", "__int__", "__float__")
+
+
+def watch_waits(engine: Any) -> None:
+    """Begin to note where our modules read a tensor on the host, or copy one between devices.
+
+    On a GPU such a call makes the host wait for the device, unless the memory is pinned.
+    """
+    import sys
+    from pathlib import Path
+
+    import torch
+
+    import tlt.rollout.vllm
+
+    folder = str(Path(tlt.rollout.vllm.__file__).parent)
+    engine.waits = waits = set()
+
+    def watched(name: str, original: Any) -> Any:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            code = sys._getframe(1).f_code
+            is_own = code.co_filename.startswith(folder)
+            if is_own and (name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None):
+                waits.add((Path(code.co_filename).name, code.co_name, name))
+            return original(tensor, *args, **kwargs)
+
+        return call
+
+    for name in _WATCHED:
+        setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
+
+
 def _runner(engine: Any) -> Any:
     return engine.core.llm.collective_rpc(lambda worker: worker.model_runner)[0]

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Missed:
         """Return these rows."""
         if len(rows) == len(self) and bool((rows == np.arange(len(self))).all()):
             return self
-        index_T = torch.from_numpy(rows).to(self.state_TA.device, non_blocking=True)
+        index_T = async_tensor_h2d(rows, self.state_TA.device)
         return Missed(
             self.owner_T[rows],
             self.position_T[index_T],

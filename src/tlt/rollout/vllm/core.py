@@ -183,7 +183,10 @@ class VllmCore:
         self.controller.rechecking = True
         self.admit(recheck.request)
         _, vllm_id = self._requests[recheck.request.sample_id]
-        self.llm.collective_rpc("tlt_begin_recheck", args=(vllm_id, recheck.token_ids))
+        num_prompt_tokens = len(recheck.request.prompt_token_ids)
+        self.llm.collective_rpc(
+            "tlt_begin_recheck", args=(vllm_id, num_prompt_tokens, recheck.token_ids)
+        )
 
     def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
         """Forget a recheck, and abort it if it goes on; return what expected tokens missed by."""
@@ -191,8 +194,9 @@ class VllmCore:
         if unfinished is not None:
             self.llm.abort_request([unfinished[1]], internal=True)
         self.controller.rechecking = False
-        missed: Mapping[int, float] = self.llm.collective_rpc("tlt_end_recheck")[0]
-        return missed
+        # V2 may draw on any one of the workers.
+        missed = self.llm.collective_rpc("tlt_end_recheck")
+        return {place: short for worker in missed for place, short in worker.items()}
 
     def _keep_states(self, vllm_id: str, request: SampleRequest, end: Finished) -> None:
         """Store the hidden states of a whole sample for the drafter's training; drop others."""

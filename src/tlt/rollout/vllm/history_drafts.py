@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -93,12 +95,13 @@ class HistoryDrafts:
         )
         for row, tokens in enumerate(found):
             drafts[row, : len(tokens)] = tokens
-        draft_BK[: batch.num_reqs, :num_drafts].copy_(torch.from_numpy(drafts), non_blocking=True)
+        draft_BK[: batch.num_reqs, :num_drafts] = async_tensor_h2d(drafts, draft_BK.device)
 
     def _num_tokens(self, batch: Any) -> Any:
         """Return the length of each text. Wait for the device to write the text."""
         num_tokens_B = self._states.total_len.gpu[batch.idx_mapping[: batch.num_reqs]]
-        return num_tokens_B.cpu().numpy()
+        with gpu_sync_allowed():  # the lookup needs the tokens of this engine step
+            return num_tokens_B.cpu().numpy()
 
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Learn the rest of ended requests: the length of each prompt, and the whole text."""

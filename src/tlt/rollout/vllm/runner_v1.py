@@ -6,13 +6,14 @@ of the runner, after loading, and around every engine step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tlt.rollout.vllm import sampler, selftest
+from tlt.rollout.vllm.missed import MissedDraws
 from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
@@ -98,6 +99,12 @@ class RunnerV1:
         if isinstance(drafter, SwitchingProposer):
             drafter.missed.clear()
 
+    def watch_draws(
+        self, request_id: str, num_prompt_tokens: int, expected: Sequence[int]
+    ) -> MissedDraws:
+        """Compare the next draws, all of one request, with the tokens expected, until `end`."""
+        return MissedDraws(self.runner.sampler.keys, expected)
+
     # --- history of samples -------------------------------------------------------------------
 
     def forget_history(self) -> None:
@@ -130,7 +137,11 @@ class RunnerV1:
         """Name of the class that samples."""
         return type(self.runner.sampler).__name__
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether seed and policy alone decide a sample, whatever was drafted."""
+        return isinstance(self.runner.sampler, sampler.KeyedSampler)
+
     def sampling_faults(self) -> list[str]:
         """Return the faults of sampling under speculation in this process."""
-        is_keyed = isinstance(self.runner.sampler, sampler.KeyedSampler)
-        return selftest.sampling_faults(self.runner.device, is_keyed)
+        return selftest.sampling_faults(self.runner.device, self.is_keyed)

@@ -7,7 +7,7 @@ of the device and never learns how many drafts were rejected, so positions come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tlt.rollout.vllm import sampler_v2, selftest_v2
+from tlt.rollout.vllm.missed_v2 import MissedDrawsV2
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
 
@@ -118,6 +119,12 @@ class RunnerV2:
         if (missed := getattr(self.runner.speculator, "missed", None)) is not None:
             missed.clear()
 
+    def watch_draws(
+        self, request_id: str, num_prompt_tokens: int, expected: Sequence[int]
+    ) -> MissedDrawsV2:
+        """Compare the next draws of a request with the tokens expected, until `end`."""
+        return MissedDrawsV2(self.runner, request_id, num_prompt_tokens, expected)
+
     # --- history of samples -------------------------------------------------------------------
 
     def forget_history(self) -> None:
@@ -143,6 +150,11 @@ class RunnerV2:
     def sampler(self) -> str:
         """Name of the class that samples, with drafts if the engine has any."""
         return type(self.runner.rejection_sampler or self.runner.sampler).__name__
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether seed and policy alone decide a sample, whatever was drafted."""
+        return sampler_v2.is_keyed(self.runner)
 
     def sampling_faults(self) -> list[str]:
         """Return the faults of sampling under speculation in this process."""

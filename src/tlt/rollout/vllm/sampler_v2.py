@@ -87,6 +87,15 @@ def wants_keys(speculative: Any) -> bool:
     return not skips("keyed") and method == "standard"
 
 
+def is_keyed(runner: Any) -> bool:
+    """Return whether a V2 runner samples by keys, with drafts and without."""
+    return (
+        type(runner.sampler) is Sampler
+        and wants_keys(runner.speculative_config)
+        and isinstance(runner.rejection_sampler, KeyedVerifier | None)
+    )
+
+
 class KeyedVerifier(RejectionSampler):
     """Accepts a draft token exactly if it is the token that the policy draws there."""
 

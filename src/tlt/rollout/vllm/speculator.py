@@ -7,9 +7,10 @@ the number of drafts. The drafts stay on the device: vLLM's scheduler knows only
 As on V1 (`proposer`), engine steps that only decode skip the draft model unless EAGLE-3 drafts. The
 speculator keeps the skipped inputs and fills the draft model's KV cache from them before the next
 EAGLE-3 draft (`catch_up`). V2 never tells the host which drafts were rejected, so the rows of
-rejected drafts are kept too, with position -1, and write nothing. So nothing here waits for the
-device. Engine steps with prompt tokens always run the draft model; V2 hands a resumed request over
-as a new one, which reads its text again as far as the prefix cache does not have it.
+rejected drafts are kept too, with position -1, and write nothing. Host arrays reach the device
+through pinned memory (`async_tensor_h2d`). So nothing here waits for the device. Engine steps with
+prompt tokens always run the draft model; V2 hands a resumed request over as a new one, which reads
+its text again as far as the prefix cache does not have it.
 
 Shapes: T rows (tokens of an engine step), B requests of the batch, A the width of the policy's
 states.
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.attn_utils import (
@@ -158,7 +160,8 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
             return False
         num_rows = batch.num_scheduled_tokens
         num_tokens = batch.num_tokens
-        owner_T = self._to_device(np.repeat(np.arange(batch.num_reqs), num_rows))
+        owners: Any = np.repeat(np.arange(batch.num_reqs), num_rows)
+        owner_T = async_tensor_h2d(owners, self.device)
         last_B = batch.query_start_loc[1 : batch.num_reqs + 1] - 1 - num_rejected
         token_T = batch.input_ids[:num_tokens].roll(-1)
         token_T[last_B.long()] = last_sampled[batch.idx_mapping, 0].to(token_T.dtype)
@@ -205,7 +208,8 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         num_rows = len(missed)
         block_size = self._block_size
         tables = self.block_tables.input_block_tables  # gathered for this batch
-        owner_T = self._to_device(missed.owner_T)
+        owner_T = async_tensor_h2d(missed.owner_T, self.device)
+        request_index_S = async_tensor_h2d(request_S, self.device)
         position_T = missed.position_T.clamp(min=0)
         block_T = tables[self._group][owner_T, position_T // block_size].long()
         slot_T = block_T * block_size + position_T % block_size
@@ -214,17 +218,17 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         slot_GT = slot_T.expand(len(tables), num_rows).contiguous()
         starts = torch.from_numpy(start_S.astype(np.int32))
         lengths = starts.diff()
-        longest = int(lengths.max())
+        longest = int(np.diff(start_S).max())
         metadata = build_attn_metadata(
             attn_groups=self._catch_up_groups,
             num_reqs=len(request_S),
             num_tokens=num_rows,
-            query_start_loc_gpu=starts.to(self.device, non_blocking=True),
+            query_start_loc_gpu=async_tensor_h2d(starts, self.device),
             query_start_loc_cpu=starts,
             max_query_len=longest,
-            seq_lens=lengths.to(self.device, non_blocking=True),
+            seq_lens=async_tensor_h2d(lengths, self.device),
             max_seq_len=longest,
-            block_tables=[table[self._to_device(request_S)] for table in tables],
+            block_tables=[table[request_index_S] for table in tables],
             slot_mappings=slot_GT,
             kv_cache_config=self.kv_cache_config,
             seq_lens_cpu_upper_bound=lengths,
@@ -236,6 +240,3 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         self.hidden_states[:num_rows] = self.model.combine_hidden_states(missed.state_TA)
         slots = build_slot_mappings_by_layer(slot_GT, self.kv_cache_config)
         self._run_model(num_rows, metadata, slots, None, CUDAGraphMode.NONE)
-
-    def _to_device(self, array: Any) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
