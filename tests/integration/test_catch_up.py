@@ -182,7 +182,6 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
     from tlt.rollout.vllm.scheduler import active_controller
     from tlt.strategy.spec import parse_arm
 
-    recorder = Recorder()
     config = EngineConfig(
         model=model,
         drafter=drafter,
@@ -200,6 +199,7 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
         },
     )
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
+    recorder = Recorder()  # loads numba, which must come after vLLM's start-up
     scheduler = engine.engine_core.engine_core.scheduler
     proposer = engine.collective_rpc(lambda worker: worker.model_runner.drafter)[0]
     assert proposer.missed.budget_bytes == config.drafter_state_mib * 2**20 > 0
