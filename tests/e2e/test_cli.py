@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from speed import limit
+from tlt.hardware import compute_dtype
 
 TLT = [sys.executable, "-m", "tlt"]
 
@@ -100,6 +101,7 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     for heading in ("tokens/s", "accept length", "tail share", "idle s", "tail:4@4"):
         assert heading in done.stdout
     result = json.loads((tmp_path / "bench/rollout.json").read_text())
+    assert result["engine_args"]["dtype"] == compute_dtype()
     assert [row["mode"] for row in result["summary"]] == ["off", "ngram:4", "eagle3:2", "tail:4@4"]
     assert len(result["runs"]) == 4
     assert all(run["curve"][-1][1] == 0 for run in result["runs"])

@@ -84,6 +84,7 @@ def rollout(
     from tlt.bench import workload
     from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
+    from tlt.hardware import compute_dtype
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
     from tlt.strategy.spec import LEARNING
@@ -110,6 +111,7 @@ def rollout(
     made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
     prompts = [chat.prompt(problem.question) for problem in made]
     arguments: dict[str, Any] = {
+        "dtype": compute_dtype(on_gpu=gpus > 0),  # vLLM would take bfloat16 on any CPU
         "enforce_eager": True,
         "max_num_seqs": 32,
         "max_model_len": max(map(len, prompts)) + max(sizes) + HEAD_ROOM,
