@@ -78,7 +78,7 @@ class PoolConfig(Schema):
     """Seconds an engine may take for a command, such as a weight update, before it counts as lost.
     Commands wait for the engine step under way."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of an engine's successors within `restart_window_s` before the pool gives its place
-    up."""
+    """Restarts of an engine within `restart_window_s`, or in a row without a single sample, before
+    the pool gives its place up."""
     restart_window_s: float = Field(default=3600.0, gt=0)
     """Seconds over which the pool counts the losses of one place."""

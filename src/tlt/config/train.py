@@ -170,7 +170,7 @@ class AlarmConfig(Schema):
     """Share of the finished samples that idle engines generate again without drafts, to compare the
     tokens; a token that differs and is no near-tie is an alarm. With harvest on, an engine makes
     one recheck in an idle spell before it is leased. An engine that is alone is never idle, and
-    makes none. 0 turns rechecks off. CPU engines only."""
+    makes none. 0 turns rechecks off."""
     recheck_tokens: int = Field(default=256, ge=1)
     """Largest number of tokens that a recheck generates: the beginning of a longer sample."""
     max_lost_steps: int = Field(default=5, ge=0)

@@ -19,10 +19,8 @@ MIN_GAIN = 0.01
 
 def count_tokens(responses: Iterable[torch.Tensor], vocab_size: int) -> torch.Tensor:
     """Count how often each token of the policy's vocabulary occurs."""
-    counts = torch.zeros(vocab_size, dtype=torch.float64)
-    for token_ids in responses:
-        counts += torch.bincount(token_ids.cpu(), minlength=vocab_size)
-    return counts
+    token_ids = torch.cat([ids.cpu() for ids in responses])
+    return torch.bincount(token_ids, minlength=vocab_size).double()
 
 
 def choose(counts_V: torch.Tensor, size: int) -> torch.Tensor:

@@ -32,6 +32,7 @@ from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.rounds import TrainerHandle, Version
+from tlt.rollout.distribution import SWAP_S
 from tlt.rollout.handle import place_of
 from tlt.rollout.pool import RolloutPool
 
@@ -54,9 +55,7 @@ MAX_RESTARTS = 3
 ANSWER_S = 5.0
 """Seconds that the coordinator may take to free a worker, besides stopping its trainer, and to end
 its trainers."""
-SWAP_S = 60.0
-"""Seconds after which engines that have not taken a drafter never will."""
-MOMENTS_S = 60.0
+MOMENTS_S = 10.0
 """Seconds that a checkpoint waits for the optimizer's state: a trainer may be at work."""
 POLL_S = 30.0
 START_S = 60.0
@@ -273,7 +272,10 @@ class Harvest:
             return
         self._update_since_s = time.monotonic()
         expected_s = median(self._update_s) if self._update_s else math.inf
-        for engine, _ in self._engines.values():
+        if self._off or expected_s < self._settings.leases.min_s:
+            return
+        # A lost engine's successor may be starting on its device: its worker is not idle.
+        for engine in self._pool.engines[: self._settings.leases.max_leases]:
             self._leave_idle(engine, expected_s)
 
     async def update_ended(self) -> None:
@@ -533,7 +535,7 @@ class Harvest:
                     return
                 if not self._rollout.is_set():
                     continue  # it ended while we waited
-                async with asyncio.timeout(SWAP_S):
+                async with asyncio.timeout(SWAP_S + ANSWER_S):
                     seconds = await self._pool.update_drafter(
                         tensors.items(), version.number, skip=frozenset(self._asleep)
                     )

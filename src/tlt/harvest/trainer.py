@@ -39,6 +39,8 @@ publishing a drafter that only seems better costs less than keeping back one tha
 WORSE = 2.0
 """Standard errors by which a drafter must be worse for its trainer to restart from the published
 one."""
+VOCABULARY_TOKENS = 100_000
+"""Tokens of recent and long samples from which a vocabulary is chosen."""
 DOUBT_TOKENS = 0.1
 """Prior standard deviation of one window's gain, in tokens: it counts while windows are few."""
 SURE = 3.0
@@ -152,7 +154,7 @@ class HarvestTrainer:
     def train(self, lease: int, seconds: float) -> Trained:
         """Train on the node's buffer for `seconds`, or until the lease ends."""
         until_s = time.monotonic() + seconds
-        self._choose_vocabulary()
+        self._choose_vocabulary(lease)
         own, self._own = self._own, None
         losses: list[float] = []
         seen = self._trainer.tokens_seen
@@ -292,19 +294,29 @@ class HarvestTrainer:
     def _gate(self) -> float:
         return self._settings.trainer.temperature
 
-    def _choose_vocabulary(self) -> None:
+    def _choose_vocabulary(self, lease: int) -> None:
         """Choose the vocabulary before the first training, and again when the text has moved.
 
         Trainers that choose differently are not merged in that round; in the next, all start from
         the same weights and vocabulary.
         """
-        if self._check_vocabulary:
-            samples = [self._buffer.read(name) for name in sorted(self._buffer.offers())]
-            seen = [s.token_ids_T[s.loss_mask_T] for s in samples if s is not None]
-            if seen:
-                self._check_vocabulary = False
-                if self._trainer.check_vocabulary(seen):
-                    self._own = None
+        if not self._check_vocabulary or self._trainer.has_whole_vocabulary:
+            return
+        offers = self._buffer.offers()
+        seen: list[torch.Tensor] = []
+        num_tokens = 0
+        for name in sorted(offers, key=lambda name: (-offers[name].weight, name)):
+            if self._ended(lease):
+                return
+            if num_tokens >= VOCABULARY_TOKENS:
+                break
+            if (sample := self._buffer.read(name)) is not None:
+                seen.append(sample.token_ids_T[sample.loss_mask_T])
+                num_tokens += len(seen[-1])
+        if seen:
+            self._check_vocabulary = False
+            if self._trainer.check_vocabulary(seen):
+                self._own = None
 
 
 def windows(sample: Captured, size: int) -> list[Captured]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     """Named tensors, or a file in this node's shared memory, which the pool then removes."""
     Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
 
+SWAP_S = 60.0
+"""Seconds after which an engine that has not taken a drafter is replaced."""
+
 
 class WeightDistribution:
     """The current weights of a pool, by the engine's method that loads them."""
@@ -106,7 +109,8 @@ class WeightDistribution:
     ) -> list[float]:
         """Load weights into all engines. Replace an engine that fails where others succeed."""
         handles = {name: h for name, h in self._engines.items() if name not in skip}
-        calls = [handle.call(method, manifest, version) for handle in handles.values()]
+        limit_s = SWAP_S if method == "update_drafter" else None
+        calls = [h.call(method, manifest, version, limit_s=limit_s) for h in handles.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]
         # An engine that ends by itself is replaced; that is no evidence against the weights.

@@ -48,7 +48,7 @@ class RolloutEngine(EngineLoop):
     def _note(self, report: dict[str, Any]) -> dict[str, Any]:
         self.safe_to_sample = not report["faults"]
         self._max_model_len = report["max_model_len"]
-        self._is_keyed = report["sampler"] == "KeyedSampler"
+        self._is_keyed = report["keyed"]
         return report
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:

@@ -36,6 +36,7 @@ from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.distribution import WeightDistribution
 from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.recheck import Recheck, Rechecks
+from tlt.rollout.runner import ROUNDS_BY_BATCH
 from tlt.rollout.watched import Progress, WatchedEngine
 from tlt.spans import Span
 
@@ -63,6 +64,8 @@ class RolloutPool:
         self._failure: Exception | None = None
         self._started = False
         self._told_rounding = False
+        self._delivered: set[str] = set()
+        """Engines that have delivered a sample."""
         self._listener: LoadListener | None = None
         self._rechecks = Rechecks(share=0.0, max_tokens=0, dtype="float32")
         self._rechecking: dict[str, WatchedEngine] = {}
@@ -259,6 +262,7 @@ class RolloutPool:
     async def _serve(self, slot: str) -> None:
         """Keep an engine in one place of the pool."""
         lost_s: deque[float] = deque(maxlen=self._config.max_restarts + 1)
+        useless = 0  # engines in a row that delivered no sample, however long they took to fail
         for incarnation in itertools.count():
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
             handle = WatchedEngine(name, self._spawn(name), self._config)
@@ -275,9 +279,14 @@ class RolloutPool:
                     await self._fail(error)  # an engine that fails to start once will fail again
                     return
                 lost_s.append(self._clock())
-                is_often = len(lost_s) == lost_s.maxlen
-                if is_often and lost_s[-1] - lost_s[0] <= self._config.restart_window_s:
-                    await self._give_up(slot, lost_s[-1] - lost_s[0])
+                useless = 0 if name in self._delivered else useless + 1
+                self._delivered.discard(name)
+                within_s = lost_s[-1] - lost_s[0]
+                is_often = (
+                    len(lost_s) == lost_s.maxlen and within_s <= self._config.restart_window_s
+                )
+                if is_often or useless > self._config.max_restarts:
+                    await self._give_up(slot, within_s)
                     return
 
     async def _run_engine(self, name: str, handle: WatchedEngine) -> None:
@@ -352,6 +361,7 @@ class RolloutPool:
             return
         by_id = {s.sample_id: s for s in samples if s.finish_reason in WHOLE}
         for sample_id in self._dispatcher.finished(name, by_id):
+            self._delivered.add(name)
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
             self._rechecks.finished(by_id[sample_id])
         if not self._dispatcher.num_unfinished:

@@ -60,8 +60,9 @@ class WatchedEngine:
     async def take_finished(self) -> list[Sample]:
         return await self._call("take_finished", self.engine.take_finished())
 
-    async def call(self, method: str, *args: Any) -> Any:
-        limit_s = self._limits.command_timeout_s
+    async def call(self, method: str, *args: Any, limit_s: float | None = None) -> Any:
+        most_s = self._limits.command_timeout_s
+        limit_s = most_s if limit_s is None else min(limit_s, most_s)
         return await self._call(method, self.engine.call(method, *args), limit_s)
 
     async def stop(self, graceful: bool) -> None:

@@ -60,17 +60,17 @@ class Checkpoints:
         await self._learner.save(self._begun)
         watch.lap("checkpoint")
 
-    def end(self, step: int) -> None:
-        """Write what `begin` copied, beside the next RL step."""
+    def end(self, step: int, in_haste: bool = False) -> None:
+        """Write what `begin` copied, beside the next RL step; in haste, wait for no trainer."""
         if self._begun is not None:
-            self._writing = asyncio.create_task(self._write(self._begun, step))
+            self._writing = asyncio.create_task(self._write(self._begun, step, in_haste))
             self._begun = None
 
-    async def _write(self, hidden: Path, step: int) -> None:
+    async def _write(self, hidden: Path, step: int, in_haste: bool) -> None:
         earlier, _ = self.last()
         try:
             await self._learner.wait_saved(hidden, earlier, step)
-            await asyncio.to_thread(self._harvest.save, hidden / "drafter")
+            await self._harvest.save(hidden / "drafter", to_resume=not in_haste)
             keep = self._config.checkpoint.keep
             await asyncio.to_thread(self._folder.publish_checkpoint, hidden, step, keep)
         except (CheckpointFailed, OSError) as error:
@@ -113,7 +113,7 @@ class Checkpoints:
         if step and self.last()[1] != step:
             self._begun = self._folder.begin_checkpoint(step)
             await self._learner.save(self._begun)
-            self.end(step)
+            self.end(step, in_haste=True)
             await self.finish()
 
     async def finish_in_time(self) -> None:

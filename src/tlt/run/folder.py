@@ -40,18 +40,9 @@ POLICY_BEFORE = "policy-before"
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
-    *(
-        "run.num_steps",
-        "run.checkpoint_on_term",
-        "run.term_timeout_s",
-        "checkpoint",
-        "eval",
-        "metrics",
-        "pool",
-        "engine",
-        "placement",
-    ),
-    *("tlt", "capture", "alarm", "debug.core_group", "debug.publish_drafters"),
+    *("run.num_steps", "run.checkpoint_on_term", "run.term_timeout_s", "checkpoint", "eval"),
+    *("metrics", "pool", "engine", "placement", "tlt", "capture", "alarm"),
+    *("debug.core_group", "debug.publish_drafters", "debug.gate"),
     *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),
     "learner.gradient_checkpointing",
     *("learner.max_restarts", "learner.timeout_s", "reward.num_workers", "reward.timeout_s"),

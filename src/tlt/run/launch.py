@@ -146,9 +146,9 @@ async def _with_parts(
         if config.capture.by == "engines":
             engine = engine.model_copy(update={"capture": asdict(buffer_settings(config))})
         pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine))
-        # Only CPU engines sample by keys.
-        share = 0.0 if config.engine.num_gpus else config.alarm.recheck_share
-        rechecks = Rechecks(share, config.alarm.recheck_tokens, config.policy.dtype)
+        # GPU kernels may round by the batch in any dtype.
+        dtype = "bfloat16" if config.engine.num_gpus else config.policy.dtype
+        rechecks = Rechecks(config.alarm.recheck_share, config.alarm.recheck_tokens, dtype)
         pool.recheck_with(rechecks)
         harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
@@ -193,7 +193,7 @@ async def _with_parts(
             stack.callback(weights.close)
             parts = Parts(pool, learner, rewards, harvest, rechecks, weights)
             await Training(config, prepared, folder, parts, log, term).run(resume)
-        harvest.save(folder.path / "drafter")
+        await harvest.save(folder.path / "drafter", to_resume=False)
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
         folder.forget_policy_before()

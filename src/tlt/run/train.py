@@ -91,6 +91,7 @@ class Training:
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
         self._checkpoints = Checkpoints(config, folder, learner, harvest)
+        self._gate = Gate(config.debug.gate)
         self._health = HealthWatch(config.alarm.max_lost_steps, config.learner.updates_per_step)
         self._learner_restarts = 0
         """Restarts since the last record."""
@@ -116,7 +117,7 @@ class Training:
         while done < num_steps:
             try:
                 if await finish_or_abandon(
-                    self._step(done + 1), self._stop, lambda: not self._updating
+                    self._turn(done + 1), self._stop, lambda: not self._updating
                 ):
                     done += 1
                 if self._stop.is_set():
@@ -124,10 +125,15 @@ class Training:
                 if done == num_steps:
                     await self._checkpoints.finish()
             except LearnerLost as error:
+                if self._stop.is_set():  # the signal may have ended the ranks as well
+                    await self._checkpoints.abandon()
+                    self._leave()
                 done = await self._revive_learner(error)
             except BaseException:
                 await self._checkpoints.finish_in_time()
                 raise
+        await finish_or_abandon(self._gate.wait_for_turn(num_steps + 1), self._stop, lambda: True)
+        self._gate.close()
 
     async def _end_early(self, done: int) -> None:
         """Finish the checkpoint under way, or write one of RL step `done`, and raise."""
@@ -138,17 +144,23 @@ class Training:
                 logger.error("no checkpoint of RL step %d could be written: %r", done, error)
         else:
             await self._checkpoints.finish_in_time()
+        self._leave(f" after RL step {done}")
+
+    def _leave(self, when: str = "") -> None:
+        """End the run because of a signal."""
         _, saved = self._checkpoints.last()
         self._log.close()
-        self._term.raise_if_requested(
-            f" after RL step {done}; `--resume` goes on after RL step {saved}"
-        )
+        self._term.raise_if_requested(f"{when}; `--resume` goes on after RL step {saved}")
+
+    async def _turn(self, step: int) -> None:
+        self._updating = False
+        await self._gate.wait_for_turn(step)
+        await self._step(step)
 
     # --- one RL step --------------------------------------------------------------------------
 
     async def _step(self, step: int) -> None:
         watch = Stopwatch()
-        self._updating = False
         await self._counters.step_started()
         batch, count = self._prepared.source.batch, self._config.sampling.prompts_per_step
         problems = await asyncio.to_thread(batch, step, count)

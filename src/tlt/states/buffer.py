@@ -7,11 +7,12 @@ and leave nothing to clean up when they die. A mapping outlives the eviction of 
 folder's listing is the index: file names carry the RL step, the number of learned tokens, and
 whether the sample is held out.
 
-Writers take turns by a lock that the kernel drops when they die. The bytes of all files, hidden
-ones included, never exceed the capacity. To make room, the buffer evicts the samples with the
-fewest learned tokens first, and a sample of an earlier RL step counts for less. A session in the
-middle of a rollout thus finds the long samples of the previous RL step beside the short samples
-of the current one. Training draws by the same worth.
+Writers take turns at making room: each one reserves a hidden file of its sample's size. They write
+at the same time. A writer holds a lock on its hidden file, which the kernel drops when the writer
+dies. The bytes of all files, hidden ones included, never exceed the capacity. To make room, the
+buffer evicts the samples with the fewest learned tokens first, and a sample of an earlier RL step
+counts for less. A session in the middle of a rollout thus finds the long samples of the previous
+RL step beside the short samples of the current one. Training draws by the same worth.
 
 A sample's targets are its last hidden states times the policy's head, and trainers have only the
 head of the current policy. Samples more than `MAX_AGE_STEPS` RL steps old are worth nothing: no

@@ -106,11 +106,14 @@ class World:
         self.deaf = self.immortal = False
         self.harvest = self.make()
 
+    ready: tuple[str, ...] = tuple(ENGINES)
+    """Engines of the pool that are ready."""
+
     def make(self, colocated: bool = True, min_s: float = 0.0) -> Harvest:
         return Harvest(
             replace(SETTINGS, leases=replace(SETTINGS.leases, min_s=min_s)),
             cast(Any, None),
-            cast(Any, None),
+            cast(Any, SimpleNamespace(engines=self.ready)),
             lambda engine: {},
             on_gpu=False,
             colocated=colocated,
@@ -360,6 +363,19 @@ async def test_trainers_work_during_an_update_on_other_devices() -> None:
         await asyncio.sleep(0.05)
         await world.harvest.rollout_ended()  # of a run that is cancelled in the update
         assert not world.harvest.leased()
+
+
+async def test_no_trainer_works_where_an_engine_is_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(World, "ready", (ENGINES[0],))
+    async with running(colocated=False) as world:
+        await world.harvest.rollout_ended()
+        world.harvest.update_started()
+        await world.until(lambda: len(world.harvest.leased()) == 1)
+        await asyncio.sleep(0.05)
+        assert len(world.harvest.leased()) == 1
+        await world.harvest.update_ended()
 
 
 async def test_no_trainer_works_during_an_update_on_the_same_devices() -> None:

@@ -221,8 +221,14 @@ async def test_when_every_engine_is_gone_for_good_the_caller_hears_of_it() -> No
         await main()
 
 
-@pytest.mark.parametrize(("apart_s", "survives"), [(3601 / 2, True), (1700.0, False)])
-async def test_only_losses_within_a_window_count(apart_s: float, survives: bool) -> None:
+@pytest.mark.parametrize(
+    ("apart_s", "delivers", "survives"),
+    [(3601 / 2, True, True), (1700.0, True, False), (3601 / 2, False, False)],
+)
+async def test_only_losses_within_a_window_count(
+    apart_s: float, delivers: bool, survives: bool
+) -> None:
+    """But engines that fail one after the other without a sample are given up at any pace."""
     now_s, made = 0.0, dict[str, FakeEngine]()
 
     def spawn(name: str) -> FakeEngine:
@@ -232,6 +238,8 @@ async def test_only_losses_within_a_window_count(apart_s: float, survives: bool)
     settings = PoolConfig(num_engines=1, max_restarts=2, restart_window_s=3600)
     async with asyncio.timeout(10), RolloutPool(settings, spawn, lambda: now_s) as pool:
         for loss in range(8):
+            if delivers:
+                assert [s async for s in pool.generate([request(loss)])]
             list(made.values())[-1].dead = True
             while len(made) == loss + 1 and not (gave_up := pool.failure):
                 await asyncio.sleep(0.001)

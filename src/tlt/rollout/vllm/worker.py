@@ -19,7 +19,6 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from tlt.errors import EngineError
 from tlt.node.weights import check_weights
 from tlt.rollout.vllm import compat, plugin
-from tlt.rollout.vllm.missed import MissedDraws
 from tlt.rollout.vllm.receive import ReceivesPolicy
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.scheduler import CONFIG_KEY
@@ -98,17 +97,20 @@ class AdaptiveWorker(ReceivesPolicy):
     _rechecks: frozenset[str] = frozenset()
     """Requests that vLLM's runner knows and that are rechecks; no n-grams are learned from them."""
 
-    def tlt_begin_recheck(self, request_id: str, expected: Sequence[int]) -> None:
+    def tlt_begin_recheck(
+        self, request_id: str, num_prompt_tokens: int, expected: Sequence[int]
+    ) -> None:
         """Compare the next draws, all of one request, with the tokens expected."""
         self._rechecks |= {request_id}
-        self._missed = MissedDraws(self.model_runner.sampler.keys, expected)  # type: ignore[attr-defined]
+        self._missed = self._runner.watch_draws(request_id, num_prompt_tokens, expected)
 
     def tlt_end_recheck(self) -> dict[int, float]:
         """Return by how much expected tokens missed the draw, by position, and drop the states."""
         if self._recorder is not None:
             for request_id in self._rechecks:
                 self._recorder.drop(request_id)
-        return self._missed.end()
+        missed: dict[int, float] = self._missed.end()
+        return missed
 
     # --- hidden states for the drafter's training ---------------------------------------------
 
@@ -146,16 +148,15 @@ class AdaptiveWorker(ReceivesPolicy):
         """
         if self._writer is None:
             return 0, 0
-        captured = None
         try:
             captured = self._recorder.take(request_id, token_ids) if self._recorder else None
-        except Exception:
-            self._give_recording_up()
-        if sample_id is not None:
-            if captured is None:
-                self._writer.missing(sample_id)
-            else:
+            if captured is not None and sample_id is not None:
                 self._writer.write(sample_id, rl_step, captured)
+        except Exception:
+            captured = None
+            self._give_recording_up()
+        if captured is None and sample_id is not None:
+            self._writer.missing(sample_id)
         return self._writer.num_written, self._writer.num_dropped
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
@@ -166,6 +167,7 @@ class AdaptiveWorker(ReceivesPolicy):
             "fixes": compat.applied(),
             "proposer": self._runner.proposer,
             "sampler": self._runner.sampler,
+            "keyed": self._runner.is_keyed,
             "faults": self._runner.sampling_faults() if self_test else [],
             "drafter_faults": self._drafter_faults(),
             "policy_faults": self._watch.differing(),
