@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from workloads import SWITCHING_ARMS, TINY_ARGS, EngineFactory, greedy, random_prompts
@@ -118,8 +119,8 @@ async def test_switching_swap_and_sync_with_two_workers(
 def capture_as_rank(engine: Any, rank: int, buffer: dict[str, Any]) -> list[tuple[int, int]]:
     """Let a worker store states as if it had this rank; return what it says it has stored."""
     llm = engine.core.llm
-    llm.engine_core.engine_core.model_executor.driver_worker.worker.rank = rank
-    llm.collective_rpc("tlt_capture", args=(buffer,))
+    with patch("tlt.rollout.vllm.worker.get_tensor_model_parallel_rank", lambda: rank):
+        llm.collective_rpc("tlt_capture", args=(buffer,))
     stored: list[tuple[int, int]] = llm.collective_rpc(
         "tlt_keep_states", args=("none", None, 0, [])
     )
