@@ -140,12 +140,6 @@ class DrafterTrainer:
         if self._mean is not None:
             self._mean = {name: tensors[f"mean.{name}"] for name in self._mean}
 
-    @property
-    def has_whole_vocabulary(self) -> bool:
-        """Whether the drafter drafts from all tokens of the policy."""
-        config = self.drafter.config
-        return config.draft_vocab_size == config.vocab_size
-
     def check_vocabulary(self, responses: Sequence[torch.Tensor]) -> bool:
         """Replace the draft vocabulary if these responses have drifted away from it.
 

@@ -259,9 +259,7 @@ class Harvest:
         started_s = time.monotonic()
         self._forecast.ended()
         self._rollout.clear()
-        engines = [*(spell.engine for spell in self._idle.values()), *self._asleep]
-        await asyncio.gather(*(self.needed(e, wake=not self._colocated) for e in engines))
-        await asyncio.gather(*(asyncio.shield(task) for task in self._freeing.values()))
+        await self._give_back()
         async with self._swapping:
             pass
         self._release_max_s = max(self._release_max_s, time.monotonic() - started_s)
@@ -284,8 +282,12 @@ class Harvest:
             return
         self._update_s.append(time.monotonic() - self._update_since_s)
         self._update_since_s = None
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        """Call all workers back, and wake their engines unless the learner comes next."""
         engines = [*(spell.engine for spell in self._idle.values()), *self._asleep]
-        await asyncio.gather(*(self.needed(engine) for engine in engines))
+        await asyncio.gather(*(self.needed(e, wake=not self._colocated) for e in engines))
         await asyncio.gather(*(asyncio.shield(task) for task in self._freeing.values()))
 
     def policy_changed(self, weights: NewWeights, version: int) -> None:

@@ -300,7 +300,7 @@ class HarvestTrainer:
         Trainers that choose differently are not merged in that round; in the next, all start from
         the same weights and vocabulary.
         """
-        if not self._check_vocabulary or self._trainer.has_whole_vocabulary:
+        if not self._check_vocabulary or self._trainer.drafter.config.drafts_all_tokens:
             return
         offers = self._buffer.offers()
         seen: list[torch.Tensor] = []

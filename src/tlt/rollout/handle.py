@@ -1,4 +1,4 @@
-"""What the pool needs of an engine in another process, and what it tells a user of idle devices."""
+"""Two protocols: an engine in another process as the pool sees it, and a user of idle devices."""
 
 from __future__ import annotations
 

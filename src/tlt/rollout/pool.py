@@ -180,7 +180,7 @@ class RolloutPool:
 
     @property
     def failure(self) -> Exception | None:
-        """What the pool failed of; None while it works."""
+        """The error that ended the pool; None while it works."""
         return self._failure
 
     @property

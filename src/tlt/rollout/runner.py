@@ -21,7 +21,7 @@ ROUNDS_BY_BATCH = (
     f"{INVARIANT_VARIABLE}=1 in the engines' environment prevents it; vLLM's kernels are then "
     "slower, and some attention backends are refused"
 )
-"""What a user of GPU engines with vLLM's default kernels should know."""
+"""Warning to users of GPU engines with vLLM's default kernels."""
 
 
 def rounds_by_batch(num_gpus: int) -> bool:

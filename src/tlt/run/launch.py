@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -94,13 +94,25 @@ def _launch(
             remove_abandoned()
             start_ray(config.pool.num_engines)
             term.install()  # Ray has a handler of its own
-            asyncio.run(_run(config, prepared, folder, resume, sinks, show, on_record, term))
+            work = _run(config, prepared, folder, resume, sinks, show, on_record, term)
+            asyncio.run(_unless_ended(work, term))
         records = read(folder.metrics)
         result = summary(records) | {"provenance": provenance(command)}
         (folder.path / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         return records
     finally:
         sinks.close()
+
+
+async def _unless_ended(work: Coroutine[Any, Any, None], term: Termination) -> None:
+    """Do the work; a signal cancels it while nobody else takes the signal."""
+    doing = asyncio.ensure_future(work)
+    with term.calling(doing.cancel):
+        try:
+            await doing
+        except asyncio.CancelledError:
+            term.raise_if_requested()
+            raise
 
 
 async def _run(
@@ -113,28 +125,7 @@ async def _run(
     on_record: Callable[[Record], None],
     term: Termination,
 ) -> None:
-    """Start all parts and train; a signal while they start cancels that."""
-    work = asyncio.ensure_future(
-        _with_parts(config, prepared, folder, resume, sinks, show, on_record, term)
-    )
-    with term.calling(work.cancel):
-        try:
-            await work
-        except asyncio.CancelledError:
-            term.raise_if_requested()
-            raise
-
-
-async def _with_parts(
-    config: TrainConfig,
-    prepared: Prepared,
-    folder: RunFolder,
-    resume: bool,
-    sinks: Sinks,
-    show: ShowProgress,
-    on_record: Callable[[Record], None],
-    term: Termination,
-) -> None:
+    """Start all parts and train."""
     async with AsyncExitStack() as stack:
         show("waiting for places in the cluster", 0, 1)
         reservation = await reserve(prepared.placement, config.pool.start_timeout_s)

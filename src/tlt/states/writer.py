@@ -21,7 +21,7 @@ the work down."""
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of captured samples since the start."""
+    """Numbers of captured samples since the start."""
 
     num_samples: int = 0
     """Samples in the buffer, or once in the buffer."""

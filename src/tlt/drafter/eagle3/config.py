@@ -29,6 +29,11 @@ class Eagle3Config:
     rms_norm_eps: float
     max_position_embeddings: int
 
+    @property
+    def drafts_all_tokens(self) -> bool:
+        """Whether the draft vocabulary is the policy's."""
+        return self.draft_vocab_size == self.vocab_size
+
     @classmethod
     def for_target(cls, target: Any, draft_vocab_size: int | None = None) -> Eagle3Config:
         """Derive the drafter of a Llama- or Qwen-type target from its Hugging Face config."""
