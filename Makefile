@@ -96,7 +96,6 @@ bench:
 	$(BIN)/python benchmarks/e2e/run.py identical
 	$(BIN)/python benchmarks/e2e/run.py tail
 	$(BIN)/python benchmarks/e2e/run.py equal
-	$(BIN)/python benchmarks/e2e/run.py moving
 	bash benchmarks/strategy.sh
 
 clean:

@@ -1,11 +1,10 @@
 """What a drafter learns from nothing in a few minutes of one core, by setting.
 
-    python benchmarks/harvest_budget.py record --model models/smollm2 --folder runs/harvest_budget
+    python benchmarks/harvest_budget.py record --folder runs/harvest_budget
     python benchmarks/harvest_budget.py profile --folder runs/harvest_budget
     python benchmarks/harvest_budget.py train --folder runs/harvest_budget
 
-`record` gives SmolLM2 a short supervised start on the worked answers of `gsm_symbolic` (word
-problems of reasoning-gym), lets it answer other problems at temperature 1, and stores the samples
+`record` lets the policy of `words.sh` answer word problems at temperature 1, and stores the samples
 with their hidden states. An eighth of them is held out.
 
 `profile` times an optimizer step and the evaluation of a drafter, by size of the draft vocabulary,
@@ -14,7 +13,7 @@ and counts which share of the held-out tokens each vocabulary covers.
 `train` trains a new drafter per setting on the recorded samples, on one core. All settings take
 turns of a few seconds, so that a slow minute of the machine meets all of them. Trainer seconds are
 CPU seconds of training: an idle worker has its core to itself. After each of `SECONDS`, the
-drafter's weights, as harvest would publish them, are evaluated on all held-out samples at draft
+drafter's weights, as harvest would publish them, are evaluated on held-out samples at draft
 length 3. Results are added to benchmarks/results/harvest_budget.json by the name of the setting.
 """
 
@@ -30,14 +29,12 @@ from typing import Any
 import torch
 
 from tlt.drafter import vocabulary
-from tlt.drafter.eagle3.config import default_aux_layers
-from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.evaluation import evaluate, prepare_windows, with_weights
 from tlt.drafter.passes import DraftPasses
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.observe.provenance import provenance
 from tlt.states.buffer import BufferSettings, SampleBuffer
-from tlt.states.captured import capture
+from words import sampled
 
 RESULT = Path(__file__).parent / "results" / "harvest_budget.json"
 SECONDS = (20, 60, 120, 300)
@@ -45,85 +42,20 @@ SECONDS = (20, 60, 120, 300)
 TURN_S = 10.0
 """Trainer seconds of one setting before the next one's turn."""
 DRAFT_LENGTH = 3
-BATCH = 16
-"""Samples that are generated together."""
 
 
 # --- record -------------------------------------------------------------------------------------
 
 
-def problems(count: int, seed: int) -> list[tuple[str, str]]:
-    """Return questions and worked answers."""
-    import reasoning_gym
-
-    data = reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=seed)
-    return [(entry["question"], entry["metadata"]["answer_cot"]) for entry in data]
-
-
-def prompt(tokenizer: Any, question: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(f"Question: {question}\nAnswer:")
-    return ids
-
-
-def supervise(options: argparse.Namespace) -> None:
-    """Make the policy."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from tlt.learner.sft import SftSettings, supervised_start
-
-    folder = Path(options.folder)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-    worked = []
-    for question, answer in problems(3000, seed=1):
-        ids = prompt(tokenizer, question)
-        worked.append(([*ids, *tokenizer.encode(f" {answer}"), tokenizer.eos_token_id], len(ids)))
-    settings = SftSettings(10**6, 1024, 2e-4, options.sft_s, 0, "float32")
-    supervised_start(
-        policy,
-        worked,
-        settings,
-        lambda step: print(step.step, f"{step.loss:.2f} {step.accuracy:.2f}", flush=True),
-    )
-    policy.save_pretrained(folder / "policy")
-    tokenizer.save_pretrained(folder / "policy")
-
-
-@torch.inference_mode()
 def record(options: argparse.Namespace) -> None:
-    """Store samples of the policy with their states, until there are `num_samples` of them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = Path(options.folder)
-    if not (folder / "policy").exists():
-        supervise(options)
-    torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy", padding_side="left")
-    tokenizer.pad_token, end = tokenizer.eos_token, tokenizer.eos_token_id
-    policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
-    layers = default_aux_layers(policy.config.num_hidden_layers)
-    buffer = buffer_of(folder)
-    asked = [prompt(tokenizer, question) for question, _ in problems(1000, options.seed)]
-    for first in range(0, len(asked), BATCH):
-        if len(buffer.entries()) >= options.num_samples:
-            break
-        batch = asked[first : first + BATCH]
-        padded = tokenizer.pad({"input_ids": batch}, return_tensors="pt")
-        out = policy.generate(
-            **padded,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=options.max_tokens,
-        )
-        for index, (ids, row) in enumerate(zip(batch, out.tolist(), strict=True), first):
-            response = row[padded["input_ids"].shape[1] :]
-            if end in response:
-                response = response[: response.index(end) + 1]
-            sample = capture(policy, [*ids, *response], len(ids), layers)
-            buffer.put(f"{options.seed}/{index}", 1, sample)
-        print(len(buffer.entries()), tokenizer.decode(response)[:300], flush=True)
+    """Store samples of the policy with their states."""
+    buffer = buffer_of(Path(options.folder))
+    samples = sampled(
+        options.model, options.num_samples, options.seed, "drafter", options.max_tokens
+    )
+    for index, sample in enumerate(samples):
+        buffer.put(str(index), 1, sample)
+    print(len(buffer.entries()), "samples in", options.folder)
 
 
 def buffer_of(folder: Path) -> SampleBuffer:
@@ -140,29 +72,9 @@ class Setting:
     lr: float = 1e-3
     row_tokens: int = 512
     passes: int = 4
-    vocabulary: int | None = None
+    vocabulary: int | None = 4096
     """Size of the draft vocabulary; None is the policy's."""
     averaged_steps: int = 4
-    init: str = "fresh"
-    """`norm` starts from the policy's final norm, `layer` also from the policy's last layer."""
-
-
-@torch.no_grad()
-def start_from(drafter: Eagle3Drafter, policy: Any, init: str) -> None:
-    """Copy parts of the policy into a new drafter."""
-    if init == "fresh":
-        return
-    drafter.norm.weight.copy_(policy.model.norm.weight)
-    if init == "layer":
-        size, own, last = drafter.config.hidden_size, drafter.midlayer, policy.model.layers[-1]
-        own.input_layernorm.weight.copy_(policy.model.layers[0].input_layernorm.weight)
-        own.hidden_norm.weight.copy_(last.input_layernorm.weight)
-        own.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
-        own.mlp.load_state_dict(last.mlp.state_dict())
-        own.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            weight = getattr(own.self_attn, name).weight
-            weight[:, size:].copy_(getattr(last.self_attn, name).weight)
 
 
 class Arm:
@@ -180,7 +92,6 @@ class Arm:
             )
             ids = vocabulary.choose(counts, setting.vocabulary)
         drafter = fresh_drafter(policy.config, head, ids)
-        start_from(drafter, policy, setting.init)
         self._trainer = DrafterTrainer(
             drafter,
             head,
@@ -238,7 +149,7 @@ def profile(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     folder = Path(options.folder)
-    policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     buffer = buffer_of(folder)
     held_out = buffer.held_out(10**6)
     counts = vocabulary.count_tokens(
@@ -267,7 +178,8 @@ def profile(options: argparse.Namespace) -> None:
         print(rows[-1], flush=True)
         del arm
     found = read_results()
-    found["profile"] = {"rows": rows, "row_tokens": Setting().row_tokens, "passes": 4}
+    shape = Setting()
+    found["profile"] = {"rows": rows, "row_tokens": shape.row_tokens, "passes": shape.passes}
     found["samples"] = {
         "num_samples": len(buffer.entries()),
         "num_tokens": sum(entry.num_learned for entry in buffer.entries()),
@@ -282,7 +194,7 @@ def train(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     folder = Path(options.folder)
-    policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32).eval()
+    policy = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     buffer = buffer_of(folder)
     arms = [Arm(name, setting_of(name), policy, buffer) for name in options.settings]
     marks = [s for s in SECONDS if s <= options.seconds]
@@ -302,9 +214,7 @@ def setting_of(name: str) -> Setting:
     setting = Setting()
     for part in name.split(",") if name != "default" else ():
         key, value = part.split("=")
-        setting = replace(setting, **{key: value if key == "init" else float(value)})
-        if key not in ("lr", "init"):
-            setting = replace(setting, **{key: int(value)})
+        setting = replace(setting, **{key: float(value) if key == "lr" else int(value)})
     return setting
 
 
@@ -331,10 +241,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     recorder = commands.add_parser("record")
-    recorder.add_argument("--model", default="models/smollm2")
-    recorder.add_argument("--sft-s", type=float, default=150)
     recorder.add_argument("--num-samples", type=int, default=256)
-    recorder.add_argument("--max-tokens", type=int, default=200)
+    recorder.add_argument("--max-tokens", type=int, default=480)
     recorder.add_argument("--seed", type=int, default=2)
     recorder.set_defaults(run=record)
     trainer = commands.add_parser("train")
@@ -347,6 +255,7 @@ def main() -> None:
     profiler.add_argument("--steps", type=int, default=2)
     profiler.set_defaults(run=profile)
     for command in (recorder, trainer, profiler):
+        command.add_argument("--model", default="models/smollm2-words")
         command.add_argument("--folder", default="runs/harvest_budget")
     options = parser.parse_args()
     options.run(options)

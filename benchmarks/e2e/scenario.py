@@ -1,6 +1,6 @@
 """Scenarios: which run, in which arms. A scenario is a TOML file, like those in `scenarios/`.
 
-config = "benchmarks/e2e/run.toml"      the TOML file of the run, from the root of the repository
+config = "configs/a_run.toml"           the TOML file of the run, from the root of the repository
 about = "what it measures"
 steps = 20                              RL steps that count
 warm_up = 1                             RL steps before them

@@ -63,7 +63,9 @@ def supervised_start(
         [len(ids) for ids, _ in samples], settings.row_tokens, random.Random(settings.seed)
     )
     use_packed_attention(policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=settings.lr, betas=(0.9, 0.95), fused=True
+    )
     policy.train()
     started_at = clock()
     for step in range(settings.num_steps):

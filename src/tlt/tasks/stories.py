@@ -1,9 +1,10 @@
 """Word problems: a stock of things, people who bring and take some, and a question at the end.
 
-`tell` writes a problem of any number of events and its worked solution. The solution retells each
-event in other words than the question and keeps count. Every sentence is drawn from many phrasings
-with names, things and reasons of their own, so a text seldom repeats another: what comes next
-follows from its meaning, and hardly from the last few words.
+`tell` writes a problem of any number of events and its worked solution. The question is terse. The
+solution retells each event in other words, with how many things come or go and the count after it.
+Every sentence is drawn from many phrasings with names, things and reasons of their own, so a text
+seldom repeats another: what comes next follows from its meaning, and hardly from the last few
+words.
 
 `gym` offers these problems as the task `word_problems`.
 """
@@ -52,29 +53,19 @@ Soon after|That week|At dawn|The same night|Next|Then|Later|Once more|Meanwhile|
 In the afternoon|By chance""".replace("\n", "|").split("|")
 
 OPENINGS = (
-    "The {place} [has|owns|keeps|stores|starts with] {n} {things}.",
+    "The {place} [has|owns|keeps|stores] {n} {things}.",
     "There are {n} {things} [in|at] the {place}.",
-    "{who} [counts|sees|finds] {n} {things} [in|at] the {place}.",
-    "{n} {things} [lie|are kept|are stored|wait] [in|at] the {place}.",
+    "{n} {things} [lie|wait] [in|at] the {place}.",
 )
 
 QUESTIONS = (
-    "How many {things} are [there now|left|there in the end|in the {place} now]?",
-    "What is the number of {things} [in the end|now|afterwards]?",
-    "How many {things} does the {place} have [now|in the end|after all this]?",
+    "How many {things} are [there now|left|there in the end]?",
+    "How many {things} does the {place} have [now|in the end]?",
 )
 
 TOLD = {
-    1: (
-        "{time}, {who} [brought|added|delivered|donated|returned|supplied] {n} {things} {reason}.",
-        "{who} [came with|dropped off|handed in|showed up with] {n} [more|new ones] {reason}.",
-        "{time}, {n} [more|others] [came|arrived] from {who} {reason}.",
-    ),
-    -1: (
-        "{time}, {who} [took|bought|borrowed|ordered|used|broke|lost] {n} {things} {reason}.",
-        "{who} [left with|picked up|walked off with|asked for and got] {n} of them {reason}.",
-        "{time}, {n} of them [went|were sold|were given] to {who} {reason}.",
-    ),
+    1: ("{who} [brought|added|delivered|returned] {n} {reason}.",),
+    -1: ("{who} [took|bought|borrowed|used] {n} {reason}.",),
 }
 
 LEADS = (
@@ -83,12 +74,12 @@ LEADS = (
 )
 
 HOW = (
-    "[||||kindly |quickly |slowly |gladly |also |soon |really |simply |just |quietly |finally |"
+    "[||||||||kindly |quickly |slowly |gladly |also |soon |really |simply |just |quietly |finally |"
     "happily |suddenly |carefully |again |then ]"
 )
 
 KIND = (
-    "[||||nice |good |old |new |small |large |heavy |cheap |fine |fresh |clean |pretty |dusty |"
+    "[||||||||nice |good |old |new |small |large |heavy |cheap |fine |fresh |clean |pretty |dusty |"
     "lovely |strange |plain |round |bright |dark ]"
 )
 
@@ -97,40 +88,40 @@ WORKED = {
         LEADS + "{who} " + HOW + "[brings|adds|gives|offers|provides|leaves|sends] {n}"
         "[ " + KIND + "{things}| more| extra|][, so|, and|, which means|;|:] "
         "[we|they|people|all] [have|get|reach|count|hold|see] {b}[| now| in total| {things}].",
-        "[With|Thanks to|Counting|Given|Including] {who}'s [{n}|" + KIND + "{things}|gift|help]"
+        "[With|Thanks to|Counting|Given|Including] {who}'s {n} [" + KIND + "{things}|more]"
         "[, the| the] [total|sum|count|stock|number|pile] "
         + HOW
-        + "[is|rises to|grows to|becomes|climbs to|reaches] {b}.",
-        "[Adding|Putting|Counting] [what|those|that which] {who} "
+        + "[rises|grows|climbs|moves] to {b}.",
+        "[Adding|Putting|Counting] the {n} that {who} "
         + HOW
         + "[brought|gave|had|left] [to|onto] {a} [makes|gives|is|yields] {b}[| {things}| in all].",
         "{a} [and|plus|with|+] {n} [from|by|thanks to] {who} "
         "[is|makes|are|gives|means] {b}[| " + KIND + "{things}| now].",
         "[The {place}|It|The stock|Our count] " + HOW + "[gains|receives|wins|gets|earns] {n} "
-        "{reason}[, so|, and|, thus|:] {a} + {n} = {b}.",
+        "{reason}[, so|, and|, thus|:] {a} [turns into|becomes|is now] {b}.",
         "{reason_capital}, {who} " + HOW + "[raises|lifts|increases|moves] "
-        "[it|the count|the total|that|everything] [to|up to] {b}[|||, {n} more].",
-        LEADS + "[more|other|further|another {n}] " + KIND + "{things} [come|arrive|are due] "
+        "[it|the count|the total|that|everything] by {n} [to|up to] {b}.",
+        LEADS + "another {n} " + KIND + "{things} [come|arrive|are due] "
         "[from|thanks to|because of] {who}[, so|, and|:] {b} [are|lie|stand|remain] there.",
     ),
     -1: (
         LEADS + "{who} " + HOW + "[takes|removes|claims|grabs|wants|gets|needs] {n}"
         "[ " + KIND + "{things}| away| of these|][, so|, and|, which means|;|:] "
-        "[we|they|people|all] [have|keep|hold|count|save|see] {b}[| now| left| {things}].",
-        "[Without|Minus|Losing|Given|After] {who}'s [{n}|" + KIND + "{things}|share|part]"
+        "[we|they|people|all] [have|keep|hold|count|save|see] {b}[| now| in the end| {things}].",
+        "[Without|Minus|Losing|Given|After] {who}'s {n} [" + KIND + "{things}|fewer]"
         "[, the| the] [total|rest|count|stock|number|pile] "
         + HOW
-        + "[is|falls to|drops to|becomes|sinks to|reaches] {b}.",
-        "[Taking|Subtracting|Removing] [what|those|that which] {who} "
+        + "[falls|drops|sinks|moves] to {b}.",
+        "[Taking|Subtracting|Removing] the {n} that {who} "
         + HOW
         + "[took|got|had|chose] [from|off] {a} [leaves|gives|is|yields] {b}[| {things}| in all].",
         "{a} [minus|less|without|-] {n} [for|by|because of] {who} "
         "[is|leaves|are|gives|means] {b}[| " + KIND + "{things}| now].",
         "[The {place}|It|The stock|Our count] " + HOW + "[loses|sheds|misses|drops|gives] {n} "
-        "{reason}[, so|, and|, thus|:] {a} - {n} = {b}.",
+        "{reason}[, so|, and|, thus|:] {a} [turns into|becomes|is now] {b}.",
         "{reason_capital}, {who} " + HOW + "[lowers|cuts|reduces|brings] "
-        "[it|the count|the total|that|everything] [to|down to] {b}[|||, {n} fewer].",
-        LEADS + "[some|several|many|exactly {n}] " + KIND + "{things} [go|leave|are lost] "
+        "[it|the count|the total|that|everything] by {n} [to|down to] {b}.",
+        LEADS + "exactly {n} " + KIND + "{things} [go|leave|are lost] "
         "[with|thanks to|because of] {who}[, so|, and|:] {b} [are|lie|stand|remain] there.",
     ),
 }
@@ -146,7 +137,7 @@ class Story:
     answer: int
 
 
-def tell(num_events: int, rng: random.Random, max_change: int = 5, max_total: int = 20) -> Story:
+def tell(num_events: int, rng: random.Random, max_change: int = 3, max_total: int = 9) -> Story:
     """Return a problem of `num_events` events, with its solution.
 
     An event brings or takes up to `max_change` things; the stock stays within 0 and `max_total`.
@@ -159,7 +150,7 @@ def tell(num_events: int, rng: random.Random, max_change: int = 5, max_total: in
     worked = []
     for _ in range(num_events):
         sign = rng.choice((1, -1))
-        change = rng.randint(2, max_change)
+        change = rng.randint(1, max_change)
         if not 0 <= total + sign * change <= max_total:
             sign = -sign
         event = fixed | {

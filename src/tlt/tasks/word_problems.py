@@ -24,9 +24,9 @@ class WordProblemsConfig:
     """Fewest events of a story."""
     max_events: int = 6
     """Most events of a story."""
-    max_change: int = 5
+    max_change: int = 3
     """Most things that one event brings or takes."""
-    max_total: int = 20
+    max_total: int = 9
     """Most things that are ever in stock."""
     seed: int | None = None
     size: int = 500

@@ -13,9 +13,7 @@ ALL_TEMPLATES = [
     *QUESTIONS,
     *(t for part in (TOLD, WORKED) for s in part.values() for t in s),
 ]
-MORE = (
-    "brought|added|delivered|donated|returned|supplied|came|dropped off|handed in|showed up|arrived"
-)
+MORE = "brought|added|delivered|returned"
 
 
 def total_of(question: str) -> int:
@@ -52,10 +50,10 @@ def test_the_texts_are_clean() -> None:
             assert text[0] == text[0].upper()
 
 
-def test_every_result_is_told() -> None:
-    """Each sentence of a solution states the count after its event."""
+def test_every_result_follows_from_what_is_told_before() -> None:
+    """Each sentence of a solution says how many come or go, and then the count after it."""
     for templates in WORKED.values():
-        assert all("{b}" in template for template in templates)
+        assert all(-1 < t.find("{n}") < t.find("{b}") for t in templates)
     assert all(t.count("[") == t.count("]") for t in ALL_TEMPLATES)
 
 
@@ -69,5 +67,5 @@ def test_solutions_seldom_repeat_each_other() -> None:
         if seed >= 100:
             repeated.append(sum(run in seen for run in runs) / len(runs))
         seen.update(runs)
-    assert sum(repeated) / len(repeated) < 0.05
+    assert sum(repeated) / len(repeated) < 0.1
     assert len(STOCKS) >= 10

@@ -1,0 +1,199 @@
+"""How well drafters follow a policy that learns: the frozen one, the published one, the next one.
+
+    python benchmarks/following.py RUN --frozen models/smollm2-words-eagle3
+
+RUN is the folder of a run with TLT that kept its checkpoints (`checkpoint.keep`). Each checkpoint
+holds the policy of its RL step and the drafter that was published by then. Every kept policy, and
+the one that the run began with, answers the same word problems at temperature 1 in the same
+engines, with the same random numbers. Three drafters then draft for these samples:
+
+- `frozen`: trained offline for the first policy (left out without `--frozen`),
+- `published`: the one that engines had when the policy was new,
+- `next`: the one of the next checkpoint.
+
+Tokens per draft are those that the policy is expected to accept at draft length 3, by
+`tlt.drafter.evaluation`; intervals are over problems, and so are those of the ratios of two
+drafters on the same samples. Writes benchmarks/results/following.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.drafter.checkpoint import load_drafter
+from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows
+from tlt.drafter.passes import DraftPasses
+from tlt.observe.provenance import provenance
+from tlt.observe.record import read
+from tlt.states.captured import Captured
+from words import sampled
+
+RESULT = Path(__file__).parent / "results" / "following.json"
+DRAFT_LENGTH = 3
+RESAMPLES = 4000
+SMOOTHED = 4
+CURVES = {
+    "frozen": ("#d55e00", "frozen: trained offline for the first policy"),
+    "published": ("#009e73", "published when the policy was new"),
+    "next": ("#56b4e9", "published ten RL steps later"),
+}
+KEPT = ("eval/reward_mean", "reward/mean", "rollout/acceptance_length", "harvest/used_s")
+
+
+def policy_of(checkpoint: Path, model: Path, out: Path) -> Path:
+    """Write the policy of a checkpoint as a model folder like `model`."""
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reader = dcp.FileSystemReader(checkpoint / "learner")
+    names = {
+        name.removeprefix("policy.")
+        for name in reader.read_metadata().state_dict_metadata
+        if name.startswith("policy.")
+    }
+    own = {name: tensor for name, tensor in policy.state_dict().items() if name in names}
+    dcp.load({"policy": own}, storage_reader=reader, no_dist=True)
+    policy.load_state_dict(own, strict=False)
+    policy.tie_weights()
+    shutil.copytree(model, out, dirs_exist_ok=True)
+    policy.save_pretrained(out)
+    return out
+
+
+def lengths(model: Path, drafter: Path, samples: Sequence[Captured]) -> list[tuple[float, int]]:
+    """Return the expected tokens per draft of each sample, and how many drafts it has."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    head = policy.get_output_embeddings().weight.detach()
+    embedding = policy.get_input_embeddings().weight.detach()
+    passes = DraftPasses(
+        load_drafter(drafter).float(), head, embedding, DRAFT_LENGTH, bfloat16=False
+    )
+    windows: list[HeldOutWindow] = prepare_windows(passes, samples, [1.0])
+    return [
+        (evaluate(passes, [window], [1.0]).length(1.0), len(window.row.chains.starts))
+        for window in windows
+    ]
+
+
+def mean(values: Sequence[tuple[float, int]]) -> float:
+    return sum(length * count for length, count in values) / sum(count for _, count in values)
+
+
+def interval(compute: Any, count: int) -> list[float]:
+    """Return the bootstrap interval of `compute(chosen problems)`."""
+    rng = random.Random(0)
+    drawn = sorted(compute(rng.choices(range(count), k=count)) for _ in range(RESAMPLES))
+    return [drawn[round(0.025 * (RESAMPLES - 1))], drawn[round(0.975 * (RESAMPLES - 1))]]
+
+
+def described(found: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
+    """Return mean and interval of each drafter, and of its ratio to the frozen one."""
+    result: dict[str, Any] = {}
+    for name, values in found.items():
+        result[name] = {
+            "length": mean(values),
+            "interval": interval(lambda c, v=values: mean([v[i] for i in c]), len(values)),
+        }
+        if name != "frozen" and "frozen" in found:
+            frozen = found["frozen"]
+            result[name]["to_frozen"] = mean(values) / mean(frozen)
+            result[name]["to_frozen_interval"] = interval(
+                lambda c, v=values, f=frozen: mean([v[i] for i in c]) / mean([f[i] for i in c]),
+                len(values),
+            )
+    return result
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw tokens per draft of the three drafters, and the reward, over the RL steps."""
+    from tlt.pictures import pyplot
+
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(11, 4.2), layout="constrained", facecolor="white", width_ratios=(2, 1)
+    )
+    for name, (colour, label) in CURVES.items():
+        rows = [row for row in result["policies"] if name in row["drafters"]]
+        steps = [row["step"] for row in rows]
+        found = [row["drafters"][name] for row in rows]
+        left.plot(steps, [each["length"] for each in found], "o-", color=colour, label=label)
+        low, high = zip(*(each["interval"] for each in found), strict=True) if found else ((), ())
+        left.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
+    left.set_ylabel(f"tokens per draft of {result['draft_length']}, temperature 1")
+    left.set_title("drafters on each kept policy, same problems", fontsize=10)
+    rewards = {int(step): of.get("reward/mean") for step, of in result["run"]["steps"].items()}
+    steps = sorted(step for step, reward in rewards.items() if step and reward is not None)
+    around = {
+        step: [rewards[near] for near in steps if abs(near - step) <= SMOOTHED] for step in steps
+    }
+    right.plot(steps, [rewards[step] for step in steps], ".", color="#bbbbbb", label="RL step")
+    right.plot(
+        steps,
+        [sum(around[step]) / len(around[step]) for step in steps],
+        color="#0072b2",
+        label=f"mean of {2 * SMOOTHED + 1} RL steps",
+    )
+    right.set_ylim(0, 1.02)
+    right.set_title("reward on new problems", fontsize=10)
+    for axis in (left, right):
+        axis.set_xlabel("RL step")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9)
+    figure.savefig(path, dpi=110, facecolor="white")
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--frozen", type=Path)
+    parser.add_argument("--num-problems", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=480)
+    options = parser.parse_args()
+    config = tomllib.loads((options.run / "config.toml").read_text())
+    model = Path(config["policy"]["model"])
+    kept = sorted((options.run / "checkpoints").glob("step-*"))
+    steps = [0, *(int(each.name.removeprefix("step-")) for each in kept)]
+    published: list[Path | None] = [None, *(each / "drafter" for each in kept)]
+    folder = Path("runs/following")
+    rows = []
+    for place, step in enumerate(steps):
+        policy = model if not step else policy_of(kept[place - 1], model, folder / f"{step}")
+        samples = sampled(policy, options.num_problems, 0, "following", options.max_tokens)
+        drafters = {"frozen": options.frozen, "published": published[place]}
+        if place + 1 < len(published):
+            drafters["next"] = published[place + 1]
+        found = {
+            name: lengths(policy, drafter, samples) for name, drafter in drafters.items() if drafter
+        }
+        tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
+        rows.append({"step": step, "tokens": tokens, "drafters": described(found)})
+        print(step, {name: round(mean(each), 3) for name, each in found.items()}, flush=True)
+        record = {
+            line["step"]: {name: line[name] for name in KEPT if name in line}
+            for line in read(options.run / "metrics.jsonl")
+        }
+        result = {
+            "num_problems": options.num_problems,
+            "draft_length": DRAFT_LENGTH,
+            "policies": rows,
+            "run": {"steps": record, "lr": config["learner"]["lr"]},
+            "provenance": provenance(),
+        }
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        draw(result, RESULT.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
