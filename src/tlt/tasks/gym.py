@@ -35,7 +35,7 @@ FIXED_PARAMETERS: dict[str, dict[str, Any]] = {
 """Parameters that `problems` sets besides the size."""
 
 DEFAULT_SIZES = HeavyTail(**SizesConfig().model_dump())
-TASK_SIZES = {"word_problems": HeavyTail(median=2, p95=11, longest=28)}
+TASK_SIZES = {"word_problems": HeavyTail(median=2, p95=6, longest=14)}
 """Default sizes of tasks whose steps are longer than a line of numbers."""
 
 # Errors of scorers on an answer they cannot read, such as "x" for prime_factorization.

@@ -2,7 +2,7 @@
 
 `tell` writes a problem of any number of events and its worked solution. The question is terse. The
 solution retells each event in other words, with how many things come or go and the count after it.
-Every sentence is drawn from many phrasings with names, things and reasons of their own, so a text
+Every sentence is drawn from many phrasings with names, things and times of their own, so a text
 seldom repeats another: what comes next follows from its meaning, and hardly from the last few
 words.
 
@@ -40,14 +40,6 @@ STOCKS = {
     "harbor": "fish nets shells crates flags lobsters",
 }
 
-REASONS = """for a birthday party|for the school fair|for a neighbor|before lunch|after dinner
-on the way home|for the winter|in a hurry|without a word|for an old friend|because of the rain
-as a present|for a long trip|early in the morning|late at night|for the summer camp|with a smile
-for the church|to be polite|during the break|for a picnic|before the storm|just in case
-for the children|at the last minute|to help out|for a wedding|as agreed|for the team|by truck
-for the next day|on a bicycle|against all advice|with great care|for a sick uncle|by mistake
-for the holidays|in two trips|to settle a debt|for an exhibition""".replace("\n", "|").split("|")
-
 TIMES = """On Monday|On Tuesday|On Friday|On Sunday|At noon|In the evening|At nine|A day later
 Soon after|That week|At dawn|The same night|Next|Then|Later|Once more|Meanwhile|An hour later
 In the afternoon|By chance""".replace("\n", "|").split("|")
@@ -64,8 +56,8 @@ QUESTIONS = (
 )
 
 TOLD = {
-    1: ("{who} [brought|added|delivered|returned] {n} {reason}.",),
-    -1: ("{who} [took|bought|borrowed|used] {n} {reason}.",),
+    1: ("{who} [brought|added|delivered|returned] {n}.",),
+    -1: ("{who} [took|bought|borrowed|used] {n}.",),
 }
 
 LEADS = (
@@ -74,12 +66,12 @@ LEADS = (
 )
 
 HOW = (
-    "[||||||||kindly |quickly |slowly |gladly |also |soon |really |simply |just |quietly |finally |"
+    "[||||kindly |quickly |slowly |gladly |also |soon |really |simply |just |quietly |finally |"
     "happily |suddenly |carefully |again |then ]"
 )
 
 KIND = (
-    "[||||||||nice |good |old |new |small |large |heavy |cheap |fine |fresh |clean |pretty |dusty |"
+    "[||||nice |good |old |new |small |large |heavy |cheap |fine |fresh |clean |pretty |dusty |"
     "lovely |strange |plain |round |bright |dark ]"
 )
 
@@ -98,8 +90,9 @@ WORKED = {
         "{a} [and|plus|with|+] {n} [from|by|thanks to] {who} "
         "[is|makes|are|gives|means] {b}[| " + KIND + "{things}| now].",
         "[The {place}|It|The stock|Our count] " + HOW + "[gains|receives|wins|gets|earns] {n} "
-        "{reason}[, so|, and|, thus|:] {a} [turns into|becomes|is now] {b}.",
-        "{reason_capital}, {who} " + HOW + "[raises|lifts|increases|moves] "
+        "[from|thanks to|because of] {who}[, so|, and|, thus|:] "
+        "{a} [turns into|becomes|is now] {b}.",
+        "{time}, {who} " + HOW + "[raises|lifts|increases|moves] "
         "[it|the count|the total|that|everything] by {n} [to|up to] {b}.",
         LEADS + "another {n} " + KIND + "{things} [come|arrive|are due] "
         "[from|thanks to|because of] {who}[, so|, and|:] {b} [are|lie|stand|remain] there.",
@@ -118,13 +111,21 @@ WORKED = {
         "{a} [minus|less|without|-] {n} [for|by|because of] {who} "
         "[is|leaves|are|gives|means] {b}[| " + KIND + "{things}| now].",
         "[The {place}|It|The stock|Our count] " + HOW + "[loses|sheds|misses|drops|gives] {n} "
-        "{reason}[, so|, and|, thus|:] {a} [turns into|becomes|is now] {b}.",
-        "{reason_capital}, {who} " + HOW + "[lowers|cuts|reduces|brings] "
+        "[with|to|because of] {who}[, so|, and|, thus|:] {a} [turns into|becomes|is now] {b}.",
+        "{time}, {who} " + HOW + "[lowers|cuts|reduces|brings] "
         "[it|the count|the total|that|everything] by {n} [to|down to] {b}.",
         LEADS + "exactly {n} " + KIND + "{things} [go|leave|are lost] "
         "[with|thanks to|because of] {who}[, so|, and|:] {b} [are|lie|stand|remain] there.",
     ),
 }
+
+CHECKS = (
+    "[Let me check|Let us check|We check|I check|Better check] [this|that|it|everything] "
+    "[again|once more|to be sure]: [at first|first|in the beginning] {n} {things}.",
+    "[Wait|Hold on|Hmm|One moment], [again|once more|from the start]: "
+    "[it began|we began] with {n}.",
+    "[To be sure|For safety|As a test], [count again|go back|start over] from {n}.",
+)
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
@@ -137,17 +138,25 @@ class Story:
     answer: int
 
 
-def tell(num_events: int, rng: random.Random, max_change: int = 3, max_total: int = 9) -> Story:
+def tell(
+    num_events: int,
+    rng: random.Random,
+    max_change: int = 3,
+    max_total: int = 9,
+    check_share: float = 0.3,
+) -> Story:
     """Return a problem of `num_events` events, with its solution.
 
     An event brings or takes up to `max_change` things; the stock stays within 0 and `max_total`.
+    The solution checks itself with the chance `check_share`: it retells all events in new words. A
+    check may be checked again, so solutions of the same problem differ in length.
     """
     place = rng.choice(list(STOCKS))
     things = rng.choice(STOCKS[place].split())
     fixed = {"place": place, "things": things}
-    total = rng.randint(max_total // 4, 3 * max_total // 4)
-    asked = [_phrase(rng, OPENINGS, fixed | {"n": str(total), "who": _someone(rng)})]
-    worked = []
+    first = total = rng.randint(max_total // 4, 3 * max_total // 4)
+    asked = [_phrase(rng, OPENINGS, fixed | {"n": str(total)})]
+    events = []
     for _ in range(num_events):
         sign = rng.choice((1, -1))
         change = rng.randint(1, max_change)
@@ -158,15 +167,21 @@ def tell(num_events: int, rng: random.Random, max_change: int = 3, max_total: in
             "a": str(total),
             "b": str(total + sign * change),
             "who": _someone(rng),
-            "time": rng.choice(TIMES),
-            "reason": (reason := rng.choice(REASONS)),
-            "reason_capital": reason[0].upper() + reason[1:],
         }
         asked.append(_phrase(rng, TOLD[sign], event))
-        worked.append(_phrase(rng, WORKED[sign], event))
+        events.append((sign, event))
         total += sign * change
     asked.append(_phrase(rng, QUESTIONS, fixed))
+    worked = [_retold(rng, events)]
+    while rng.random() < check_share:
+        worked += [_phrase(rng, CHECKS, fixed | {"n": str(first)}), _retold(rng, events)]
     return Story(" ".join(asked), " ".join(worked), total)
+
+
+def _retold(rng: random.Random, events: list[tuple[int, dict[str, str]]]) -> str:
+    return " ".join(
+        _phrase(rng, WORKED[sign], event | {"time": rng.choice(TIMES)}) for sign, event in events
+    )
 
 
 def _someone(rng: random.Random) -> str:

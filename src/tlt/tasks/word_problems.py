@@ -28,12 +28,15 @@ class WordProblemsConfig:
     """Most things that one event brings or takes."""
     max_total: int = 9
     """Most things that are ever in stock."""
+    check_share: float = 0.3
+    """Chance that a solution checks itself, and that a check is checked."""
     seed: int | None = None
     size: int = 500
 
     def validate(self) -> None:
         assert 1 <= self.min_events <= self.max_events, "1 <= min_events <= max_events"
         assert 2 <= self.max_change <= self.max_total // 2, "2 <= max_change <= max_total / 2"
+        assert 0 <= self.check_share < 1, "0 <= check_share < 1"
 
 
 class WordProblemsDataset(ProceduralDataset):  # type: ignore[misc]  # reasoning-gym has no types
@@ -45,7 +48,8 @@ class WordProblemsDataset(ProceduralDataset):  # type: ignore[misc]  # reasoning
     def __getitem__(self, idx: int) -> dict[str, Any]:
         rng = random.Random(self.seed + idx)
         num_events = rng.randint(self.config.min_events, self.config.max_events)
-        story = tell(num_events, rng, self.config.max_change, self.config.max_total)
+        of = self.config
+        story = tell(num_events, rng, of.max_change, of.max_total, of.check_share)
         return {
             "question": story.question,
             "answer": str(story.answer),

@@ -6,11 +6,12 @@ import string
 
 import pytest
 
-from tlt.tasks.stories import OPENINGS, QUESTIONS, STOCKS, TOLD, WORKED, tell
+from tlt.tasks.stories import CHECKS, OPENINGS, QUESTIONS, STOCKS, TOLD, WORKED, tell
 
 ALL_TEMPLATES = [
     *OPENINGS,
     *QUESTIONS,
+    *CHECKS,
     *(t for part in (TOLD, WORKED) for s in part.values() for t in s),
 ]
 MORE = "brought|added|delivered|returned"
@@ -27,7 +28,7 @@ def total_of(question: str) -> int:
 @pytest.mark.parametrize("num_events", [1, 2, 5, 40])
 def test_the_question_and_its_solution_lead_to_the_answer(num_events: int) -> None:
     for seed in range(100):
-        story = tell(num_events, random.Random(seed), max_change=9, max_total=30)
+        story = tell(num_events, random.Random(seed), max_change=9, max_total=30, check_share=0)
         assert total_of(story.question) == story.answer
         sentences = re.split(r"(?<=\.) ", story.worked)
         assert len(sentences) == num_events
@@ -38,6 +39,17 @@ def test_the_question_and_its_solution_lead_to_the_answer(num_events: int) -> No
 def test_a_story_follows_from_its_generator() -> None:
     assert tell(3, random.Random(1)) == tell(3, random.Random(1))
     assert tell(3, random.Random(1)) != tell(3, random.Random(2))
+
+
+def test_a_check_tells_every_event_again_and_solutions_differ_in_length() -> None:
+    once = [tell(3, random.Random(seed), check_share=0) for seed in range(200)]
+    checked = [tell(3, random.Random(seed), check_share=0.5) for seed in range(200)]
+    sentences = [[len(re.split(r"(?<=\.) ", s.worked)) for s in told] for told in (once, checked)]
+    assert set(sentences[0]) == {3}
+    assert {3, 7, 11} <= set(sentences[1]) <= {3 + 4 * n for n in range(20)}
+    assert [s.question for s in once] == [s.question for s in checked]
+    for story in checked:
+        assert str(story.answer) in re.findall(r"\d+", re.split(r"(?<=\.) ", story.worked)[-1])
 
 
 def test_the_texts_are_clean() -> None:

@@ -1,0 +1,82 @@
+"""A run that begins without a drafter, and how its drafters follow the policy (`following.py`)."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from registry.core import Doc, Rows, count, figures, table
+from registry.pairs import comparison
+
+FILE = "e2e/pairs/from_nothing"
+
+comparison("from_nothing", FILE)
+
+
+def turns(d: Doc, arm: str = "nothing") -> list[dict[str, Any]]:
+    return [turn for turn in d["turns"] if turn["arm"] == arm]
+
+
+def thirds(d: Doc, arm: str = "nothing") -> list[list[dict[str, Any]]]:
+    """The RL steps after warming up, in three parts."""
+    counted = [turn for turn in turns(d, arm) if turn["step"] > d["scenario"]["warm_up"]]
+    cuts = [len(counted) * third // 3 for third in range(4)]
+    return [counted[cuts[i] : cuts[i + 1]] for i in range(3)]
+
+
+def mean(part: list[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(turn["metrics"].get(name, 0.0) for turn in part)
+
+
+@table("from_nothing.thirds", FILE)
+def by_third(d: Doc) -> Rows:
+    rows = [
+        [
+            *("RL steps", "rollout against n-grams", "per token", "end to end"),
+            *("tokens per draft, n-grams", "TLT", "idle time trained on, so far"),
+        ]
+    ]
+    found = d["speed_up"]["nothing"]
+    used_s = turns(d)[0]["metrics"].get("harvest/used_s", 0.0)
+    for third, (own, other) in enumerate(zip(thirds(d), thirds(d, "ngram"), strict=True)):
+        used_s += sum(turn["metrics"].get("harvest/used_s", 0.0) for turn in own)
+        rows.append(
+            [
+                f"{own[0]['step']} to {own[-1]['step']}",
+                *(
+                    f"{found[name]['thirds'][third]:.2f}x"
+                    for name in ("rollout", "rollout_per_token", "end_to_end")
+                ),
+                *(f"{mean(part, 'rollout/acceptance_length'):.2f}" for part in (other, own)),
+                f"{used_s:.0f} s",
+            ]
+        )
+    return rows
+
+
+@table("following", "following")
+def following(d: Doc) -> Rows:
+    rows = [["policy of RL step", "frozen", "published", "next", "published against frozen"]]
+    for row in d["policies"]:
+        found = row["drafters"]
+        cells = [
+            f"{found[name]['length']:.2f}" if name in found else ""
+            for name in ("frozen", "published", "next")
+        ]
+        against = ""
+        if "to_frozen" in found.get("published", {}):
+            low, high = found["published"]["to_frozen_interval"]
+            against = f"{found['published']['to_frozen']:.2f}x ({low:.2f} to {high:.2f})"
+        rows.append([str(row["step"]), *cells, against])
+    return rows
+
+
+figures(
+    "following",
+    "following",
+    {
+        "problems": lambda d: count(d["num_problems"]),
+        "steps": lambda d: str(d["policies"][-1]["step"]),
+        "last": lambda d: f"{d['policies'][-1]['drafters']['published']['length']:.2f}",
+    },
+)
