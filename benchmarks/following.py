@@ -35,7 +35,7 @@ from tlt.drafter.passes import DraftPasses
 from tlt.observe.provenance import provenance
 from tlt.observe.record import read
 from tlt.states.captured import Captured
-from words import sampled
+from words import solved
 
 RESULT = Path(__file__).parent / "results" / "following.json"
 DRAFT_LENGTH = 3
@@ -170,7 +170,8 @@ def main() -> None:
     rows = []
     for place, step in enumerate(steps):
         policy = model if not step else policy_of(kept[place - 1], model, folder / f"{step}")
-        samples = sampled(policy, options.num_problems, 0, "following", options.max_tokens)
+        answers = solved(policy, options.num_problems, 0, "following", options.max_tokens)
+        samples = [answer.states for answer in answers]
         drafters = {"frozen": options.frozen, "published": published[place]}
         if place + 1 < len(published):
             drafters["next"] = published[place + 1]
@@ -178,8 +179,22 @@ def main() -> None:
             name: lengths(policy, drafter, samples) for name, drafter in drafters.items() if drafter
         }
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
-        rows.append({"step": step, "tokens": tokens, "drafters": described(found)})
-        print(step, {name: round(mean(each), 3) for name, each in found.items()}, flush=True)
+        rewards = [answer.reward for answer in answers]
+        rows.append(
+            {
+                "step": step,
+                "tokens": tokens,
+                "rewards": rewards,
+                "reward": sum(rewards) / len(rewards),
+                "drafters": described(found),
+            }
+        )
+        print(
+            step,
+            f"reward {rows[-1]['reward']:.2f}",
+            {name: round(mean(each), 3) for name, each in found.items()},
+            flush=True,
+        )
         record = {
             line["step"]: {name: line[name] for name in KEPT if name in line}
             for line in read(options.run / "metrics.jsonl")

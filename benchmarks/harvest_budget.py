@@ -34,7 +34,7 @@ from tlt.drafter.passes import DraftPasses
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.observe.provenance import provenance
 from tlt.states.buffer import BufferSettings, SampleBuffer
-from words import sampled
+from words import solved
 
 RESULT = Path(__file__).parent / "results" / "harvest_budget.json"
 SECONDS = (20, 60, 120, 300)
@@ -50,11 +50,11 @@ DRAFT_LENGTH = 3
 def record(options: argparse.Namespace) -> None:
     """Store samples of the policy with their states."""
     buffer = buffer_of(Path(options.folder))
-    samples = sampled(
+    samples = solved(
         options.model, options.num_samples, options.seed, "drafter", options.max_tokens
     )
     for index, sample in enumerate(samples):
-        buffer.put(str(index), 1, sample)
+        buffer.put(str(index), 1, sample.states)
     print(len(buffer.entries()), "samples in", options.folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,9 +13,17 @@ from tlt.states.captured import Captured, capture
 TASK = "word_problems"
 
 
-def sampled(
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The policy's answer to one problem."""
+
+    states: Captured
+    reward: float
+
+
+def solved(
     model: Path, num_problems: int, seed: int, purpose: str, max_tokens: int
-) -> list[Captured]:
+) -> list[Solved]:
     """Return the policy's samples at temperature 1, one per problem, with their states.
 
     Two engines in float32 sample them: the same problems and weights give the same samples.
@@ -25,13 +34,14 @@ def sampled(
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.rollout.offline import generate
     from tlt.tasks.chat import Chat
-    from tlt.tasks.gym import problems
+    from tlt.tasks.gym import problems, score
 
     chat = Chat(str(model))
     sampling = SamplingSpec(max_tokens=max_tokens, temperature=1.0, logprobs=False)
+    asked = problems(TASK, num_problems, seed, purpose)
     requests = [
         SampleRequest(str(index), chat.prompt(problem.question), sampling)
-        for index, problem in enumerate(problems(TASK, num_problems, seed, purpose))
+        for index, problem in enumerate(asked)
     ]
     arguments = {
         "enforce_eager": True,
@@ -44,7 +54,8 @@ def sampled(
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     layers = default_aux_layers(policy.config.num_hidden_layers)
     found = []
-    for request, sample in zip(requests, samples, strict=True):
+    for problem, request, sample in zip(asked, requests, samples, strict=True):
         prompt = list(request.prompt_token_ids)
-        found.append(capture(policy, [*prompt, *sample.token_ids], len(prompt), layers))
+        states = capture(policy, [*prompt, *sample.token_ids], len(prompt), layers)
+        found.append(Solved(states, score(problem, chat.tokenizer.decode(sample.token_ids))))
     return found

@@ -1,6 +1,6 @@
 """Draw the results of whole runs that followed each other, from before arms took turns.
 
-    python benchmarks/e2e/picture.py tail equal moving
+    python benchmarks/e2e/picture.py tail equal
 
 Reads results/e2e/<kind>.json and writes the .png beside it. Bars and marks of the first panel show
 the same quantity, the seconds of an RL step: bars its mean over the repeats that count, marks every
@@ -34,8 +34,6 @@ NAMES = LABELS | {"static": "frozen drafter"}
 PANELS = {
     "tail": {"hits": "share of drafts whose first token is accepted"},
     "equal": {"hits": "share of drafts whose first token is accepted"},
-    # A drafter that n-grams have replaced has no hits; only here rewards are more than a coin's.
-    "moving": {"acceptance": "tokens a request gets in an engine step", "rewards": "mean reward"},
 }
 
 
@@ -104,7 +102,7 @@ def _by_step(axis: Any, result: dict[str, Any], key: str, label: str) -> None:
         first, last = statistics.fmean(mean[: len(mean) // 2]), statistics.fmean(mean[-5:])
         said.append(f"{NAMES[arm]} {first:.2f}, then {last:.2f}")
     axis.set_title("; ".join(said), fontsize=9)
-    axis.set_ylim(0, 1.05 if key != "acceptance" else None)
+    axis.set_ylim(0, 1.05)
     axis.set_xlabel("RL step (title: mean of the first half, then of the last five)", fontsize=8)
     axis.set_ylabel(label)
     axis.xaxis.get_major_locator().set_params(integer=True)

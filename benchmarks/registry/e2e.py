@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 from registry.core import Doc, Rows, count, figures, limits, ms, percent, several, table, times
@@ -141,45 +139,5 @@ figures(
         "tlt": lambda d: several(ratios(d, "tlt", "step_s")),
         "static.rollout": lambda d: several(ratios(d, "static", "rollout_s")),
         "tokens": lambda d: count(max(r["longest_tokens"] for r in kept(d, "off"))),
-    },
-)
-
-
-def mean(d: Doc, arm: str, of: Callable[[Run], float]) -> float:
-    return statistics.fmean(of(run) for run in kept(d, arm))
-
-
-def without_drafter(d: Doc) -> str:
-    """In how many of the last five RL steps no draft of the drafter was accepted."""
-    hits = [hit for run in kept(d, "tlt") for hit in run["hits"][-5:]]
-    return f"{sum(hit == 0 for hit in hits)} of {len(hits)}"
-
-
-@table("e2e.moving", "e2e/moving")
-def moving(d: Doc) -> Rows:
-    rows = [["", "tokens an engine step, RL steps 1 to 10", "RL steps 16 to 20"]]
-    rows[0] += ["rollouts", "all of the run", "first reward", "last reward"]
-    for arm in d["runs"]:
-        rows.append([LABELS[arm], accepted(d, arm, 0, 10), accepted(d, arm, 15, 20)])
-        rows[-1] += [f"{mean(d, arm, itemgetter(key)):.0f} s" for key in ("rollout_s", "step_s")]
-        rows[-1] += [f"{mean(d, arm, lambda run, at=at: run['rewards'][at]):.2f}" for at in (0, -1)]
-    return rows
-
-
-figures(
-    "e2e.moving",
-    "e2e/moving",
-    {
-        "steps": lambda d: str(d["steps"]),
-        "rollout": lambda d: several(ratios(d, "tlt", "rollout_s")),
-        "end_to_end": lambda d: several(ratios(d, "tlt", "step_s")),
-        "static.first": lambda d: accepted(d, "static", 0, 10),
-        "static.last": lambda d: accepted(d, "static", 15, 20),
-        "tlt.first": lambda d: accepted(d, "tlt", 0, 10),
-        "tlt.last": lambda d: accepted(d, "tlt", 15, 20),
-        "tlt.without_drafter": without_drafter,
-        "harvest.published": lambda d: several(harvest(d, "published"), "{:.0f}", ""),
-        "harvest.coverable_s": lambda d: several(harvest(d, "coverable_s"), "{:.0f}", " s"),
-        "harvest.used_s": lambda d: several(harvest(d, "used_s"), "{:.0f}", " s"),
     },
 )

@@ -28,6 +28,11 @@ def mean(part: list[dict[str, Any]], name: str) -> float:
     return statistics.fmean(turn["metrics"].get(name, 0.0) for turn in part)
 
 
+def used_s(d: Doc) -> float:
+    """Idle worker seconds that the run trained on."""
+    return float(sum(turn["metrics"].get("harvest/used_s", 0.0) for turn in turns(d)))
+
+
 @table("from_nothing.thirds", FILE)
 def by_third(d: Doc) -> Rows:
     rows = [
@@ -52,6 +57,21 @@ def by_third(d: Doc) -> Rows:
             ]
         )
     return rows
+
+
+figures(
+    "from_nothing",
+    FILE,
+    {
+        "all_steps": lambda d: str(max(turn["step"] for turn in d["turns"])),
+        "used_s": lambda d: f"{used_s(d):.0f} s",
+        "last_third": lambda d: f"{d['speed_up']['nothing']['rollout']['thirds'][2]:.2f}x",
+        "accepted": lambda d: f"{mean(thirds(d)[2], 'rollout/acceptance_length'):.2f}",
+        "accepted.ngram": lambda d: (
+            f"{mean(thirds(d, 'ngram')[2], 'rollout/acceptance_length'):.2f}"
+        ),
+    },
+)
 
 
 @table("following", "following")

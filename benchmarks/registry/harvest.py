@@ -6,15 +6,12 @@ from registry.core import Doc, Rows, count, figures, ms, several, spread, table
 from registry.e2e import idle_s_per_step, ratios, used
 
 
-@table("harvest", "e2e/tail", "e2e/moving", "neighbour", "learner")
-def measured(tail: Doc, moving: Doc, neighbour: Doc, learner: Doc) -> Rows:
+@table("harvest", "e2e/tail", "neighbour", "learner")
+def measured(tail: Doc, neighbour: Doc, learner: Doc) -> Rows:
     beside = [f"{neighbour[f'batch_{size}']['slow_down']['mean']:.3f}x" for size in (1, 4)]
     rows = {
         "policy stands still: TLT against a good frozen drafter, end to end, every repeat": several(
             ratios(tail, "tlt", "step_s", "static")
-        ),
-        "policy moves: TLT's rollouts against a frozen drafter, one run each": several(
-            ratios(moving, "tlt", "rollout_s")
         ),
         "share used of the idle worker seconds that a lease can cover": several(
             used(tail), unit=""

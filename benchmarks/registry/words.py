@@ -1,20 +1,46 @@
-"""Word problems: lengths of the responses, and training of a drafter (`words.sh`)."""
+"""Word problems: lengths of the responses, and what is accepted (`words.sh`)."""
 
 from __future__ import annotations
 
-from registry.core import count, figures
+from typing import Any
+
+from registry.core import Doc, Rows, count, figures, table
+
+FILE = "words/rollout"
+
+
+def first(d: Doc) -> dict[str, Any]:
+    """The first run: in float32 every run has the same responses."""
+    found: dict[str, Any] = d["runs"][0]
+    return found
+
+
+@table("words", FILE)
+def modes(d: Doc) -> Rows:
+    rows = [["mode", "tokens per draft", "tokens/s", "against the first", "responses"]]
+    for row in d["summary"]:
+        texts = {run["text"] for run in d["runs"] if run["mode"] == row["mode"]}
+        same = texts <= {run["text"] for run in d["runs"] if run["mode"] == d["runs"][0]["mode"]}
+        rows.append(
+            [
+                f"`{row['mode']}`",
+                f"{row['acceptance_length']['median']:.2f}",
+                f"{row['tokens_per_s']['median']:.0f}",
+                f"{row['speed_vs_first']['median']:.2f}x",
+                "the same" if same else "others",
+            ]
+        )
+    return rows
+
 
 figures(
-    "words.drafter",
-    "words/report",
+    "words",
+    FILE,
     {
-        "steps": lambda d: count(d["training"]["steps"]),
-        "samples": lambda d: count(d["data"]["num_prompts"]),
-        "median_tokens": lambda d: count(d["data"]["median_tokens"]),
-        "p99_tokens": lambda d: count(d["data"]["p99_tokens"]),
-        "tail": lambda d: f"{d['data']['p99_tokens'] / d['data']['median_tokens']:.1f}x",
-        "budget": lambda d: f"{d['budget_minutes']:.0f} minutes",
-        "after": lambda d: f"{d['acceptance']['after']['1']['length']:.2f}",
-        "held_out": lambda d: count(d["num_held_out_prompts"]),
+        "requests": lambda d: count(len(first(d)["lengths"])),
+        "median_tokens": lambda d: count(first(d)["median_tokens"]),
+        "p99_tokens": lambda d: count(first(d)["p99_tokens"]),
+        "tail": lambda d: f"{first(d)['p99_tokens'] / first(d)['median_tokens']:.1f}x",
+        "reward": lambda d: f"{first(d)['mean_reward']:.2f}",
     },
 )
