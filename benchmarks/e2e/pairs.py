@@ -15,7 +15,8 @@ from typing import Any
 WAITING_CORES = 0.15
 """Cores that a waiting arm may keep busy during a turn; its Ray, engines and learner need 0.06."""
 OTHER_SHARE = 0.05
-"""Share of the cores' time that processes outside the benchmark may use during a turn."""
+"""Share of the cores' time that processes outside the benchmark, or other virtual machines, may use
+during a turn."""
 RESAMPLES = 4000
 LEVEL = 0.95
 
@@ -53,6 +54,8 @@ def marks(turn: Turn) -> list[str]:
         found.append("waiting arm busy")
     if turn["other_cpu_s"] > OTHER_SHARE * turn["turn_s"] * turn["cores"]:
         found.append("other processes busy")
+    if turn["steal_s"] > OTHER_SHARE * turn["turn_s"] * turn["cores"]:
+        found.append("cores stolen")
     return found
 
 

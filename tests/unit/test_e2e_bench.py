@@ -31,7 +31,13 @@ registry = importlib.import_module("registry.pairs")
 def turn(arm: str, step: int, seconds: float, **changes: Any) -> dict[str, Any]:
     return {
         **{"group": 0, "step": step, "arm": arm, "turn_s": seconds, "cores": 2, "attempts": 1},
-        **{"waiting_cpu_s": {}, "other_cpu_s": 0.0, "metrics": {}, "samples": f"{step}"},
+        **{
+            "waiting_cpu_s": {},
+            "other_cpu_s": 0.0,
+            "steal_s": 0.0,
+            "metrics": {},
+            "samples": f"{step}",
+        },
         **{"end_to_end_s": seconds, "rollout_s": seconds / 2, "output_tokens": 10},
         **changes,
     }
@@ -89,6 +95,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
         ({"metrics": {"rollout/engine_restarts": 1}}, ["aborted"]),
         ({"waiting_cpu_s": {"off": 3.0}}, ["waiting arm busy"]),
         ({"other_cpu_s": 3.0}, ["other processes busy"]),
+        ({"steal_s": 3.0}, ["cores stolen"]),
     ],
 )
 def test_marked_pairs_do_not_count(changes: dict[str, Any], why: list[str]) -> None:
@@ -135,7 +142,7 @@ def test_arms_and_steps_of_a_scenario_can_be_chosen() -> None:
     assert found.overrides[-1] == "learner.lr=1e-5"
     with pytest.raises(SystemExit, match="has no arm on; it has off"):
         scenario.load("tiny", arms=["on"])
-    with pytest.raises(SystemExit, match="give a path, or one of equal, identical"):
+    with pytest.raises(SystemExit, match="give a path, or one of equal, from_nothing"):
         scenario.load("tall")
 
 
