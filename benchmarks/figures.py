@@ -49,6 +49,7 @@ MEASURED = re.compile(
 """Text that looks like a measurement."""
 
 GIVEN = {
+    "benchmarks/README.md": {"22 minutes": "the budget that `tlt sft` was given"},
     "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
     "docs/operations.md": {
         "above 64 MiB": "limit of observe/timeline.py",

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from registry.core import Doc, Rows, count, figures, table
-from registry.pairs import comparison
+from registry.pairs import comparison, interval
 
 FILE = "e2e/pairs/from_nothing"
 
@@ -18,8 +18,9 @@ def turns(d: Doc, arm: str = "nothing") -> list[dict[str, Any]]:
 
 
 def thirds(d: Doc, arm: str = "nothing") -> list[list[dict[str, Any]]]:
-    """The RL steps after warming up, in three parts."""
-    counted = [turn for turn in turns(d, arm) if turn["step"] > d["scenario"]["warm_up"]]
+    """The RL steps that count, in three parts."""
+    marked, warm_up = d["speed_up"]["nothing"]["left_out"], d["scenario"]["warm_up"]
+    counted = [t for t in turns(d, arm) if t["step"] > warm_up and str(t["step"]) not in marked]
     cuts = [len(counted) * third // 3 for third in range(4)]
     return [counted[cuts[i] : cuts[i + 1]] for i in range(3)]
 
@@ -28,9 +29,10 @@ def mean(part: list[dict[str, Any]], name: str) -> float:
     return statistics.fmean(turn["metrics"].get(name, 0.0) for turn in part)
 
 
-def used_s(d: Doc) -> float:
-    """Idle worker seconds that the run trained on."""
-    return float(sum(turn["metrics"].get("harvest/used_s", 0.0) for turn in turns(d)))
+def used_s(d: Doc, until: float = float("inf")) -> float:
+    """Idle worker seconds that the run trained on, until an RL step."""
+    used = (t["metrics"].get("harvest/used_s", 0.0) for t in turns(d) if t["step"] <= until)
+    return float(sum(used))
 
 
 @table("from_nothing.thirds", FILE)
@@ -42,9 +44,7 @@ def by_third(d: Doc) -> Rows:
         ]
     ]
     found = d["speed_up"]["nothing"]
-    used_s = turns(d)[0]["metrics"].get("harvest/used_s", 0.0)
     for third, (own, other) in enumerate(zip(thirds(d), thirds(d, "ngram"), strict=True)):
-        used_s += sum(turn["metrics"].get("harvest/used_s", 0.0) for turn in own)
         rows.append(
             [
                 f"{own[0]['step']} to {own[-1]['step']}",
@@ -53,7 +53,7 @@ def by_third(d: Doc) -> Rows:
                     for name in ("rollout", "rollout_per_token", "end_to_end")
                 ),
                 *(f"{mean(part, 'rollout/acceptance_length'):.2f}" for part in (other, own)),
-                f"{used_s:.0f} s",
+                f"{used_s(d, own[-1]['step']):.0f} s",
             ]
         )
     return rows
@@ -64,12 +64,11 @@ figures(
     FILE,
     {
         "all_steps": lambda d: str(max(turn["step"] for turn in d["turns"])),
-        "used_s": lambda d: f"{used_s(d):.0f} s",
-        "last_third": lambda d: f"{d['speed_up']['nothing']['rollout']['thirds'][2]:.2f}x",
-        "accepted": lambda d: f"{mean(thirds(d)[2], 'rollout/acceptance_length'):.2f}",
-        "accepted.ngram": lambda d: (
-            f"{mean(thirds(d, 'ngram')[2], 'rollout/acceptance_length'):.2f}"
+        "rollout": lambda d: interval(d["speed_up"]["nothing"]["rollout"]),
+        "rewards": lambda d: " to ".join(
+            f"{mean(part, 'reward/mean'):.2f}" for part in (thirds(d)[0], thirds(d)[2])
         ),
+        "used_s": lambda d: f"{used_s(d):.0f} s",
     },
 )
 

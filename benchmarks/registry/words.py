@@ -15,6 +15,11 @@ def first(d: Doc) -> dict[str, Any]:
     return found
 
 
+def accepted(d: Doc, mode: str) -> str:
+    row = next(row for row in d["summary"] if row["mode"] == mode)
+    return f"{row['acceptance_length']['median']:.2f}"
+
+
 @table("words", FILE)
 def modes(d: Doc) -> Rows:
     rows = [["mode", "tokens per draft", "tokens/s", "against the first", "responses"]]
@@ -41,6 +46,8 @@ figures(
         "median_tokens": lambda d: count(first(d)["median_tokens"]),
         "p99_tokens": lambda d: count(first(d)["p99_tokens"]),
         "tail": lambda d: f"{first(d)['p99_tokens'] / first(d)['median_tokens']:.1f}x",
+        "accepted.ngram": lambda d: accepted(d, "ngram:3"),
+        "accepted.eagle3": lambda d: accepted(d, "eagle3:3"),
         "reward": lambda d: f"{first(d)['mean_reward']:.2f}",
     },
 )
