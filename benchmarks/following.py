@@ -7,7 +7,8 @@ holds the policy of its RL step and the drafter that was published by then. Ever
 the one that the run began with, answers the same word problems at temperature 1 in the same
 engines, with the same random numbers. Three drafters then draft for these samples:
 
-- `frozen`: trained offline for the first policy (left out without `--frozen`),
+- `frozen`: one that never changes, such as a drafter that was trained offline for the first policy,
+  or the one of an early checkpoint (left out without `--frozen`),
 - `published`: the one that engines had when the policy was new,
 - `next`: the one of the next checkpoint.
 
@@ -42,7 +43,7 @@ DRAFT_LENGTH = 3
 RESAMPLES = 4000
 SMOOTHED = 4
 CURVES = {
-    "frozen": ("#d55e00", "frozen: trained offline for the first policy"),
+    "frozen": ("#d55e00", "frozen"),
     "published": ("#009e73", "published when the policy was new"),
     "next": ("#56b4e9", "published ten RL steps later"),
 }
@@ -131,6 +132,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         low, high = zip(*(each["interval"] for each in found), strict=True) if found else ((), ())
         left.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
     left.set_ylabel(f"tokens per draft of {result['draft_length']}, temperature 1")
+    left.set_ylim(1.0, DRAFT_LENGTH + 0.2)
     left.set_title("drafters on each kept policy, same problems", fontsize=10)
     rewards = {int(step): of.get("reward/mean") for step, of in result["run"]["steps"].items()}
     steps = sorted(step for step, reward in rewards.items() if step and reward is not None)
