@@ -21,7 +21,7 @@ ALLOWED = {
     "tasks": {"contracts", "errors", "config"},
     "models": {"contracts", "errors", "config"},
     "node": {"contracts", "errors", "config"},
-    "states": {"contracts", "errors", "config"},
+    "states": {"contracts", "errors", "config", "node"},
     "drafter": {"contracts", "errors", "config", "hardware", "packing", "pictures", "states"},
     "learner": {"contracts", "errors", "config", "hardware", "packing", "node", "states"},
     "rollout": {

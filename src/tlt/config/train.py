@@ -190,7 +190,8 @@ class CaptureConfig(Schema):
     capacity_gib: float = Field(default=1.0, gt=0)
     """Memory per node for hidden states, in GiB."""
     folder: str = "/dev/shm"
-    """Memory file system in which the run makes its own folder."""
+    """Memory file system in which the run keeps the states, in a folder that only its user can
+    read."""
     max_sample_tokens: int = Field(default=4096, ge=2)
     """Largest number of tokens kept per sample; a longer sample keeps a window of this size."""
 

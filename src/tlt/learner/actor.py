@@ -60,6 +60,8 @@ class LearnerActor:
         self._rl_step = 0
         self._sender: Any = None
         """Sends the policy to engines on GPUs, once connected."""
+        self._handed_over: SharedWeights | None = None
+        """The last file for the driver, held by this process at least until the driver has it."""
 
     def _bind(self, ranks_here: int) -> None:
         """Claim cores for this rank and all its threads."""
@@ -143,7 +145,7 @@ class LearnerActor:
             for _ in weights:
                 pass
         else:
-            found = _hand_over(weights, same_node)
+            found = self._hand_over(weights, same_node)
         self.free_cache()
         return found
 
@@ -179,7 +181,16 @@ class LearnerActor:
         assert self._sender is not None
         kept = self._sender.send(version, keep)
         self.free_cache()
-        return _hand_over(kept, same_node) if self._rank_index == 0 else None
+        return self._hand_over(kept, same_node) if self._rank_index == 0 else None
+
+    def _hand_over(self, weights: Iterable[tuple[str, torch.Tensor]], same_node: bool) -> Any:
+        """Write weights for the driver: return the file on its node, or the bytes elsewhere."""
+        shared = SharedWeights(weights)
+        if same_node:
+            self._handed_over = shared
+            return str(shared.path)
+        with shared:
+            return file_bytes(str(shared.path))
 
     def save_policy(self, folder: str, dtype: str) -> None:
         """Write the policy as a Hugging Face folder, from rank 0; all ranks must take part."""
@@ -235,12 +246,3 @@ class LearnerActor:
         """Make the buffer hold exactly what the checkpoint holds; None empties it."""
         if self._writer is not None:
             self._writer.buffer.restore_from(None if folder is None else Path(folder))
-
-
-def _hand_over(weights: Iterable[tuple[str, torch.Tensor]], same_node: bool) -> Any:
-    """Write weights for the driver: return the file on its node, or the bytes for another one."""
-    shared = SharedWeights(weights)
-    if same_node:
-        return str(shared.path)
-    with shared:
-        return file_bytes(str(shared.path))

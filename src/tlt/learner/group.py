@@ -18,6 +18,7 @@ from tlt.hardware import thread_environment
 from tlt.learner.actor import LearnerActor, LearnerPlan, Rows
 from tlt.learner.batch import TrainSample, rows_by_rank
 from tlt.node.cluster import end_actors
+from tlt.node.shared import run_environment
 from tlt.node.weights import SharedWeights
 from tlt.states.writer import Stored
 
@@ -45,7 +46,8 @@ class LearnerGroup:
         actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
         for rank in range(self._plan.num_ranks):
             options = dict(self._place(rank))
-            environment = thread_environment() | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+            environment = thread_environment() | run_environment()
+            environment |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
             if (gpu := options.pop("gpu", None)) is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = gpu
             actors = actor.options(
@@ -130,7 +132,10 @@ class LearnerGroup:
 
     async def _adopt(self, weights: Any) -> SharedWeights:
         if isinstance(weights, str):
-            return SharedWeights.adopt(weights)
+            try:
+                return SharedWeights.adopt(weights)
+            except FileNotFoundError:  # the rank has died meanwhile
+                raise LearnerLost("a learner rank is gone, and its weights with it") from None
         return await asyncio.to_thread(SharedWeights.of_bytes, weights)
 
     async def save_policy(self, folder: Path, dtype: str) -> None:

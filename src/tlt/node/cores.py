@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from tlt.errors import EngineError
+from tlt.node.shared import SharedFolder
 
 _held: dict[int, IO[bytes]] = {}
 
@@ -27,8 +28,9 @@ def claim_cores(count: int, group: str = "engines", wait_s: float = 10.0) -> tup
     Wait up to `wait_s` for a dying process to free its cores. Processes of different groups may
     share a core.
     """
-    folder = Path(tempfile.gettempdir()) / f"tlt-cores-{os.getuid()}" / group
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = SharedFolder.join(Path(tempfile.gettempdir()) / f"tlt-cores-{os.geteuid()}")
+    folder = own.path / group
+    folder.mkdir(parents=True, exist_ok=True)
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
         raise EngineError(

@@ -1,11 +1,12 @@
 """Weights in shared memory, through which a trainer hands them to the engines of its node.
 
-The trainer writes one file under `/dev/shm` per version: a JSON header with the name, dtype, shape
-and offset of each tensor, then the raw bytes. Every engine worker of the node maps the file and
-loads from it, so one copy serves all workers. Only the file's name, the `manifest()`, travels
-through Ray. The writer unlinks the file when the engines are done; an open mapping keeps its pages
-until it closes. The header also holds the fingerprint of each tensor from before it was written
-(`fingerprint`). By these fingerprints an engine proves that it computes with these weights.
+The trainer writes one file per version, in a folder of its own (`tlt.node.shared`): a JSON header
+with the name, dtype, shape and offset of each tensor, then the raw bytes. Every engine worker of
+the node maps the file and loads from it, so one copy serves all workers. Only the file's name, the
+`manifest()`, travels through Ray. The owner removes the file when the engines are done; an open
+mapping keeps its pages until it closes. The header also holds the fingerprint of each tensor from
+before it was written (`fingerprint`). By these fingerprints an engine proves that it computes with
+these weights.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ import json
 import mmap
 import os
 import secrets
-import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from tlt.node.fingerprint import Fingerprint, fingerprint
+from tlt.node.shared import SharedFolder, open_file
 
-SHARED_DIR = Path("/dev/shm")
-PREFIX = "tlt-weights-"
 ALIGNMENT = 64
 _MAGIC = b"TLTW0002"
 
 
 class SharedWeights:
-    """One version of weights in shared memory, owned by the process that wrote it."""
+    """One version of weights in shared memory, which this process owns until it calls `close`."""
 
     def __init__(
         self, tensors: Iterable[tuple[str, torch.Tensor]], seed: int | None = None
@@ -54,16 +54,10 @@ class SharedWeights:
             offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
         header = json.dumps({"seed": seed, "tensors": entries}).encode()
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
-        self.path = _new_path()
-        num_bytes = start + offset
-        with os.fdopen(
-            os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb+"
-        ) as file:
-            # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
-            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
+        with self._new_file(start + offset) as file:
             file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
             file.flush()
-            with mmap.mmap(file.fileno(), num_bytes) as mapping:
+            with mmap.mmap(file.fileno(), start + offset) as mapping:
                 view = torch.frombuffer(mapping, dtype=torch.uint8)
                 for entry, array in zip(entries, arrays, strict=True):
                     if array.numel():
@@ -76,18 +70,15 @@ class SharedWeights:
     def adopt(cls, path: str) -> SharedWeights:
         """Take over a file that another process of this node wrote, and its removal."""
         adopted = cls.__new__(cls)
-        # Named after this process: the writer may end long before the weights are no longer needed.
-        adopted.path = Path(path).rename(_new_path())
+        adopted._folder = SharedFolder.join(Path(path).parent, must_exist=True)
         return adopted
 
     @classmethod
     def of_bytes(cls, raw: Any) -> SharedWeights:
         """Write the bytes of a file of another node (`file_bytes`); refuse damaged ones."""
         made = cls.__new__(cls)
-        made.path = _new_path()
-        with os.fdopen(os.open(made.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
-            os.posix_fallocate(f.fileno(), 0, len(raw))
-            f.write(memoryview(raw))
+        with made._new_file(len(raw)) as file:
+            file.write(memoryview(raw))
         try:
             seed, sent = read_fingerprints(str(made.path))
             for name, tensor in read_weights(str(made.path)):
@@ -98,13 +89,30 @@ class SharedWeights:
             raise
         return made
 
+    @property
+    def path(self) -> Path:
+        return self._folder.path / "weights"
+
+    @contextmanager
+    def _new_file(self, num_bytes: int) -> Iterator[IO[bytes]]:
+        """Open the file of these weights to write it; remove it if that fails."""
+        self._folder = SharedFolder.make("weights")
+        try:
+            with open_file(self.path, "xb+") as file:
+                # Reserve the pages now: a full /dev/shm is an OSError here, not a SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                yield file
+        except BaseException:
+            self.close()
+            raise
+
     def manifest(self) -> dict[str, Any]:
         """Return what an engine needs to load these weights."""
         return {"path": str(self.path)}
 
     def close(self) -> None:
         """Remove the file."""
-        self.path.unlink(missing_ok=True)
+        self._folder.remove()
 
     def __enter__(self) -> SharedWeights:
         return self
@@ -113,16 +121,12 @@ class SharedWeights:
         self.close()
 
 
-def _new_path() -> Path:
-    return SHARED_DIR / f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
-
-
 def file_bytes(path: str) -> Any:
     """Return the bytes of a file in shared memory as a numpy array over its pages.
 
     Ray ships an array as it is, out of band. It would pickle tensors, with a copy of each.
     """
-    with Path(path).open("rb") as file:
+    with open_file(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(mapping, dtype=torch.uint8).numpy()
 
@@ -156,7 +160,7 @@ def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, Fingerprint]
 
 def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
     """Map a file; return its pages, its header, and the offset of the first tensor."""
-    with Path(path).open("rb") as file:
+    with open_file(path, "rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     if mapping[: len(_MAGIC)] != _MAGIC:
         raise ValueError(f"{path} holds no weights of this format")
@@ -164,20 +168,6 @@ def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
     length = int.from_bytes(mapping[len(_MAGIC) : body], "little")
     header: dict[str, Any] = json.loads(mapping[body : body + length])
     return mapping, header, -(-(body + length) // ALIGNMENT) * ALIGNMENT
-
-
-def remove_abandoned() -> int:
-    """Remove the files of processes that no longer exist; return the number of files."""
-    count = 0
-    for path in SHARED_DIR.glob(f"{PREFIX}*"):
-        pid = path.name.removeprefix(PREFIX).split("-")[0]
-        if pid.isdigit() and not Path("/proc", pid).exists():
-            try:
-                path.unlink(missing_ok=True)
-            except PermissionError:
-                continue  # another user's
-            count += 1
-    return count
 
 
 def check_weights(path: str, folder: Path, whole: bool) -> None:

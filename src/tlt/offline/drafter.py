@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +29,7 @@ from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.evaluation import Acceptance, compare, evaluate_samples
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.errors import ConfigError
+from tlt.node.shared import SharedFolder
 from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
 from tlt.states.buffer import BufferSettings, SampleBuffer
@@ -85,10 +84,10 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             "max_draft_tokens": plan.trainer.num_draft_tokens,
         }
     )
-    shared = tempfile.mkdtemp(prefix="tlt-buffer-", dir="/dev/shm")
+    shared = SharedFolder.make("samples")
     buffer = SampleBuffer(
         BufferSettings(
-            folder=shared,
+            folder=str(shared.path),
             capacity_bytes=BUFFER_BYTES,
             max_sample_tokens=MAX_SAMPLE_TOKENS,
             held_out_share=max(1 / 16, 8 / len(plan.prompts)),
@@ -122,7 +121,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             after = await _measure(plan, pool, drafter, plan.held_out_prompts, "after", show)
             took("measure after")
     finally:
-        shutil.rmtree(shared, ignore_errors=True)
+        shared.remove()
     return {
         "data": _describe(plan, drafter, samples),
         "num_draft_tokens": plan.trainer.num_draft_tokens,

@@ -15,6 +15,7 @@ import ray
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone
+from tlt.node.shared import run_environment
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.handle import Spawner
 from tlt.rollout.vllm.core import PROCESS_ENVIRONMENT
@@ -33,9 +34,6 @@ class EngineActor:
 
     def start(self) -> dict[str, Any]:
         """Start the engine, and return its report with its process id and node."""
-        from tlt.node.weights import remove_abandoned
-
-        remove_abandoned()  # an engine of this node may have died while it loaded weights
         report = self._engine.start()
         return report | {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
@@ -84,6 +82,7 @@ class RayEngine:
         self, config: EngineConfig, name: str, place: Mapping[str, Any] | None = None
     ) -> None:
         environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
+        environment |= run_environment()
         if config.num_gpus == 0:
             environment["OMP_NUM_THREADS"] = str(config.num_cores)
         self.num_gpus = config.num_gpus

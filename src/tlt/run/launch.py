@@ -27,7 +27,7 @@ from tlt.learner.batch import Weighting
 from tlt.learner.group import LearnerGroup
 from tlt.learner.rank import RankSettings
 from tlt.node.cluster import start_ray
-from tlt.node.weights import remove_abandoned
+from tlt.node.shared import SharedFolder, begin_run, remove_abandoned, run_id, user_folder
 from tlt.observe.live import Live
 from tlt.observe.provenance import provenance, versions
 from tlt.observe.record import read
@@ -40,7 +40,7 @@ from tlt.rollout.recheck import Rechecks
 from tlt.run.folder import RunFolder
 from tlt.run.inputs import check_inputs, write_inputs
 from tlt.run.placement import Reservation, reserve
-from tlt.run.preflight import Prepared, buffer_folder, prepare
+from tlt.run.preflight import Prepared, prepare
 from tlt.run.records import Record, RunLog
 from tlt.run.signals import Termination
 from tlt.run.sync import weight_sync
@@ -80,6 +80,7 @@ def _launch(
 ) -> list[Record]:
     folder = RunFolder(Path(config.run.out))
     folder.check(config, resume)
+    begin_run(config.run.out)
     show("checking config, model and data", 0, 1)
     prepared = prepare(config)
     if resume:
@@ -127,6 +128,10 @@ async def _run(
 ) -> None:
     """Start all parts and train."""
     async with AsyncExitStack() as stack:
+        if config.capture.enabled:
+            # Checkpoints hold copies of the buffer, so a run that ends frees its memory.
+            folder_of_samples = Path(buffer_settings(config).folder)
+            stack.callback(SharedFolder.join(folder_of_samples).remove)
         show("waiting for places in the cluster", 0, 1)
         reservation = await reserve(prepared.placement, config.pool.start_timeout_s)
         stack.callback(reservation.release)
@@ -188,8 +193,6 @@ async def _run(
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
         folder.forget_policy_before()
-    # The last checkpoint holds a copy of the buffer, so the run frees its memory.
-    shutil.rmtree(buffer_folder(config), ignore_errors=True)
 
 
 async def _start(
@@ -313,8 +316,9 @@ def _stop_timeout_s(config: TrainConfig, drafter: Path) -> float:
 
 
 def buffer_settings(config: TrainConfig) -> BufferSettings:
+    """Return the buffer of every node of this run; a resumed run has another one."""
     return BufferSettings(
-        folder=str(buffer_folder(config)),
+        folder=str(user_folder(Path(config.capture.folder)) / f"{run_id()}-samples"),
         capacity_bytes=int(config.capture.capacity_gib * 2**30),
         max_sample_tokens=config.capture.max_sample_tokens,
     )

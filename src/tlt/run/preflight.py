@@ -7,7 +7,6 @@ message that names the key or file and a value that works, and hands on what it 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.hardware import Machine, this_machine
+from tlt.node.shared import remove_abandoned
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.run.fit import refuse_what_does_not_fit
 from tlt.run.memory import GIB, Place, Sizes, memory_plan
@@ -247,8 +247,8 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
             "capture.by = 'engines' needs engines on CPU cores (engine.num_gpus = 0) and harvest "
             "(tlt.enabled = true), whose drafter makes them compute these states; e.g. 'learner'"
         )
-    own = sum(file.stat().st_size for file in buffer_folder(config).glob("*"))
-    free = (shutil.disk_usage(folder).free + own) / 2**30
+    remove_abandoned(folder)  # what a killed run has left takes no room from this one
+    free = shutil.disk_usage(folder).free / 2**30
     if config.capture.capacity_gib > free:
         raise ConfigError(
             f"capture.capacity_gib = {config.capture.capacity_gib:g} is more than the {free:.1f} "
@@ -345,9 +345,3 @@ async def _check_reward(config: TrainConfig, function: RewardFunction, problem: 
             f"({reward.fault}): {reward.detail}; it must return a finite number, e.g. 1.0, within "
             f"reward.timeout_s = {config.reward.timeout_s:g}"
         )
-
-
-def buffer_folder(config: TrainConfig) -> Path:
-    """Return the run's own folder in shared memory, the same one when the run resumes."""
-    name = hashlib.blake2b(str(Path(config.run.out).resolve()).encode(), digest_size=6).hexdigest()
-    return Path(config.capture.folder) / f"tlt-states-{name}"

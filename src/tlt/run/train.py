@@ -27,7 +27,6 @@ from tlt.harvest.session import RunHarvest
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups
 from tlt.learner.group import LearnerGroup
-from tlt.node.weights import remove_abandoned
 from tlt.observe.health import HealthWatch
 from tlt.observe.live import Activity
 from tlt.observe.record import read
@@ -254,7 +253,6 @@ class Training:
         self._log.live.doing(Activity.RESTARTING_LEARNER, 0, 1)
         await self._parts.learner.stop()
         await self._checkpoints.abandon()
-        remove_abandoned()
         checkpoint, done = await asyncio.to_thread(self._checkpoints.last, verify_again=True)
         await self._parts.weights.engines_sleep()
         try:

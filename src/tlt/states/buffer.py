@@ -5,7 +5,7 @@ to a hidden file and makes it visible by a rename. A writer killed half-way leav
 hidden file, which the next writer removes. Readers map the file: they copy nothing, lock nothing,
 and leave nothing to clean up when they die. A mapping outlives the eviction of its file. The
 folder's listing is the index: file names carry the RL step, the number of learned tokens, and
-whether the sample is held out.
+whether the sample is held out. The folder is private to its user (`tlt.node.shared`).
 
 Writers take turns at making room: each one reserves a hidden file of its sample's size. They write
 at the same time. A writer holds a lock on its hidden file, which the kernel drops when the writer
@@ -38,6 +38,7 @@ import torch
 from safetensors import safe_open
 
 from tlt.errors import ConfigError
+from tlt.node.shared import SharedFolder, open_file
 from tlt.states.captured import Captured, Offer
 
 SUFFIX = ".sample"
@@ -56,7 +57,7 @@ class BufferSettings:
     """Where a node's buffer is and what it may hold; `capture` in a run's config."""
 
     folder: str
-    """Folder on a memory file system, such as /dev/shm/tlt."""
+    """Folder on a memory file system, such as /dev/shm/my-states; the buffer makes it private."""
     capacity_bytes: int
     """Largest total size of the folder's files."""
     max_sample_tokens: int
@@ -126,8 +127,8 @@ class SampleBuffer:
                 f"{2**30} (1 GiB)"
             )
         self.settings = settings
-        self._folder = Path(settings.folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._held = SharedFolder.join(Path(settings.folder))
+        self._folder = self._held.path
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class SampleBuffer:
         with self._making_room():
             if not self._make_room(num_bytes, Entry.parse(name)):
                 return False
-            file = hidden.open("xb", buffering=0)
+            file = open_file(hidden, "xb", buffering=0)
             fcntl.flock(file, fcntl.LOCK_EX)
             file.truncate(num_bytes)
         with file:
@@ -194,13 +195,15 @@ class SampleBuffer:
         with self._making_room():
             for file in folder.glob(f"*{SUFFIX}") if folder else ():
                 hidden = self._folder / f".{file.name}"
-                shutil.copy(file, hidden)
+                hidden.unlink(missing_ok=True)
+                with file.open("rb") as saved, open_file(hidden, "xb") as copy:
+                    shutil.copyfileobj(saved, copy)
                 hidden.rename(self._folder / file.name)
 
     @contextmanager
     def _making_room(self) -> Iterator[None]:
         """Hold the writers' common lock, and remove the leftovers of writers that died."""
-        with (self._folder / LOCK).open("a") as lock:
+        with open_file(self._folder / LOCK, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in self._names():
                 if name[0] == "." and name != LOCK and not self._is_written(name):
@@ -210,7 +213,7 @@ class SampleBuffer:
     def _is_written(self, name: str) -> bool:
         """Return whether a living writer writes this hidden file, or has just finished it."""
         try:
-            with (self._folder / name).open("rb") as file:
+            with open_file(self._folder / name, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, FileNotFoundError):
             return True
@@ -304,7 +307,7 @@ class SampleBuffer:
 
     def _names(self) -> list[str]:
         with os.scandir(self._folder) as files:
-            return [file.name for file in files]
+            return [file.name for file in files if file.is_file(follow_symlinks=False)]
 
     def _size(self, name: str) -> int:
         try:

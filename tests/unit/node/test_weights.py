@@ -1,5 +1,6 @@
 """Weights in shared memory: what is written is what is read."""
 
+import os
 import pickle
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tlt.node.shared import remove_abandoned, run_id, user_folder  # noqa: E402
 from tlt.node.weights import SharedWeights, file_bytes, read_weights  # noqa: E402
 
 
@@ -66,7 +68,31 @@ def test_damaged_bytes_are_refused() -> None:
         raw = file_bytes(str(weights.path))
     damaged = raw.copy()
     damaged[-1000:] = 7
-    before = set(Path("/dev/shm").glob("tlt-weights-*"))
+    before = own_files()
     with pytest.raises(ValueError, match="a was damaged"):
         SharedWeights.of_bytes(damaged)
-    assert set(Path("/dev/shm").glob("tlt-weights-*")) <= before
+    assert own_files() == before
+
+
+def own_files() -> set[Path]:
+    return set(user_folder().glob(f"{run_id()}-*"))
+
+
+def test_weights_that_were_handed_over_outlive_their_writer() -> None:
+    written = SharedWeights([("a", torch.ones(3))])
+    adopted = SharedWeights.adopt(str(written.path))
+    del written
+    remove_abandoned()
+    assert [name for name, _ in read_weights(str(adopted.path))] == ["a"]
+    adopted.close()
+    assert not adopted.path.exists()
+    with pytest.raises(FileNotFoundError):
+        SharedWeights.adopt(str(adopted.path))
+
+
+def test_a_writer_keeps_no_pages_of_removed_weights() -> None:
+    """A rank holds its last file by the folder: an open file would keep its memory."""
+    written = SharedWeights([("a", torch.ones(3))])
+    SharedWeights.adopt(str(written.path)).close()
+    opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if path.startswith(str(written.path))]

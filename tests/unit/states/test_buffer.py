@@ -263,3 +263,40 @@ def test_killing_readers_disturbs_nobody(tmp_path: Path) -> None:
         killed_after(lambda: check_whole(store), rng.uniform(0.001, 0.02))
         assert store.num_bytes() <= 3_000_000
     assert check_whole(store) > 5
+
+
+# --- whose buffer it is ---------------------------------------------------------------------------
+
+
+def test_a_link_in_place_of_the_buffer_is_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    store = buffer(outside, held_out_share=0.0)
+    store.put("a", 0, captured(12, num_prompt=5))
+    (tmp_path / "planted").symlink_to(outside)
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        buffer(tmp_path / "planted").clear()
+    assert len(store.entries()) == 1
+
+
+def test_links_inside_the_buffer_are_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    store = buffer(tmp_path / "samples", held_out_share=0.0)
+    store.put("a", 0, captured(12, num_prompt=5))
+    (name,) = store.offers()
+    store.copy_to(tmp_path / "saved", last_step=0)
+    for planted in (f".{name}", f".{name}.0", name.replace("00000000-", "00000001-")):
+        (tmp_path / "samples" / planted).symlink_to(precious)
+    assert list(store.offers()) == [name]
+    store.put("b", 0, captured(12, num_prompt=5))
+    store.restore_from(tmp_path / "saved")
+    assert list(store.offers()) == [name]
+    store.clear()
+    assert precious.read_text() == "keep"
+
+
+def test_only_its_user_can_read_samples(tmp_path: Path) -> None:
+    store = buffer(tmp_path / "samples")
+    store.put("a", 0, captured(12, num_prompt=5))
+    for path in (tmp_path / "samples", *(tmp_path / "samples").iterdir()):
+        assert path.stat().st_mode & 0o077 == 0
