@@ -73,6 +73,9 @@ def rollout(
         list[str] | None,
         typer.Option("--engine-arg", help="KEY=JSON argument for vLLM. Repeatable."),
     ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code", help="Allow engine arguments that load Python code.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for rollout.json and rollout.png.")] = Path(
         "runs/bench-rollout"
     ),
@@ -122,6 +125,7 @@ def rollout(
             drafter=str(drafter) if drafter else None,
             num_gpus=gpus,
             engine_args=arguments | _engine_args(engine_arg or []),
+            allow_code=allow_code,
         ),
         num_engines=engines,
         modes=modes,

@@ -46,7 +46,11 @@ class EngineSettings(Schema):
     stall_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds an engine step or a command may take before the engine counts as hung."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments passed to vLLM verbatim. They override those of TLT; lossy ones are refused."""
+    """Arguments passed to vLLM verbatim. They override those of TLT; lossy ones are refused, and
+    those that load code need `allow_code`."""
+    allow_code: bool = False
+    """Permission for `engine_args` that make vLLM run Python code which neither vLLM nor TLT brings
+    along, such as `trust_remote_code`, classes and plug-ins. That code has all your rights."""
 
 
 class EngineConfig(EngineSettings):

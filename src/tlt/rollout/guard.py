@@ -1,8 +1,9 @@
-"""Checks that refuse lossy and unsupported settings before any engine starts.
+"""Checks that refuse lossy, unsupported and dangerous settings before any engine starts.
 
 The checks are pure functions of plain settings. The rule is an allow-list: a setting that is not
 known to keep the distribution of samples is refused, with the reason and a value that works. With
-speculation off (no drafter, no n-gram arm), every setting of vLLM is allowed.
+speculation off (no drafter, no n-gram arm), every setting of vLLM is allowed, but for those that
+make it run code of others: they need a permission.
 """
 
 from __future__ import annotations
@@ -41,7 +42,33 @@ OWNED_ENGINE_ARGS = {
     "worker_cls": "TLT's worker switches the drafter",
     "additional_config": "TLT passes its strategy there",
     "weight_transfer_config": "TLT's backend loads weights from shared memory",
+    **dict.fromkeys(
+        ("spec_method", "spec_model", "spec_tokens"),
+        "TLT writes speculative_config, which holds the same; use engine.strategy and "
+        "engine.drafter",
+    ),
 }
+
+CODE_KEYS = frozenset(
+    {
+        *("trust_remote_code", "model_class_overrides", "logits_processors", "inductor_passes"),
+        *("kv_transfer_config", "ec_transfer_config"),  # connectors, from any module
+        *("log_config_file", "pylogging_config_file"),  # logging calls what such a file names
+    }
+)
+"""Arguments of vLLM, at any depth, that make it run code which it does not ship."""
+CODE_SUFFIXES = ("_cls", "_class", "_plugin", "_module_path")
+"""Ends of the names of such arguments."""
+SHIPPED = {
+    "distributed_executor_backend": {"mp", "ray", "uni", "external_launcher"},
+    "compilation_config.backend": {"eager", "inductor"},
+    "load_format": {
+        *("auto", "hf", "safetensors", "pt", "npcache", "dummy", "mistral", "fastsafetensors"),
+        *("sharded_state", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
+        "tensorizer",
+    },
+}
+"""Arguments that name a part of vLLM, and its own parts; any other name loads code."""
 
 MAX_TEMPERATURE = 2.0
 
@@ -105,6 +132,42 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
             "engine_args.async_scheduling = true hides the sampled tokens from the n-gram lookup "
             "of vLLM's V1 runner; set it to false, or use the drafter 'eagle3' alone"
         )
+
+
+def check_code(config: EngineConfig) -> None:
+    """Refuse arguments that make vLLM run code which it does not ship, unless that is allowed."""
+    if config.allow_code:
+        return
+    if found := code_arguments(config.engine_args):
+        key, value = found[0]
+        raise ConfigError(
+            f"engine_args.{key} = {value!r} makes vLLM run Python code that neither vLLM nor TLT "
+            "brings along, with all your rights; remove it, or, if you trust that code, set "
+            "engine.allow_code = true (`tlt bench rollout --allow-code`)"
+        )
+
+
+def code_arguments(args: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the arguments that make vLLM run code which it does not ship, by their dotted keys."""
+    found: list[tuple[str, Any]] = []
+    for name, value in args.items():
+        key = f"{prefix}{name}"
+        loads_code = (
+            name in CODE_KEYS
+            or name.endswith(CODE_SUFFIXES)
+            or (key in SHIPPED and str(value) not in SHIPPED[key])
+            or (key == "speculative_config.model" and _is_dotted(value))  # to vLLM a class
+        )
+        if value and loads_code:
+            found.append((key, value))
+        elif isinstance(value, Mapping):
+            found += code_arguments(value, f"{key}.")
+    return found
+
+
+def _is_dotted(value: Any) -> bool:
+    parts = value.split(".") if isinstance(value, str) else []
+    return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
 def _check_speculative_config(speculative: Mapping[str, Any], on_v2: bool) -> None:

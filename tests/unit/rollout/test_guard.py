@@ -7,7 +7,7 @@ import pytest
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
-from tlt.rollout.guard import check_length, check_sampling
+from tlt.rollout.guard import check_length, check_sampling, code_arguments
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 
 EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
@@ -192,3 +192,54 @@ def test_graphs_are_left_to_vllm(settings: dict[str, Any]) -> None:
     assert args.get("compilation_config") == given
     lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
     assert lengths == [[1, 1_000_000, 4]]
+
+
+# --- code of others -------------------------------------------------------------------------------
+
+CODE: list[dict[str, Any]] = [
+    {"trust_remote_code": True},
+    {"worker_extension_cls": "mine.Worker"},
+    {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
+    {"logits_processors": ["mine.Processor"]},
+    {"distributed_executor_backend": "mine.Executor"},
+    {"io_processor_plugin": "mine"},
+    {"reasoning_parser_plugin": "mine.py"},
+    {"structured_outputs_config": {"reasoning_parser_plugin": "mine.py"}},
+    {"ec_manager_config": {"encoder_cache_manager_cls": "mine.Manager"}},
+    {"kv_transfer_config": {"kv_connector": "Mine", "kv_connector_module_path": "mine"}},
+    {"ec_transfer_config": {"ec_connector": "Mine"}},
+    {"compilation_config": {"backend": "mine.backend"}},
+    {"compilation_config": {"inductor_passes": {"a": "mine.run"}}},
+    {"logging_config": {"pylogging_config_file": "logging.json"}},
+    {"log_config_file": "logging.json"},
+    {"load_format": "ipc_cache"},
+    {"speculative_config": {"model": "mine.Proposer"}},
+]
+
+
+@pytest.mark.parametrize("args", CODE, ids=lambda args: next(iter(args)))
+def test_code_of_others_needs_a_permission(args: dict[str, Any]) -> None:
+    plain = {"drafter": None, "ngram": None, "strategy": {"kind": "off"}, "engine_args": args}
+    with pytest.raises(ConfigError, match=rf"{next(iter(args))}.*allow_code = true"):
+        engine_args(config(**plain))
+    allowed = engine_args(config(**plain, allow_code=True))
+    assert next(iter(args)) in allowed
+
+
+def test_arguments_that_load_no_code_need_none() -> None:
+    args = {
+        "trust_remote_code": False,
+        "worker_extension_cls": "",
+        "distributed_executor_backend": "mp",
+        "compilation_config": {"mode": 3, "backend": "inductor"},
+        "load_format": "safetensors",
+        "speculative_config": {"model": "models/drafter-1.0"},
+        "max_model_len": 512,
+    }
+    assert code_arguments(args) == []
+
+
+def test_vllm_s_other_names_for_drafters_are_refused() -> None:
+    for key in ("spec_method", "spec_model", "spec_tokens"):
+        with pytest.raises(ConfigError, match="use engine"):
+            engine_args(config(engine_args={key: "x"}))

@@ -7,7 +7,7 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm, DrafterName
 from tlt.errors import ConfigError
-from tlt.rollout.guard import check_engine, speculates
+from tlt.rollout.guard import check_code, check_engine, speculates
 from tlt.rollout.runner import uses_v2
 from tlt.rollout.vllm.plugin import TRANSFER_BACKENDS
 from tlt.strategy.graphs import GraphPlan, choices_of
@@ -55,6 +55,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     strategy = strategy_spec(config)
     arms = build_strategy(strategy).arms()
     check_engine(config, arms)
+    check_code(config)
     on_gpu = config.num_gpus > 0
     on_v2 = uses_v2(config)
     # The n-gram lookup of the V1 runner needs the tokens of the last engine step.
