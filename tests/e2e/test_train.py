@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from commands import command, records, tlt
+from listeners import beyond_loopback, listening, reached_from_outside
 from speed import by_size, limit
 from trace_events import check_trace
 
@@ -301,6 +302,18 @@ def test_killed_engines_change_nothing(policy: Path, undisturbed: list[dict[str,
     assert steps_of(found) == list(range(1, STEPS + 1))
     assert sum(r["rollout/engine_restarts"] for r in found) >= ROUNDS - 1
     assert_same(found, undisturbed)
+
+
+def test_a_run_on_one_machine_listens_on_loopback_only(policy: Path) -> None:
+    """A port scan of all its processes: Ray, engines, two ranks, trainers and reward workers."""
+    run = policy / "runs" / "scanned"
+    with running(policy, "scanned", f"{TLT} learner.num_ranks=2") as process:
+        wait_for_step(1, run, process)
+        found = listening(process.pid)
+        assert len(children(process, "ray::LearnerActor")) == 2
+        assert found, "the scan sees Ray's processes"
+        assert beyond_loopback(found) == set()
+        assert reached_from_outside({port for _, port in found}) == set()
 
 
 def test_killed_reward_workers_change_nothing(

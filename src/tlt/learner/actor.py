@@ -20,6 +20,7 @@ import ray
 
 from tlt.learner.batch import TrainSample
 from tlt.node.cores import bind_process, claim_cores
+from tlt.node.shared import SharedFolder
 from tlt.node.weights import SharedWeights, file_bytes
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
@@ -62,6 +63,8 @@ class LearnerActor:
         """Sends the policy to engines on GPUs, once connected."""
         self._handed_over: SharedWeights | None = None
         """The last file for the driver, held by this process at least until the driver has it."""
+        self._meeting: SharedFolder | None = None
+        """Folder of the file through which the ranks of one node meet."""
 
     def _bind(self, ranks_here: int) -> None:
         """Claim cores for this rank and all its threads."""
@@ -78,13 +81,22 @@ class LearnerActor:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs time
 
-    def address(self) -> tuple[str, str]:
-        """Return this rank's node and the address of a free port there for the ranks to meet."""
+    def node(self) -> str:
+        """Return this rank's node."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def meeting(self, on_one_node: bool) -> str:
+        """Return where the ranks meet: a private file, or a free port for those of other nodes.
+
+        Anybody who reaches the port could take part.
+        """
+        if on_one_node:
+            self._meeting = SharedFolder.make("meeting")
+            return f"file://{self._meeting.path / 'ranks'}"
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        meeting = f"tcp://{ray.util.get_node_ip_address()}:{port}"
-        return ray.get_runtime_context().get_node_id(), meeting
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
 
     def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
         """Meet the other ranks, load the policy, and return this process's id."""

@@ -56,10 +56,10 @@ class LearnerGroup:
                 **options,
             )
             self._ranks.append(actors.remote(self._plan, rank))
-        addresses = await self._all("address")
-        self._nodes = [node for node, _ in addresses]
+        self._nodes = await self._all("node")
         saved = None if restore is None else str(restore / "learner")
-        meeting = addresses[0][1]
+        on_one_node = len(set(self._nodes)) == 1
+        (meeting,) = await self._gather("meeting", [self._ranks[0].meeting.remote(on_one_node)])
         pids: list[int] = await self._each(
             "start", [(meeting, saved, self._nodes.count(node)) for node in self._nodes]
         )

@@ -1,12 +1,23 @@
-"""Ray for commands: the cluster that `RAY_ADDRESS` names, or a new one on this machine."""
+"""Ray for commands: the cluster that `RAY_ADDRESS` names, or a new one on this machine.
+
+A new one is for this machine alone: all its processes, and those that they start, listen on
+127.0.0.1, and Ray asks for a token that only this user can read. Whoever reaches Ray with its token
+runs code as its user.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import Iterable
 from typing import Any
+
+from tlt.node.shared import SharedFolder, open_file
+
+_token: SharedFolder | None = None
+"""Folder of the token, held as long as this process lives."""
 
 
 def start_ray(num_engines: int) -> None:
@@ -24,12 +35,42 @@ def start_ray(num_engines: int) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
         return
+    _stay_on_loopback()
+    _make_token()
     ray.init(
         "local",
         num_cpus=max(num_engines, os.cpu_count() or 1),
         include_dashboard=False,
         **quiet,
     )
+
+
+def _stay_on_loopback() -> None:
+    """Let Ray, gloo and NCCL use no network but loopback; the user's interfaces win."""
+    from ray._private import ray_constants
+
+    # `_node_ip_address` cannot say so: Ray replaces a loopback address by one that others reach,
+    # unless it supports no clusters here. It reads the variable when it is imported, as it is now.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+
+
+def _make_token() -> None:
+    """Write the token of a new Ray; the user's token or `RAY_AUTH_MODE` wins.
+
+    Ray would write one into the home folder, readable by all users under the usual umask. By itself
+    it turns tokens on for a cluster of one machine.
+    """
+    global _token
+    given = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(name in os.environ for name in given):
+        return
+    _token = SharedFolder.make("ray")
+    with open_file(_token.path / "token", "xb") as file:
+        file.write(secrets.token_hex(32).encode())
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token.path / "token")
 
 
 END_S = 10.0
