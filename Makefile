@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
+.PHONY: setup setup-locked fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
 
 setup: $(VENV)/.done
 
@@ -23,13 +23,22 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/tlt doctor
 	touch $@
 
+# The same with the versions and hashes of requirements-cpu.lock; see SECURITY.md.
+setup-locked:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps $(TORCH)
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements-cpu.lock
+	$(BIN)/pip install --quiet --no-deps -e .
+	$(BIN)/tlt doctor
+	touch $(VENV)/.done
+
 fmt:
-	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py
-	$(BIN)/ruff check --no-cache --fix src tests benchmarks examples docs/hooks.py
+	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py .ci/lock.py
+	$(BIN)/ruff check --no-cache --fix src tests benchmarks examples docs/hooks.py .ci/lock.py
 
 lint:
-	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py
-	$(BIN)/ruff check --no-cache src tests benchmarks examples docs/hooks.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py .ci/lock.py
+	$(BIN)/ruff check --no-cache src tests benchmarks examples docs/hooks.py .ci/lock.py
 	$(BIN)/python benchmarks/figures.py --check
 
 # Rewrites the figures in README.md, docs and benchmarks/README.md from benchmarks/results.
