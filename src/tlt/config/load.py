@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,10 @@ from tlt.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
 
+MAX_DEPTH = 8
+"""Most parts of a dotted name."""
+MAX_SHOWN = 100
+"""Characters of a wrong value that a message shows."""
 RENAMED = {
     "engine.core_group": "debug.core_group",
     "engine.policy": "engine.strategy",
@@ -37,6 +42,8 @@ RENAMED_VALUES = {
 def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run of an earlier version by today's names."""
     found = {key: dict(of) if isinstance(of, Mapping) else of for key, of in tree.items()}
+    if not all(isinstance(of, dict) for of in found.values()):
+        return found  # no settings of any version
     for old, new in RENAMED.items():
         section, key = old.split(".")
         if key in found.get(section, {}):
@@ -46,7 +53,7 @@ def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
         section, key = old.split(".")
         found.get(section, {}).pop(key, None)
     harvest = found.get("tlt", {}).get("harvest")
-    if harvest in ("on", "off", "unpublished"):
+    if isinstance(harvest, str) and harvest in ("on", "off", "unpublished"):
         found["tlt"]["harvest"] = harvest != "off"
         if harvest == "unpublished":
             found.setdefault("debug", {})["publish_drafters"] = False
@@ -60,20 +67,35 @@ def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file; raise a `ConfigError` that names the file if that fails."""
-    if path.is_dir() or not path.exists():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{path} {kind}; name a run's TOML file, such as one of configs/")
     try:
         return tomllib.loads(path.read_bytes().decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        kind = "is a folder" if isinstance(error, IsADirectoryError) else "does not exist"
+        raise ConfigError(
+            f"{path} {kind}; name a run's TOML file, such as one of configs/"
+        ) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); allow reading it") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise ConfigError(
             f"{path} is not valid TOML: {error}; settings look like num_steps = 100 or "
             'model = "models/tiny", under a heading like [run]'
         ) from error
+
+
+def read_json(path: Path, what: str, way_out: str) -> dict[str, Any]:
+    """Read an object from a JSON file; `what` it should be and the way out are for the message."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); {way_out}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}; {way_out}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not {what}; {way_out}")
+    return found
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -81,17 +103,17 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     for override in overrides:
         dotted, separator, text = override.partition("=")
         keys = dotted.strip().split(".")
-        if not separator or not all(keys):
+        if not separator or not all(keys) or len(keys) > MAX_DEPTH:
             raise ConfigError(
-                f"override {override!r} is not section.key=value; e.g. learner.lr=1e-6"
+                f"override {_shown(override)} is not section.key=value; e.g. learner.lr=1e-6"
             )
         place = tree
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
                 raise ConfigError(
-                    f"override {override!r}: {key} is a value, not a section; set {key} itself, "
-                    f"e.g. {key}=..."
+                    f"override {_shown(override)}: {key} is a value, not a section; set {key} "
+                    f"itself, e.g. {key}=..."
                 )
         place[keys[-1]] = _value(text.strip())
     return tree
@@ -100,9 +122,10 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
 def _value(text: str) -> Any:
     """Parse a TOML value. A bare word is a string, because shells remove quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return found["value"] if len(found) == 1 else text
 
 
 def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
@@ -112,6 +135,21 @@ def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
     except ValidationError as error:
         lines = [_explain(schema, problem) for problem in error.errors()]
         raise ConfigError(f"{where}: " + "\n  ".join(lines)) from None
+
+
+def check_types(schema: type[BaseModel], tree: Mapping[str, Any], where: str) -> None:
+    """Refuse values of a wrong type in the settings of a run that is over.
+
+    Keys that are unknown today, and values outside of today's limits, are those of an earlier
+    version.
+    """
+    try:
+        schema.model_validate(tree)
+    except ValidationError as error:
+        wrong = [p for p in error.errors() if p["type"].endswith(("_type", "_parsing"))]
+        if wrong:
+            lines = [_explain(schema, problem) for problem in wrong]
+            raise ConfigError(f"{where}: " + "\n  ".join(lines)) from None
 
 
 def _explain(schema: type[BaseModel], problem: Any) -> str:
@@ -132,12 +170,12 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         wrong = "is missing" if problem["type"] == "missing" else "is a section, not a value"
         return f"{key} {wrong}; e.g. [{key}]{_required(section)}"
     if problem["type"] == "missing":
-        return f"{key} is missing{_help(field)}"
+        return f"{key} is missing{_help(field) or '; set it'}"
     given = problem.get("input")
     if isinstance(given, str) and (key, given) in RENAMED_VALUES:
         return f"{key} = {given!r} is called {RENAMED_VALUES[key, given]} now; set that instead"
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    shown = f" = {given!r}" if isinstance(given, str | int | float | bool) else ""
+    shown = f" = {_shown(given)}" if isinstance(given, str | int | float | bool) else ""
     return f"{key}{shown} should be {message}{_help(field)}"
 
 
@@ -151,8 +189,19 @@ def _help(field: FieldInfo | None) -> str:
         example = f"; e.g. {_toml(default)}"
     elif field.examples:
         example = f"; e.g. {_toml(field.examples[0])}"
+    elif default is None:
+        example = "; or leave it out"
     meaning = " ".join((field.description or "").split())
     return f"{example} ({meaning})" if meaning else example
+
+
+def _shown(value: Any) -> str:
+    """Return a value as the user wrote it, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _required(section: type[BaseModel]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tlt.config.schema import Schema
+from tlt.config.schema import LONGEST_S, Schema
 
 CORE_GROUP = "engines"
 
@@ -14,9 +14,9 @@ CORE_GROUP = "engines"
 class NgramConfig(Schema):
     """The n-gram drafter: looks up the last tokens in the text so far and in other samples."""
 
-    min_match: int = Field(default=2, ge=1)
+    min_match: int = Field(default=2, ge=1, le=1024)
     """Shortest sequence of tokens that counts as a match."""
-    max_match: int = Field(default=8, ge=1)
+    max_match: int = Field(default=8, ge=1, le=1024)
     """Longest sequence of tokens to look up."""
     history_tokens: int = Field(default=1_000_000, ge=0, le=1_000_000_000)
     """Tokens of other samples to search, both running and earlier ones. The engine drops the oldest
@@ -37,13 +37,13 @@ class EngineSettings(Schema):
     drafter_state_mib: int = Field(default=512, ge=0)
     """Memory in MiB for the draft model's catch-up: hidden states of tokens from engine steps in
     which it did not draft. 0 runs the draft model in every engine step."""
-    num_cores: int = Field(default=1, ge=1)
+    num_cores: int = Field(default=1, ge=1, le=10_000)
     """CPU cores that a CPU engine is bound to."""
-    num_gpus: int = Field(default=0, ge=0)
+    num_gpus: int = Field(default=0, ge=0, le=10_000)
     """GPUs of the engine, which is its tensor-parallel size; 0 makes a CPU engine."""
     kv_cache_gib: float = Field(default=1.0, gt=0)
     """Memory in GiB for the KV cache of a CPU engine. GPU engines follow vLLM's own setting."""
-    stall_timeout_s: float = Field(default=600.0, gt=0)
+    stall_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine step or a command may take before the engine counts as hung."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments passed to vLLM verbatim. They override those of TLT; lossy ones are refused, and
@@ -70,19 +70,19 @@ class EngineConfig(EngineSettings):
 class PoolConfig(Schema):
     """The pool of engines that generates the samples."""
 
-    num_engines: int = Field(default=1, ge=1)
+    num_engines: int = Field(default=1, ge=1, le=100_000)
     """Number of engines, each in a process of its own."""
     prefetch: int = Field(default=4, ge=0)
     """Requests queued inside an engine beyond those it runs, to hide the latency of dispatch."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine may take to start, including the wait for free resources."""
-    health_timeout_s: float = Field(default=120.0, gt=0)
+    health_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)
     """Seconds without an answer before an engine counts as lost."""
-    command_timeout_s: float = Field(default=900.0, gt=0)
+    command_timeout_s: float = Field(default=900.0, gt=0, le=LONGEST_S)
     """Seconds an engine may take for a command, such as a weight update, before it counts as lost.
     Commands wait for the engine step under way."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of an engine within `restart_window_s`, or in a row without a single sample, before
     the pool gives its place up."""
-    restart_window_s: float = Field(default=3600.0, gt=0)
+    restart_window_s: float = Field(default=3600.0, gt=0, le=LONGEST_S)
     """Seconds over which the pool counts the losses of one place."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from tlt.config.rollout import CORE_GROUP, EngineSettings, PoolConfig
-from tlt.config.schema import Schema
+from tlt.config.schema import LONGEST_S, Schema
 from tlt.hardware import DtypeChoice, compute_dtype
 
 
@@ -23,7 +23,7 @@ class RunSection(Schema):
     checkpoint_on_term: bool = False
     """Write a checkpoint of the last finished RL step when SIGTERM or SIGINT (Ctrl-C) ends the
     run."""
-    term_timeout_s: float = Field(default=25.0, gt=0)
+    term_timeout_s: float = Field(default=25.0, gt=0, le=LONGEST_S)
     """Seconds from SIGTERM or SIGINT to the end of the process, whatever is unfinished then.
     Kubernetes and Slurm kill by default after 30."""
 
@@ -47,7 +47,7 @@ class SizesConfig(Schema):
     """Median size."""
     p95: float = Field(default=30, gt=0)
     """95th percentile of the sizes."""
-    longest: int = Field(default=60, ge=1)
+    longest: int = Field(default=60, ge=1, le=10_000_000)
     """Largest size."""
 
 
@@ -82,20 +82,20 @@ class RewardConfig(Schema):
     text equals the answer. `math`: math-verify against the answer. `module:function`: your own
     function, called with the problem and the response's text. `auto`: `gym` for tasks, `math` for
     files."""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: int = Field(default=1, ge=1, le=1024)
     """Processes that score responses."""
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """Seconds a reward may take. The run does not train on a sample whose reward takes longer."""
 
 
 class SamplingConfig(Schema):
     """The samples of an RL step."""
 
-    prompts_per_step: int = Field(ge=1, examples=[8])
+    prompts_per_step: int = Field(ge=1, le=100_000, examples=[8])
     """Problems per RL step."""
-    group_size: int = Field(ge=2, examples=[8])
+    group_size: int = Field(ge=2, le=10_000, examples=[8])
     """Samples per problem. Advantages are relative to this group."""
-    max_tokens: int = Field(ge=1, examples=[1024])
+    max_tokens: int = Field(ge=1, le=10_000_000, examples=[1024])
     """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature. The learner computes probabilities at the same temperature."""
@@ -127,17 +127,17 @@ class AlgorithmConfig(Schema):
 class LearnerConfig(Schema):
     """The policy update, on FSDP2 ranks with one process each."""
 
-    num_ranks: int = Field(default=1, ge=1)
+    num_ranks: int = Field(default=1, ge=1, le=100_000)
     """Processes that the policy is sharded over; on GPUs, one per GPU."""
     num_gpus: int = Field(default=0, ge=0, le=1)
     """GPUs per rank; 0 trains on the CPU."""
-    num_cores: int | None = Field(default=None, ge=1)
+    num_cores: int | None = Field(default=None, ge=1, le=10_000)
     """CPU cores per rank; by default the ranks of a node share all its cores equally."""
     row_tokens: int = Field(default=4096, ge=1)
     """Tokens of one packed micro-batch; a longer sample gets its own."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per RL step, each on its part of the samples."""
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, le=1)
     """Learning rate of the policy after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises."""
@@ -149,7 +149,7 @@ class LearnerConfig(Schema):
     """Recompute activations in the backward pass: a third more work for much less memory."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of the ranks from the same checkpoint before the run fails."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: float = Field(default=1800.0, gt=0, le=LONGEST_S)
     """Seconds an update may take before the ranks count as hung."""
 
 
@@ -201,7 +201,7 @@ class EvalConfig(Schema):
 
     every_steps: int = Field(default=0, ge=0)
     """RL steps between evaluations, the first before any training; 0 never evaluates."""
-    num_problems: int = Field(default=64, ge=1)
+    num_problems: int = Field(default=64, ge=1, le=100_000)
     """Held-out problems, which are never trained on; the last rows of a file."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the evaluation; 0 takes the most likely tokens."""
@@ -264,7 +264,7 @@ class TltConfig(Schema):
     states, and harvest."""
     harvest: bool = True
     """Train the drafter on idle workers; false leaves the drafter of `engine.drafter` frozen."""
-    lr: float | None = Field(default=None, gt=0, examples=[1e-4])
+    lr: float | None = Field(default=None, gt=0, le=1, examples=[1e-4])
     """Learning rate of the drafter; by default 1e-4, or 1e-3 for the new drafter of a run without
     `engine.drafter`. An RL step brings little to learn from: at higher rates a trained drafter
     forgets more than it learns."""
@@ -277,16 +277,16 @@ class TltConfig(Schema):
     """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default 4,096
     on CPU cores, and on GPUs all tokens, or 32,768 if the policy has more than 65,536. A drafter
     from `engine.drafter` keeps the size of its own. The tokens follow the policy's text."""
-    session_s: float = Field(default=10.0, gt=0)
+    session_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """Seconds of training between evaluations of the drafter; a better drafter is published."""
     held_out_tokens: int = Field(default=1024, ge=16)
     """Most tokens of held-out samples that evaluate a drafter; where a few of them decide, or time
     is short, an evaluation takes fewer."""
-    min_lease_s: float = Field(default=2.0, ge=0)
+    min_lease_s: float = Field(default=2.0, ge=0, le=LONGEST_S)
     """Shortest predicted idle time, in seconds, for which a worker is leased."""
-    lease_s: float = Field(default=60.0, gt=0)
+    lease_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
     """Seconds after which a lease ends by itself; a worker that stays idle gets a new one."""
-    stop_timeout_s: float | None = Field(default=None, gt=0, examples=[2.0])
+    stop_timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_S, examples=[2.0])
     """Seconds a trainer may take to stop before it is killed; by default 2, and on GPUs also the
     time in which its drafter and optimizer reach the host."""
     max_trainers: int = Field(default=8, ge=1)

@@ -1,11 +1,14 @@
-"""Old names of settings are refused, and the message says the new one."""
+"""Values that no run can use, and old names of settings, are refused with a way out."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
-from tlt.config.load import load_config, renewed
+from tlt.config.load import load_config, read_toml, renewed
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
@@ -68,3 +71,73 @@ def test_settings_of_an_earlier_version_are_read_by_todays_names() -> None:
     assert renewed({"tlt": {"harvest": "off"}}) == {"tlt": {"harvest": False}}
     assert "policy" in old["engine"], "the old settings are left alone"
     assert "seeded" in old["sampling"]
+
+
+def numbers(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted names of all settings that are numbers."""
+    for name, field in schema.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        if {int, float} & {*kinds}:
+            yield f"{prefix}{name}"
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from numbers(kind, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e308", str(10**30)])
+def test_no_setting_takes_a_number_that_is_none(value: str) -> None:
+    names = list(numbers(TrainConfig))
+    assert len(names) > 50
+    for name in names:
+        with pytest.raises(ConfigError) as refused:
+            load_config(TrainConfig, RECIPE, [f"{name}={value}"])
+        # A number, or a description of it, and a way out.
+        assert re.search(rf"{re.escape(name)} .*should be .*; ", str(refused.value)), refused.value
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.lr=inf", "learner.lr = inf should be a finite number; e.g. 1e-06"),
+        ("learner.lr=5", "learner.lr = 5 should be less than or equal to 1; e.g. 1e-06"),
+        (
+            "reward.num_workers=100000",
+            "reward.num_workers = 100000 should be less than or equal to 1024; e.g. 1",
+        ),
+        ("pool.num_engines=1000000000", "pool.num_engines = 1000000000 should be less than"),
+        ("run.seed=" + "9" * 5000, "run.seed = '9999"),
+        ("learner.lr=" + "[" * 5000, "learner.lr = '[[["),
+        ("learner.lr=1e-6\nrun.seed=3", r"learner.lr = '1e-6\nrun.seed=3' should be a valid num"),
+        ('run.out="a\\u0000b"', r"run.out = 'a\x00b' should be text without NUL"),
+    ],
+)
+def test_values_that_no_run_can_use(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TrainConfig, RECIPE, [override])
+    assert str(refused.value).startswith(f"{RECIPE}: {message}")
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a = " + b"[" * 5000, "is not valid TOML"),
+        (b"a = " + b"9" * 5000, "is not valid TOML"),
+        (b"\xff", "is not UTF-8"),
+    ],
+)
+def test_files_that_no_parser_can_read(content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"run\.toml {message}.*; "):
+        read_toml(path)
+
+
+def test_a_name_of_too_many_parts_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match=r"is not section\.key=value; e\.g\. learner\.lr=1e-6"):
+        load_config(TrainConfig, RECIPE, ["engine.engine_args." + "a." * 2000 + "b=1"])
+
+
+@pytest.mark.parametrize("tree", [{"tlt": 3}, {"engine": "x"}, {"tlt": {"harvest": [1]}}])
+def test_damaged_settings_of_an_earlier_version_are_left_alone(tree: dict[str, Any]) -> None:
+    assert renewed(tree) == tree
