@@ -63,10 +63,23 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Draf
             f"{folder} is not a drafter folder: {Path(error.filename or WEIGHTS).name} is missing; "
             "make one with `tlt drafter train`"
         ) from error
-    drafter = Eagle3Drafter(config)
-    state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-    drafter.load_state_dict(state)
+    except Exception as error:  # whatever the libraries say to a damaged file
+        raise _damaged(folder, error) from error
+    try:
+        drafter = Eagle3Drafter(config)
+        state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        drafter.load_state_dict(state)
+    except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
+        raise _damaged(folder, error) from error
     return drafter.to(dtype)
+
+
+def _damaged(folder: Path, error: Exception) -> ConfigError:
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    return ConfigError(
+        f"the drafter in {folder} is damaged ({said}); copy it again, or make one with "
+        "`tlt drafter train`"
+    )
 
 
 def _write_folder(

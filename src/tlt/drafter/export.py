@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tlt.config.load import read_json
 from tlt.drafter.checkpoint import STATE, WEIGHTS, load_drafter
 from tlt.errors import ConfigError
 
@@ -27,12 +28,13 @@ def export(source: Path, target: Path, out: Path) -> dict[str, Any]:
     """
     version = _version_of(source)
     config = load_drafter(version).config
-    target_config = json.loads(_existing(target / "config.json", "a model folder").read_text())
+    way_out = "pass the model it was trained for"
+    target_config = read_json(target / "config.json", "the config of a model", way_out)
     for key in ("hidden_size", "vocab_size"):
-        if target_config[key] != getattr(config, key):
+        if target_config.get(key) != getattr(config, key):
             raise ConfigError(
                 f"{version} drafts for a model with {key} {getattr(config, key)}, but {target} has "
-                f"{target_config[key]}; pass the model it was trained for"
+                f"{target_config.get(key)}; {way_out}"
             )
     state = version / STATE
     provenance: dict[str, Any] = {
@@ -44,11 +46,14 @@ def export(source: Path, target: Path, out: Path) -> dict[str, Any]:
         },
     }
     if state.exists():
-        saved = json.loads(state.read_text())
-        provenance["training"] = {"steps": saved["progress"]["step"], **saved["notes"]}
+        saved = read_json(state, "the state of a training run", f"remove {state}")
+        progress = saved.get("progress")
+        steps = progress.get("step") if isinstance(progress, dict) else None
+        notes = saved.get("notes")
+        provenance["training"] = {"steps": steps, **(notes if isinstance(notes, dict) else {})}
     report = source / "report.json"
     if report.exists():
-        measured = json.loads(report.read_text())
+        measured = read_json(report, "the report of a training run", f"remove {report}")
         keep = ("data", "acceptance", "budget_minutes", "provenance")
         provenance["measured"] = {key: measured[key] for key in keep if key in measured}
     out.mkdir(parents=True, exist_ok=True)
@@ -70,9 +75,3 @@ def _version_of(source: Path) -> Path:
             "one with `tlt drafter train`"
         )
     return versions[-1]
-
-
-def _existing(path: Path, what: str) -> Path:
-    if not path.exists():
-        raise ConfigError(f"{path.parent} is not {what}: {path.name} is missing")
-    return path

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.learner.sft import SftSettings, SftStep, supervised_start
+from tlt.models.folder import read_model
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import problems
 from tlt.tasks.tail import HeavyTail, length_summary
@@ -29,6 +30,7 @@ def train_policy(
     from transformers import AutoModelForCausalLM
 
     save_dtype = getattr(torch, dtype)
+    read_model(model, "--model")
     chat = Chat(str(model))
     samples = [
         chat.answered(problem.question, problem.solution)

@@ -71,6 +71,7 @@ SHIPPED = {
 """Arguments that name a part of vLLM, and its own parts; any other name loads code."""
 
 MAX_TEMPERATURE = 2.0
+MAX_DRAFT_TOKENS = 32
 
 SAMPLING_EXTRAS = frozenset(
     {"min_tokens", "stop", "include_stop_str_in_output", "detokenize", "skip_special_tokens"}
@@ -108,6 +109,11 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
         raise ConfigError(
             f"engine.max_draft_tokens = {config.max_draft_tokens} but strategy drafts up to "
             f"{longest}; set it to {longest}"
+        )
+    if longest > MAX_DRAFT_TOKENS:
+        raise ConfigError(
+            f"strategy drafts up to {longest} tokens, and an engine verifies at most "
+            f"{MAX_DRAFT_TOKENS}; e.g. num_draft_tokens = 4"
         )
     args = config.engine_args
     for key, reason in OWNED_ENGINE_ARGS.items():
@@ -177,6 +183,12 @@ def _check_speculative_config(speculative: Mapping[str, Any], on_v2: bool) -> No
                 f"engine_args.speculative_config.{key} is not known to keep the distribution of "
                 f"samples; allowed are {', '.join(sorted(SPECULATIVE_KEYS))}"
             )
+    drafts = speculative.get("num_speculative_tokens", 1)
+    if not isinstance(drafts, int) or not 1 <= drafts <= MAX_DRAFT_TOKENS:
+        raise ConfigError(
+            f"engine_args.speculative_config.num_speculative_tokens = {drafts!r} should be a "
+            f"number from 1 to {MAX_DRAFT_TOKENS}; e.g. 4"
+        )
     method = speculative.get("method", "eagle3")
     ngram = "ngram_gpu" if on_v2 else "ngram"
     if method not in ("eagle3", ngram):

@@ -7,7 +7,7 @@ message that names the key or file and a value that works, and hands on what it 
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import os
 import shutil
 import sys
@@ -19,7 +19,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.hardware import Machine, this_machine
-from tlt.node.shared import remove_abandoned
+from tlt.models.folder import SHAPE_KEYS, check_drafter, is_outline, read_model, read_settings
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.run.fit import refuse_what_does_not_fit
 from tlt.run.memory import GIB, Place, Sizes, memory_plan
@@ -32,11 +32,6 @@ from tlt.tasks.source import Source, open_source
 CHECKED_STEPS = 4
 """Number of first RL steps whose problems are made and measured before the run."""
 
-SHAPE_KEYS = {
-    *("hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "vocab_size"),
-}
-"""Keys of a config.json that memory is calculated from."""
 EXPERT_KEYS = {"num_experts", "num_local_experts", "n_routed_experts"}
 """Keys of models with experts, whose memory is not calculated."""
 
@@ -70,9 +65,9 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
     Tokenizer, weights, data and reward are not looked at. Return None for any other model folder.
     """
     folder = Path(config.policy.model)
-    if {file.name for file in folder.glob("*")} != {"config.json"}:
+    if not is_outline(folder):
         return None
-    model = _read_json(folder / "config.json", "policy.model", "name a model folder")
+    model = read_settings(folder, "policy.model", "name a model folder")
     engine = _engine(config, model)
     plan_placement(config)
     _check_learner(config)
@@ -83,7 +78,12 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
 
 def prepare(config: TrainConfig) -> Prepared:
     """Check the run and return what it needs; `ConfigError` says what is wrong."""
-    model = _read_model(config)
+    model = read_model(Path(config.policy.model), "policy.model")
+    if model.get("sliding_window") and model.get("use_sliding_window", True):
+        raise ConfigError(
+            f"policy.model: {model.get('model_type')} attends in a sliding window, which packed "
+            "training rows do not know; use a model with full attention, such as Llama or Qwen2"
+        )
     engine = _engine(config, model)
     plan = plan_placement(config)
     _check_cores(config)
@@ -102,43 +102,6 @@ def prepare(config: TrainConfig) -> Prepared:
     asyncio.run(_check_reward(config, reward, problems[0]))
     room = _max_prompt_tokens(config, engine, model)
     return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
-
-
-def _read_model(config: TrainConfig) -> dict[str, Any]:
-    folder = Path(config.policy.model)
-    way_out = "make one with `tlt models smollm2`, or name a Hugging Face folder"
-    model = _read_json(folder / "config.json", "policy.model", way_out)
-    index = folder / "model.safetensors.index.json"
-    files = {file.name for file in folder.glob("*.safetensors")}
-    wanted = {"*.safetensors"} if not files else set[str]()
-    if index.exists():
-        shards = _read_json(index, "policy.model", way_out).get("weight_map", {})
-        wanted = {*shards.values()} - files
-    if wanted:
-        raise ConfigError(
-            f"policy.model = {config.policy.model!r} holds no {min(wanted)}; save the model with "
-            "`save_pretrained`, or download it again"
-        )
-    if model.get("sliding_window") and model.get("use_sliding_window", True):
-        raise ConfigError(
-            f"policy.model: {model.get('model_type')} attends in a sliding window, which packed "
-            "training rows do not know; use a model with full attention, such as Llama or Qwen2"
-        )
-    return model
-
-
-def _read_json(path: Path, key: str, way_out: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except OSError:
-        raise ConfigError(
-            f"{key} = {str(path.parent)!r} holds no {path.name} that can be read; {way_out}"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{key}: {path} is not JSON: {error}; {way_out}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{key}: {path} holds no settings; {way_out}")
-    return found
 
 
 def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
@@ -167,7 +130,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
     if engine.num_gpus and (config.placement.kind == "colocated" or config.tlt.harvests):
         args.setdefault("enable_sleep_mode", True)
     if engine.drafter is not None:
-        _check_drafter(Path(engine.drafter), model)
+        check_drafter(Path(engine.drafter), model, "engine.drafter")
     engine = engine.model_copy(update={"engine_args": args})
     checked = engine
     if config.tlt.harvests and engine.drafter is None:
@@ -176,25 +139,12 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
         engine_args(checked)
     except ConfigError as error:
         raise type(error)(f"engine: {error}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise ConfigError(
             f"engine.strategy = {engine.strategy} cannot be read ({error}); "
             'e.g. { kind = "fixed", drafter = "ngram", num_draft_tokens = 4 }'
         ) from error
     return engine
-
-
-def _check_drafter(folder: Path, model: dict[str, Any]) -> None:
-    way_out = "make one with `tlt drafter train`, or leave it out"
-    drafter = _read_json(folder / "config.json", "engine.drafter", way_out)
-    if not list(folder.glob("*.safetensors")):
-        raise ConfigError(f"engine.drafter = {str(folder)!r} holds no *.safetensors; {way_out}")
-    for key in ("hidden_size", "vocab_size"):
-        if drafter.get(key) != model.get(key):
-            raise ConfigError(
-                f"engine.drafter = {str(folder)!r} is a drafter of another model: {key} is "
-                f"{drafter.get(key)}, of policy.model {model.get(key)}; train one for this model"
-            )
 
 
 def _check_cores(config: TrainConfig) -> None:

@@ -29,6 +29,15 @@ from tlt.strategy.beg_mab import EPSILON, BegMab
 
 StrategySpec = Mapping[str, Any]
 
+EXAMPLES = {
+    "off": '{ kind = "off" }',
+    "fixed": '{ kind = "fixed", drafter = "eagle3", num_draft_tokens = 4 }',
+    "by_batch_size": '{ kind = "by_batch_size", drafter = "eagle3", schedule = [[4, 4], [16, 2]] }',
+    "random": '{ kind = "random", arms = [["ngram", 2], ["off", 0]] }',
+    "adaptive": '{ kind = "adaptive" }',
+    "beg_mab": '{ kind = "beg_mab" }',
+}
+"""A spec of every kind, in TOML."""
 LEARNING = ("adaptive", "beg_mab")
 """Kinds that find the best of their arms while decoding."""
 DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
@@ -123,6 +132,8 @@ def _build_adaptive(spec: StrategySpec) -> Strategy:
     if unknown:
         known = ", ".join(field.name for field in fields(Caution))
         raise ConfigError(f"strategy.{unknown[0]} is not known to kind 'adaptive'; one of {known}")
+    for key, value in caution.items():
+        _check_number(key, value)
     return Adaptive([parse_arm(arm) for arm in spec["arms"]], Caution(**caution))
 
 
@@ -130,8 +141,19 @@ def _build_beg_mab(spec: StrategySpec) -> Strategy:
     return BegMab(
         [parse_arm(arm) for arm in spec["arms"]],
         random.Random(spec.get("seed", 0)),
-        epsilon=float(spec.get("epsilon", EPSILON)),
+        epsilon=_check_number("epsilon", spec.get("epsilon", EPSILON), 1.0),
     )
+
+
+def _check_number(key: str, value: Any, largest: float = 1e9) -> float:
+    """Return a number from 0 to `largest`, or refuse the value."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= largest:
+        raise ConfigError(
+            f"strategy.{key} = {repr(value)[:40]} should be a number from 0 to {largest:g}; or "
+            "leave it out"
+        )
+    return float(value)
 
 
 _BUILDERS: dict[str, Callable[[StrategySpec], Strategy]] = {
@@ -173,4 +195,6 @@ def build_strategy(spec: StrategySpec) -> Strategy:
     try:
         return _BUILDERS[kind](spec)
     except KeyError as error:
-        raise ConfigError(f"strategy of kind {kind!r} needs the key {error}") from error
+        raise ConfigError(
+            f"strategy of kind {kind!r} needs the key {error}; e.g. {EXAMPLES[kind]}"
+        ) from error

@@ -21,12 +21,14 @@ class Chat:
                 "`tlt models smollm2`"
             )
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError, TypeError) as error:
+            # Without an explicit no, code in the folder would be asked for at the terminal.
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        except Exception as error:  # the library raises anything on a damaged file
             raise ConfigError(
-                f"{key} {model} has no tokenizer that loads ({error}); save one there with "
+                f"{key} {model} has no tokenizer that loads ({_said(error)}); save one there with "
                 "`save_pretrained`"
             ) from error
+        self._where = f"{key} {model}"
         if not self.tokenizer.chat_template:
             raise ConfigError(
                 f"{key} {model}: its tokenizer has no chat template; use a chat model, or set "
@@ -35,10 +37,23 @@ class Chat:
 
     def prompt(self, question: str) -> tuple[int, ...]:
         """Return the prompt of a question, up to where the response begins."""
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        return self._encode(text)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            tokens = self._encode(text)
+        except Exception as error:  # a template is a program, and the library checks few settings
+            raise ConfigError(
+                f"{self._where}: its chat template or tokenizer fails on a question "
+                f"({_said(error)}); put chat_template and tokenizer_config.json right, as the "
+                "model's authors publish them"
+            ) from error
+        if not tokens:
+            raise ConfigError(
+                f"{self._where}: its chat template makes an empty prompt; put chat_template right, "
+                "as the model's authors publish it"
+            )
+        return tokens
 
     def answered(self, question: str, solution: str) -> tuple[tuple[int, ...], int]:
         """Return prompt, solution and end token, and how many of these tokens are the prompt."""
@@ -51,3 +66,8 @@ class Chat:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _said(error: Exception) -> str:
+    """Return an error in one line of a few hundred characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -6,7 +6,6 @@ All rows are checked before a run starts. An error message names the file and th
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,9 @@ from typing import Any
 from tlt.config.train import TaskConfig
 from tlt.errors import ConfigError
 from tlt.tasks.gym import Problem
+
+LARGEST = 1e100
+"""Numbers below this have a printed form to compare an answer with."""
 
 Row = tuple[str, Mapping[str, Any]]
 """The row's place in the file ("line 3", "row 3"), and its columns."""
@@ -23,20 +25,25 @@ def read_problems(config: TaskConfig) -> list[Problem]:
     """Return the problems of `task.path` in the order of the file."""
     assert config.path is not None
     path = Path(config.path)
-    if not path.exists():
-        raise ConfigError(f"task.path: {path} does not exist; give a .jsonl or .parquet file")
-    if path.is_dir():
-        raise ConfigError(f"task.path: {path} is a folder; give a .jsonl or .parquet file in it")
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
-    if path.suffix.lower() not in readers:
-        raise ConfigError(
-            f"task.path: {path} ends in {path.suffix or 'no suffix'!r}; "
-            "give a .jsonl or .parquet file"
-        )
     try:
+        if path.is_dir():
+            raise ConfigError(
+                f"task.path: {path} is a folder; give a .jsonl or .parquet file in it"
+            )
+        if not path.exists():
+            raise ConfigError(f"task.path: {path} does not exist; give a .jsonl or .parquet file")
+        if path.suffix.lower() not in readers:
+            raise ConfigError(
+                f"task.path: {path} ends in {path.suffix or 'no suffix'!r}; "
+                "give a .jsonl or .parquet file"
+            )
         made = _problems(path, readers[path.suffix.lower()](path, config), config)
     except OSError as error:
-        raise ConfigError(f"task.path: cannot read {path}: {error}") from error
+        raise ConfigError(
+            f"task.path: {path} cannot be read ({error.strerror or error}); give a .jsonl or "
+            ".parquet file"
+        ) from error
     if not made:
         raise ConfigError(f"task.path: {path} has no problems; give one problem per row")
     return made
@@ -84,19 +91,24 @@ def _column(row: Mapping[str, Any], key: str, name: str, place: str) -> Any:
 
 def _text(value: Any, name: str, place: str) -> str:
     """Return the value as text; a number becomes its printed form."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
         return str(value)
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f'{place}: {name} is {_short(value)}, not a text with content; e.g. "4"')
     try:
         value.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which no tokenizer accepts
-        raise ConfigError(f"{place}: {name} is not valid Unicode: {error}") from error
+        raise ConfigError(
+            f"{place}: {name} is not valid Unicode ({error}); write the character itself"
+        ) from error
     return value
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -145,7 +157,7 @@ def _parquet_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
             columns = [name for name in names if name in wanted]
             missing = {*wanted} - {None, *names}
             rows = file.read(columns=None if missing else columns).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"task.path: cannot read {path} as parquet: {error}; write it again, or as .jsonl"
         ) from error

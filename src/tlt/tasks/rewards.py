@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt.errors import ConfigError
+from tlt.errors import ConfigError, Terminated
 from tlt.tasks import gym
 from tlt.tasks.gym import Problem, answer_in
 
@@ -210,7 +210,9 @@ def named_function(name: str) -> RewardFunction:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything
+    except (KeyboardInterrupt, Terminated):
+        raise
+    except BaseException as error:  # a user's module may raise anything, and call sys.exit
         raise ConfigError(
             f"reward.function: {name!r}: cannot import {module_name}: "
             f"{type(error).__name__}: {error}; install it, or put it into {here}"

@@ -18,7 +18,7 @@ import torch
 from drafter_fixtures import CONFIG, captured, drafter
 
 from tlt.drafter import vocabulary
-from tlt.drafter.checkpoint import VersionStore, load_drafter
+from tlt.drafter.checkpoint import VersionStore, load_drafter, save_drafter
 from tlt.drafter.evaluation import compare, evaluate_samples
 from tlt.drafter.row import Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
@@ -295,6 +295,27 @@ def test_a_store_without_versions_is_an_error(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_drafter_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.safetensors", lambda content: content[:-10]),
+        ("model.safetensors", lambda content: b""),
+        ("model.safetensors", lambda content: b"\xff" * 100),
+        ("config.json", lambda content: b"{}"),
+        ("config.json", lambda content: b"{"),
+        ("config.json", lambda content: content.replace(b'"hidden_size": ', b'"hidden_size": 2')),
+        ("config.json", lambda content: content.replace(b'"hidden_size": ', b'"hidden_size": -')),
+    ],
+)
+def test_a_damaged_drafter_is_an_error(
+    tmp_path: Path, name: str, change: Callable[[bytes], bytes]
+) -> None:
+    save_drafter(trainer().drafter, tmp_path)
+    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    with pytest.raises(ConfigError, match=r"the drafter in .* is damaged .*; copy it again"):
         load_drafter(tmp_path)
 
 

@@ -97,6 +97,11 @@ def model_file(name: str, change: Callable[[bytes], bytes | None]) -> Spoil:
     return spoil
 
 
+def template(text: bytes) -> Spoil:
+    """Give the tokenizer another chat template."""
+    return model_file("chat_template.jinja", lambda b: text)
+
+
 def model_config(**changes: Any) -> Spoil:
     return model_file("config.json", lambda b: json.dumps(json.loads(b) | changes).encode())
 
@@ -136,6 +141,16 @@ def reward(name: str, body: str, *overrides: str) -> Spoil:
         code = f"import time\n\ndef score(problem, text):\n    {body}\n"
         (attempt.folder / f"{name}.py").write_text(code)
         attempt.overrides += [f"reward.function={name}:score", *overrides]
+
+    return spoil
+
+
+def reward_module(name: str, code: str) -> Spoil:
+    """Use a reward function of a module with this code."""
+
+    def spoil(attempt: Attempt) -> None:
+        (attempt.folder / f"{name}.py").write_text(code)
+        attempt.overrides.append(f"reward.function={name}:score")
 
     return spoil
 
@@ -362,6 +377,78 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"policy\.model = .*/model': its tokenizer makes token \d+",
         r"save the model's own tokenizer",
     ),
+    *(
+        (
+            f"a chat template that fails: {name}",
+            template(text),
+            r"policy\.model .*/model: its chat template .*" + says,
+            r"put chat_template",
+        )
+        for name, text, says in (
+            ("raises", b"{{ raise_exception('no system role') }}", "no system role"),
+            ("a loop without end", b"{% for m in messages %}", "TemplateSyntaxError"),
+            ("a division", b"{{ 1 / 0 }}", "ZeroDivisionError"),
+            ("another key", b"{{ messages[3]['content'] }}", "UndefinedError"),
+            ("nothing", b"{{ '' }}", "makes an empty prompt"),
+        )
+    ),
+    (
+        "a tokenizer with a damaged setting",
+        model_file(
+            "tokenizer_config.json",
+            lambda b: json.dumps(json.loads(b) | {"model_max_length": "many"}).encode(),
+        ),
+        r"policy\.model .*/model: its chat template or tokenizer fails",
+        r"put chat_template and tokenizer_config\.json right",
+    ),
+    (
+        "a damaged tokenizer",
+        model_file("tokenizer.json", lambda b: b[: len(b) // 2]),
+        r"policy\.model .*/model has no tokenizer",
+        r"save_pretrained",
+    ),
+    (
+        "weights that were cut off",
+        model_file("model.safetensors", lambda b: b[:-100]),
+        r"policy\.model: .*/model\.safetensors is damaged \(\d+ bytes instead of \d+\)",
+        r"download it again",
+    ),
+    (
+        "weights that were cut off early",
+        model_file("model.safetensors", lambda b: b[:40]),
+        r"policy\.model: .*/model\.safetensors is damaged \(40 bytes are less",
+        r"download it again",
+    ),
+    (
+        "empty weights",
+        model_file("model.safetensors", lambda b: b""),
+        r"policy\.model: .*/model\.safetensors is damaged \(0 bytes are less",
+        r"download it again",
+    ),
+    (
+        "weights that are something else",
+        model_file("model.safetensors", lambda b: b"\x04" + bytes(7) + b"text" + bytes(90)),
+        r"policy\.model: .*/model\.safetensors is damaged \(it has no list",
+        r"download it again",
+    ),
+    (
+        "an index that lists nothing",
+        model_file("model.safetensors.index.json", lambda b: b'{"weight_map": [1]}'),
+        r"policy\.model: .*index\.json lists no files",
+        r"download the model again",
+    ),
+    (
+        "a model of no size",
+        model_config(hidden_size="64"),
+        r"policy\.model: .*/config\.json says hidden_size = '64', which is no size",
+        r"tlt models",
+    ),
+    (
+        "more heads than numbers",
+        model_config(num_attention_heads=128),
+        r"policy\.model: .*/config\.json says num_attention_heads = 128, more than",
+        r"tlt models",
+    ),
     (
         "a context too short",
         settings("engine.engine_args.max_model_len=80"),
@@ -377,8 +464,8 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
     (
         "a context in words",
         settings('engine.engine_args.max_model_len="4k"'),
-        r"engine\.engine_args\.max_model_len = '4k'",
-        r"set it to \d+ or more",
+        r"engine: engine_args\.max_model_len = '4k' should be int",
+        r"remove it",
     ),
     (
         "more tokens than the model takes",
@@ -410,6 +497,48 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         drafter(b'{"hidden_size": 128, "vocab_size": 260}'),
         r"engine\.drafter = .* of another model: hidden_size is 128",
         r"train one for this model",
+    ),
+    (
+        "a drafter that was cut off",
+        drafter(b'{"hidden_size": 64, "vocab_size": 260}'),
+        r"engine\.drafter: .*model\.safetensors is damaged",
+        r"tlt drafter train",
+    ),
+    (
+        "an argument that vLLM does not have",
+        settings("engine.engine_args.max_num_seq=8"),
+        r"engine: engine_args\.max_num_seq is no argument of vLLM",
+        r"did you mean max_num_seqs\?",
+    ),
+    (
+        "an argument of another type",
+        settings('engine.engine_args.enforce_eager="yes"'),
+        r"engine: engine_args\.enforce_eager = 'yes' should be bool",
+        r"remove it",
+    ),
+    (
+        "an argument of no number",
+        settings("engine.engine_args.gpu_memory_utilization=inf"),
+        r"engine: engine_args\.gpu_memory_utilization = inf should be float",
+        r"remove it",
+    ),
+    (
+        "no workers at all",
+        settings("engine.engine_args.tensor_parallel_size=0"),
+        r"engine: engine_args\.tensor_parallel_size = 0 should be a number from 1",
+        r"remove it",
+    ),
+    (
+        "drafts longer than an engine verifies",
+        strategy_spec('{kind = "fixed", drafter = "ngram", num_draft_tokens = 100000}'),
+        r"engine: strategy drafts up to 100000 tokens",
+        r"e\.g\. num_draft_tokens = 4",
+    ),
+    (
+        "a strategy of no numbers",
+        strategy_spec('{kind = "adaptive", margin = "x"}'),
+        r"engine: strategy\.margin = 'x' should be a number",
+        r"leave it out",
     ),
     (
         "eagle3 without a drafter",
@@ -626,12 +755,42 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         r"eval\.num_problems: .*data\.jsonl has 20 problems",
         r"e\.g\. 2",
     ),
+    (
+        "a number that no text can hold",
+        data(b'{"question": "?", "answer": 1' + b"0" * 500 + b"}\n"),
+        r"data\.jsonl, line 1: answer is 1000",
+        r"not a text with content; e\.g\.",
+    ),
+    (
+        "parquet that is none",
+        data(b"PAR1" + bytes(100) + b"PAR1", name="data.parquet"),
+        r"task\.path: cannot read .*data\.parquet as parquet",
+        r"write it again, or as \.jsonl",
+    ),
+    (
+        "a name no file can have",
+        data(None, name="n" * 300 + ".jsonl"),
+        r"task\.path: .*/n+\.jsonl cannot be read \(File name too long\)",
+        r"give a \.jsonl",
+    ),
     # rewards
     (
         "no reward module",
         settings("reward.function=no_such_module:score"),
         r"reward\.function: .*cannot import no_such_module",
         r"install it, or put it into",
+    ),
+    (
+        "a reward module that ends the process",
+        reward_module("bad_run_exits", "import sys\nsys.exit(0)\n"),
+        r"reward\.function: 'bad_run_exits:score': cannot import bad_run_exits: SystemExit",
+        r"install it, or put it into",
+    ),
+    (
+        "too many reward workers",
+        settings("reward.num_workers=100000"),
+        r"reward\.num_workers = 100000 should be less than or equal to 1024",
+        r"e\.g\. 1",
     ),
     (
         "no reward function",
@@ -705,6 +864,18 @@ WRONG: list[tuple[str, Spoil, str, str]] = [
         begun(resume=True, damage="lr ="),
         r"out/config\.toml, .* is damaged",
         r"start a new run\.out",
+    ),
+    (
+        "resumed from a folder of other settings",
+        begun(resume=True, damage="tlt = 3"),
+        r"algorithm\.advantage = 'grpo', but the run in .*/out was started with None",
+        r"start a new run\.out",
+    ),
+    (
+        "a name that is too long",
+        settings(f"run.out={'n' * 300}"),
+        r"run\.out = 'n+': nothing can be written .*File name too long",
+        r"choose another folder",
     ),
     ("run.out is a file", out_is_a_file, r"run\.out = .*/out \(Not a dir", r"e\.g\. 'runs/first'"),
     ("run.out below a file", out_below_a_file, r"run\.out = .*/run\.toml \(Not", r"e\.g\. 'runs/"),

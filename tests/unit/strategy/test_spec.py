@@ -62,6 +62,12 @@ def test_random_is_deterministic_under_a_seed() -> None:
             "rising batch sizes",
         ),
         ({"kind": "random", "arms": []}, "strategy.arms is empty"),
+        (
+            {"kind": "beg_mab", "arms": [], "epsilon": 2},
+            "epsilon = 2 should be a number from 0 to 1",
+        ),
+        ({"kind": "adaptive", "arms": [], "margin": float("inf")}, "margin = inf should be"),
+        ({"kind": "fixed"}, "needs the key 'drafter'; e.g. { kind = \"fixed\", drafter ="),
     ],
 )
 def test_errors_say_what_a_spec_needs(spec: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ from tlt.contracts import Arm, DrafterName
 from tlt.errors import ConfigError
 from tlt.rollout.guard import check_code, check_engine, speculates
 from tlt.rollout.runner import uses_v2
+from tlt.rollout.vllm.known_args import check_args
 from tlt.rollout.vllm.plugin import TRANSFER_BACKENDS
 from tlt.strategy.graphs import GraphPlan, choices_of
 from tlt.strategy.spec import build_strategy, complete_strategy
@@ -46,12 +47,14 @@ def max_draft_tokens(config: EngineConfig) -> int:
     if not speculates(config, arms):
         return 0
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
-    given = config.engine_args.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    speculative = config.engine_args.get("speculative_config") or {}
+    given = speculative.get("num_speculative_tokens", 0)
     return max(longest, config.max_draft_tokens or 0, given) or 1
 
 
 def engine_args(config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `EngineArgs`, or refuse the settings."""
+    check_args(config.engine_args)
     strategy = strategy_spec(config)
     arms = build_strategy(strategy).arms()
     check_engine(config, arms)
