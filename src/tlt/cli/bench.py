@@ -15,20 +15,28 @@ from rich.table import Table
 
 from tlt.cli.options import (
     Dtype,
+    Engines,
+    Gpus,
+    MaxTokens,
     Prompts,
+    Seed,
+    Temperature,
+    TopP,
     command_line,
+    number,
     read_prompts,
     require_plots,
     result_table,
+    say_written,
 )
 from tlt.cli.progress import progress_bar
 
 HEAD_ROOM = 33
 """Tokens beyond prompt and response, for the longest draft that an engine supports."""
 
-Median = Annotated[int, typer.Option(help="Median response length in tokens.")]
-P95 = Annotated[int, typer.Option(help="95th percentile of the response lengths.")]
-Longest = Annotated[int, typer.Option(help="Longest response in tokens.")]
+Median = Annotated[int, number("Median response length in tokens.", 1, 10_000_000)]
+P95 = Annotated[int, number("95th percentile of the response lengths.", 1, 10_000_000)]
+Longest = MaxTokens
 MEDIAN, P95TH, LONGEST = 60, 500, 1500
 
 SMOLLM2 = Path("models/smollm2")
@@ -50,12 +58,12 @@ def rollout(
     task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     size: Annotated[
         int | None,
-        typer.Option(help="Size of every problem; large ones have answers longer than --longest."),
+        number("Size of every problem; large ones have answers longer than --longest.", 2, 100_000),
     ] = None,
-    engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
-    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 makes CPU engines.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Runs per mode.")] = 3,
-    requests: Annotated[int, typer.Option(help="Number of requests.")] = 64,
+    engines: Engines = 2,
+    gpus: Gpus = 0,
+    repeats: Annotated[int, number("Runs per mode.", 1, 10_000)] = 3,
+    requests: Annotated[int, number("Number of requests.", 1, 1_000_000)] = 64,
     median: Median = MEDIAN,
     p95: P95 = P95TH,
     longest: Longest = LONGEST,
@@ -66,9 +74,9 @@ def rollout(
         bool,
         typer.Option("--natural", help="Let responses end by themselves, after --longest at most."),
     ] = False,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of lengths and prompts.")] = 0,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option("--engine-arg", help="KEY=JSON argument for vLLM. Repeatable."),
@@ -88,6 +96,7 @@ def rollout(
     from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
     from tlt.hardware import compute_dtype
+    from tlt.models.folder import check_drafter, read_model
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
     from tlt.strategy.spec import LEARNING
@@ -109,6 +118,9 @@ def rollout(
     else:
         source = workload.LengthSpec(requests, median, p95, longest, seed)
         sizes = source.draw()
+    policy = read_model(model, "--model")
+    if drafter is not None:
+        check_drafter(drafter, policy, "--drafter")
     chat = Chat(str(model))
     difficulty = HeavyTail(size, size, size) if size else None
     made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
@@ -151,7 +163,7 @@ def rollout(
     for text in result["decisions"].keys() & LEARNING:
         plot_decisions(result["decisions"][text], text, out / f"{text}.png")
     console.print(_table(result))
-    console.print(f"[green]wrote[/] {out}/rollout.json and {out}/rollout.png")
+    say_written(console, f"{out}/rollout.json and {out}/rollout.png")
 
 
 @app.command()
@@ -160,12 +172,12 @@ def strategy(
         Path | None,
         typer.Argument(help="File rollout.json of a `tlt bench rollout` with several arms."),
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests per rollout.")] = 64,
-    rollouts: Annotated[int, typer.Option(help="Number of rollouts, one after another.")] = 12,
+    requests: Annotated[int, number("Requests per rollout.", 1, 100_000)] = 64,
+    rollouts: Annotated[int, number("Number of rollouts, one after another.", 1, 10_000)] = 12,
     median: Median = MEDIAN,
     p95: P95 = P95TH,
     longest: Longest = LONGEST,
-    seeds: Annotated[int, typer.Option(help="Repeats with different seeds.")] = 5,
+    seeds: Annotated[int, number("Repeats with different seeds.", 1, 10_000)] = 5,
     out: Annotated[Path, typer.Option(help="Folder for strategy.json and strategy.png.")] = Path(
         "runs/bench-strategy"
     ),
@@ -208,7 +220,7 @@ def strategy(
     }
     (out / "strategy.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_replay(results, out / "strategy.png")
-    console.print(f"[green]wrote[/] {out}/strategy.json and {out}/strategy.png")
+    say_written(console, f"{out}/strategy.json and {out}/strategy.png")
 
 
 @app.command()
@@ -225,17 +237,17 @@ def same(
     ] = None,
     task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     prompts: Prompts = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of samples, one per prompt.")] = 12,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response in tokens.")] = 48,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
+    samples: Annotated[int, number("Number of samples, one per prompt.", 1, 1_000_000)] = 12,
+    max_tokens: MaxTokens = 48,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Number of likeliest tokens to sample from; 0 for all.")
+        int, number("Number of likeliest tokens to sample from; 0 for all.", 0, 10_000_000)
     ] = 0,
     dtype: Dtype = "float32",
-    seed: Annotated[int, typer.Option(help="Seed of prompts and samples.")] = 0,
+    seed: Seed = 0,
     num_gpus: Annotated[
-        int, typer.Option(min=0, help="GPUs of each engine; both engines use the same ones.")
+        int, number("GPUs of each engine; both engines use the same ones.", 0, 10_000)
     ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
@@ -248,11 +260,15 @@ def same(
     """
     from tlt.bench import same as bench
     from tlt.contracts import SamplingSpec
+    from tlt.models.folder import check_drafter, read_model
     from tlt.observe.provenance import provenance
     from tlt.tasks.chat import Chat
 
     console = Console(stderr=as_json)
     with _policy(model) as (folder, name):
+        policy = read_model(folder, "--model")
+        if drafter is not None:
+            check_drafter(drafter, policy, "--drafter")
         chat = Chat(str(folder))
         if prompts is not None:
             texts = read_prompts(prompts, samples, "--samples")

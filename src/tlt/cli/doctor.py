@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt.cli.diagnosis import Finding, Status, diagnose
-from tlt.cli.options import command_line, print_findings
+from tlt.cli.options import command_line, number, print_findings, say_written
 
 if TYPE_CHECKING:
     from tlt.doctor.isolated import Check, Result
@@ -34,9 +34,7 @@ def doctor(
     only: Annotated[
         list[str] | None, typer.Option(help="Name of a check of --gpu to run; may be repeated.")
     ] = None,
-    limit_s: Annotated[
-        float, typer.Option(min=1, help="Seconds that a check of --gpu may take.")
-    ] = 600.0,
+    limit_s: Annotated[float, number("Seconds that a check of --gpu may take.", 1, 1e7)] = 600.0,
     models: Annotated[
         Path | None, typer.Option(hidden=True, help="Folder that holds policy and drafter.")
     ] = None,
@@ -109,7 +107,8 @@ def _check_device(
     results = report.run_checks(
         checks, num_gpus, limit_s, out, facts, _shower(console), models=models
     )
-    console.print(f"{report.verdict(results)}\n[green]wrote[/] {out}", highlight=False)
+    console.print(report.verdict(results), highlight=False)
+    say_written(console, str(out))
     if any(result.status not in ("passed", "skipped") for result in results):
         console.print("please attach the file to an issue; read it first: it holds paths and logs")
         raise typer.Exit(1)

@@ -13,11 +13,20 @@ from rich.table import Table
 from tlt.cli.options import (
     Compute,
     Dtype,
+    Engines,
+    Gpus,
+    Lr,
+    MaxTokens,
     Prompts,
+    RowTokens,
+    Seed,
+    Temperature,
     command_line,
+    number,
     read_prompts,
     require_plots,
     result_table,
+    say_written,
 )
 from tlt.cli.progress import progress_bar
 
@@ -30,26 +39,26 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the run: versions, report, drafter.")],
     task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     prompts: Prompts = None,
-    num_samples: Annotated[int, typer.Option(min=64, help="Responses to train on.")] = 768,
-    num_held_out: Annotated[int, typer.Option(min=1, help="Held-out prompts to measure on.")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="Longest response in tokens.")] = 900,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 1.0,
-    budget_minutes: Annotated[float, typer.Option(help="Time budget of the whole command.")] = 20.0,
-    draft_tokens: Annotated[int, typer.Option(help="Draft length to train for.")] = 4,
+    num_samples: Annotated[int, number("Responses to train on.", 64, 10_000_000)] = 768,
+    num_held_out: Annotated[int, number("Held-out prompts to measure on.", 1, 100_000)] = 32,
+    max_tokens: MaxTokens = 900,
+    temperature: Temperature = 1.0,
+    budget_minutes: Annotated[float, number("Time budget of the whole command.", 0)] = 20.0,
+    draft_tokens: Annotated[int, number("Draft length to train for.", 1, 16)] = 4,
     draft_vocab: Annotated[
         int | None,
-        typer.Option(
-            help="Size of the draft vocabulary; by default all tokens, or 32,768 of many."
+        number(
+            "Size of the draft vocabulary; by default all tokens, or 32,768 of many.", 16, 10**7
         ),
     ] = None,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
-    row_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 2048,
+    lr: Lr = 1e-3,
+    row_tokens: RowTokens = 2048,
     init: Annotated[Path | None, typer.Option(help="Folder of a drafter to start from.")] = None,
-    engines: Annotated[int, typer.Option(help="Engines, each on its own core or GPU.")] = 2,
-    gpus: Annotated[int, typer.Option(help="GPUs per engine; 0 makes CPU engines.")] = 0,
+    engines: Engines = 2,
+    gpus: Gpus = 0,
     dtype: Dtype = "bfloat16",
     compute: Compute = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of prompts and training.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Train a drafter on the policy's own responses, and measure its acceptance length."""
     import asyncio
@@ -106,7 +115,7 @@ def train(
     plot_training(report, out / "report.png")
     export_drafter(out, model, out / "drafter")
     console.print(_table(report))
-    console.print(f"[green]wrote[/] {out}/drafter, {out}/report.json and {out}/report.png")
+    say_written(console, f"{out}/drafter, {out}/report.json and {out}/report.png")
 
 
 @app.command()
@@ -120,7 +129,7 @@ def export(
 
     provenance = export_drafter(source, model, out)
     console = Console()
-    console.print(f"[green]wrote[/] {out} ({provenance['drafter']['sha256'][:12]}); use it with")
+    say_written(console, f"{out} ({provenance['drafter']['sha256'][:12]}); use it with")
     console.print(
         f'  --speculative-config \'{{"method": "eagle3", "model": "{out}", '
         '"num_speculative_tokens": 4}\'',
@@ -133,9 +142,11 @@ def export(
 def _prompts(
     model: str, task: str, file: Path | None, count: int, seed: int
 ) -> list[tuple[int, ...]]:
+    from tlt.models.folder import read_model
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
+    read_model(Path(model), "--model")
     chat = Chat(model)
     if file is None:
         return [chat.prompt(problem.question) for problem in problems(task, count, seed, "drafter")]

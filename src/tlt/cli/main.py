@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -45,7 +45,18 @@ def options(
 
 
 def main() -> None:
-    """Run the command, and report a user's mistake in one line without a traceback."""
+    """Prepare the process, and run the command that its arguments name."""
+    from tlt.hardware import thread_environment
+
+    os.environ.update(thread_environment())  # must precede the import of torch
+    # Commands show their own progress bars, and load models from local folders only.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    run()
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """Run a command and exit, with one line and without a traceback for a user's mistake."""
     from tlt.errors import (
         CheckpointFailed,
         ConfigError,
@@ -54,18 +65,24 @@ def main() -> None:
         Terminated,
         TrainingFailed,
     )
-    from tlt.hardware import thread_environment
 
-    os.environ.update(thread_environment())  # must precede the import of torch
-    # Commands show their own progress bars, and load models from local folders only.
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    known = (CheckpointFailed, ConfigError, EngineError, LearnerLost, TrainingFailed)
     try:
-        app()
-    except known as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
+        app(arguments)
+    except (CheckpointFailed, ConfigError, EngineError, LearnerLost, TrainingFailed) as error:
+        _refuse(str(error))
+    except OSError as error:
+        if error.filename is None or not isinstance(error.filename, str | bytes | os.PathLike):
+            raise  # not about a user's file
+        _refuse(
+            f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder, or "
+            "allow this one to be read and written"
+        )
     except Terminated as end:
         typer.secho(str(end), fg=typer.colors.YELLOW, err=True)
         sys.exit(end.exit_code)
+    sys.exit(0)
+
+
+def _refuse(why: str) -> NoReturn:
+    typer.secho(f"error: {why}", fg=typer.colors.RED, err=True)
+    sys.exit(2)

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tlt.cli.options import Seed, number, say_written
+
 app = typer.Typer(no_args_is_help=True, help="Make model folders offline.")
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder to write.")]
@@ -27,18 +29,16 @@ def smollm2(out: Out = None) -> None:
 @app.command()
 def tiny(
     out: Out = None,
-    hidden_size: Annotated[int, typer.Option(help="Hidden size, a multiple of 64.")] = 128,
-    layers: Annotated[int, typer.Option(help="Number of decoder layers, at least 3.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    hidden_size: Annotated[int, number("Hidden size, a multiple of 64.", 64, 65_536)] = 128,
+    layers: Annotated[int, number("Number of decoder layers, at least 3.", 3, 1000)] = 4,
+    seed: Seed = 0,
 ) -> None:
     """Make a small random model with a byte tokenizer, for tests."""
     from tlt.errors import ConfigError
     from tlt.models import tiny
 
-    if hidden_size < 64 or hidden_size % 64:
+    if hidden_size % 64:
         raise ConfigError(f"--hidden-size {hidden_size} is not a multiple of 64; e.g. 128")
-    if layers < 3:
-        raise ConfigError(f"--layers {layers} is too few for an EAGLE-3 drafter; e.g. 4")
     target = out or Path("models/tiny")
     with Console().status("making a tiny random model"):
         tiny.make(target, hidden_size=hidden_size, num_layers=layers, seed=seed)
@@ -47,4 +47,4 @@ def tiny(
 
 def _done(target: Path) -> None:
     size = sum(f.stat().st_size for f in target.iterdir()) / 2**20
-    Console().print(f"[green]wrote[/] {target} ({size:.0f} MiB)")
+    say_written(Console(), f"{target} ({size:.0f} MiB)")

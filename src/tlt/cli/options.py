@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
     from tlt.report.view import RunView
+
+LARGEST_SEED = 2**63 - 1
+
+
+def number(text: str, low: float, high: float | None = None) -> Any:
+    """Return an option that takes numbers from `low` to `high`."""
+    return typer.Option(min=low, max=high, callback=_is_number, help=text)
+
+
+def _is_number(value: float | None) -> float | None:
+    if value is not None and math.isnan(value):  # within any range, as comparisons have it
+        raise typer.BadParameter("nan is not a number.")
+    return value
+
+
+Temperature = Annotated[float, number("Sampling temperature.", 0, 2)]
+TopP = Annotated[float, number("Probability mass of nucleus sampling.", 1e-6, 1)]
+Lr = Annotated[float, number("Highest learning rate.", 1e-12, 1)]
+RowTokens = Annotated[int, number("Tokens per optimizer step.", 16, 10_000_000)]
+MaxTokens = Annotated[int, number("Longest response in tokens.", 1, 10_000_000)]
+Engines = Annotated[int, number("Engines, each on its own core or GPU.", 1, 100_000)]
+Gpus = Annotated[int, number("GPUs per engine; 0 makes CPU engines.", 0, 10_000)]
+Seed = Annotated[int, number("Seed of problems, lengths, samples and training.", 0, LARGEST_SEED)]
 
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
 Compute = Annotated[
@@ -32,24 +57,29 @@ def read_prompts(file: Path, count: int, fewer: str) -> list[str]:
     """Return the first prompts of a file; `fewer` says which option asks for less of them."""
     from tlt.errors import ConfigError
 
-    if not file.exists():
-        raise ConfigError(f"--prompts {file} does not exist; give a .jsonl or text file")
-    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise ConfigError(f"--prompts {file} does not exist; give a .jsonl or text file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--prompts {file} cannot be read ({error}); give a .jsonl or text file in UTF-8"
+        ) from error
     if len(lines) < count:
         raise ConfigError(
             f"--prompts {file} has {len(lines)} prompts, but {count} are asked for; lower {fewer}"
         )
     texts = []
-    for number, line in enumerate(lines[:count], 1):
+    for place, line in enumerate(lines[:count], 1):
         text: str | None = line
         if file.suffix == ".jsonl":
             try:
                 text = json.loads(line)["prompt"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, LookupError, TypeError, RecursionError):
                 text = None
         if not isinstance(text, str):
             raise ConfigError(
-                f"{file}, line {number}: no 'prompt'; e.g. " + json.dumps({"prompt": "Is 7 prime?"})
+                f"{file}, line {place}: no 'prompt'; e.g. " + json.dumps({"prompt": "Is 7 prime?"})
             )
         texts.append(text)
     return texts
@@ -74,11 +104,22 @@ def print_findings(console: Console, view: RunView) -> None:
 
     for finding in findings(view):
         console.print(
-            f"{finding.says}\n[green]->[/] {finding.change}", highlight=False, soft_wrap=True
+            f"{escape(finding.says)}\n[green]->[/] {escape(finding.change)}",
+            highlight=False,
+            soft_wrap=True,
         )
 
 
 def result_table(title: str) -> Table:
     return Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        title=escape(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
+
+
+def say_written(console: Console, what: str) -> None:
+    """Say which files a command wrote; names of files are not markup."""
+    console.print(f"[green]wrote[/] {escape(what)}", highlight=False, soft_wrap=True)

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from tlt.cli.options import print_findings, result_table
+from tlt.cli.options import print_findings, result_table, say_written
 
 
 def report(
@@ -40,7 +41,9 @@ def report(
         return
     console = Console()
     for view in views:
-        console.print(f"[bold]{view.name}[/]: {len(view.records)} RL steps", highlight=False)
+        console.print(
+            f"[bold]{escape(view.name)}[/]: {len(view.records)} RL steps", highlight=False
+        )
         print_findings(console, view)
     if len(views) > 1:
         table = result_table(f"speed-up over {views[0].name}")
@@ -52,7 +55,7 @@ def report(
                 f"{found[name]['median']:.2f}x" if found[name] else "-"
                 for name in ("step", "rollout", "rollout_per_token")
             ]
-            table.add_row(other.name, f"{found['whole']:.2f}x", *cells)
+            table.add_row(escape(other.name), f"{found['whole']:.2f}x", *cells)
         console.print(table)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
@@ -60,4 +63,4 @@ def report(
             (pictures / name).write_text(svg)
     page = out or runs[-1] / "report.html"
     page.write_text(as_html(views))
-    console.print(f"[green]wrote[/] {page}", highlight=False, soft_wrap=True)
+    say_written(console, str(page))

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tlt.cli.options import Compute, Dtype, result_table
+from tlt.cli.options import (
+    Compute,
+    Dtype,
+    Lr,
+    RowTokens,
+    Seed,
+    number,
+    result_table,
+    say_written,
+)
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -30,14 +39,14 @@ def sft(
         list[str] | None,
         typer.Option(help="Parameter of the task, such as max_digits=1. Repeatable."),
     ] = None,
-    num_problems: Annotated[int, typer.Option(min=1, help="Worked solutions to train on.")] = 3000,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
-    row_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 1024,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-4,
-    budget_minutes: Annotated[float, typer.Option(help="Time budget of the training.")] = math.inf,
+    num_problems: Annotated[int, number("Worked solutions to train on.", 1, 10_000_000)] = 3000,
+    steps: Annotated[int, number("Optimizer steps.", 1, 100_000_000)] = 300,
+    row_tokens: RowTokens = 1024,
+    lr: Lr = 1e-4,
+    budget_minutes: Annotated[float, number("Time budget of the training.", 0)] = math.inf,
     dtype: Dtype = "bfloat16",
     compute: Compute = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of problems and training.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Train a model to solve a task in written-out steps, as a start for RL."""
     from tlt.config.load import apply_overrides
@@ -83,8 +92,8 @@ def sft(
             f"{sum(s.num_tokens for s in history) / seconds:.0f}",
         )
     console.print(table)
-    console.print(
-        f"[green]wrote[/] {out} after {len(history)} optimizer steps in {seconds / 60:.1f} minutes"
+    say_written(
+        console, f"{out} after {len(history)} optimizer steps in {seconds / 60:.1f} minutes"
     )
 
 

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from tlt.cli.options import require_plots, result_table
+from tlt.cli.options import require_plots, result_table, say_written
 from tlt.cli.progress import progress_bar
 
 COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "rollout")
@@ -37,8 +38,10 @@ def calibrate(
         highlight=False,
     )
     for drafter, rates in found.drafting.rates.items():
-        console.print(f"{drafter}: {rates[0]:.0%} of first draft tokens accepted", highlight=False)
-    console.print(f"[green]wrote[/] {out}", highlight=False)
+        console.print(
+            f"{escape(drafter)}: {rates[0]:.0%} of first draft tokens accepted", highlight=False
+        )
+    say_written(console, str(out))
 
 
 def simulate(
@@ -84,7 +87,8 @@ def simulate(
     engine_ends: dict[str, Any] = {}
     for point in itertools.product(*grid):
         tree = read_toml(scenario) if scenario is not None else {}
-        config = check(ScenarioConfig, apply_overrides(tree, [*changes, *point]), "scenario")
+        where = "scenario" if scenario is None else str(scenario)
+        config = check(ScenarioConfig, apply_overrides(tree, [*changes, *point]), where)
         records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))
         found = {name: figures(of) for name, of in records.items()}
         results.append({"point": list(point), "modes": found, "speed_up": speed_ups(found)})
@@ -103,7 +107,7 @@ def simulate(
         picture = folder / "simulation.png"
         written.append(plot_simulation(engine_ends, found, curves, picture))
     for path in written:
-        console.print(f"[green]wrote[/] {path}", highlight=False)
+        say_written(console, str(path))
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
@@ -118,7 +122,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
         for name, of in result["modes"].items():
             gained = result["speed_up"][name]
             table.add_row(
-                " ".join(result["point"]),
+                escape(" ".join(result["point"])),
                 LABELS.get(name, name),
                 f"{of['step_s']:.1f}",
                 f"{of['rollout_s']:.1f}",
@@ -142,8 +146,9 @@ def _like(run: Path, folder: Path) -> list[str]:
     engines = own.pop("num_engines")
     return [
         f"cluster.num_engines={engines}",
-        f'cluster.calibration="{folder / "calibration.json"}"',
-        f'workload.trace="{run / "lengths.jsonl"}"',
+        # A string of JSON is one of TOML, whatever the folders are called.
+        f"cluster.calibration={json_library.dumps(str(folder / 'calibration.json'))}",
+        f"workload.trace={json_library.dumps(str(run / 'lengths.jsonl'))}",
         *(f"workload.{key}={value}" for key, value in own.items()),
     ]
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from tlt.cli.options import command_line, result_table
+from tlt.cli.options import command_line, result_table, say_written
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def train(
     console = Console()
     if check:
         _check(console, settings, resume)
-        console.print(f"[green]ok[/] {config}: {settings.run.num_steps} steps")
+        console.print(f"[green]ok[/] {escape(str(config))}: {settings.run.num_steps} steps")
         return
     from tlt.run.launch import launch
 
@@ -83,8 +84,8 @@ def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
         places = prepare(settings).memory
     else:
         console.print(
-            f"[yellow]only planned[/]: {settings.policy.model} holds a config.json and nothing "
-            "else; tokenizer, weights, data and reward were not checked",
+            f"[yellow]only planned[/]: {escape(settings.policy.model)} holds a config.json and "
+            "nothing else; tokenizer, weights, data and reward were not checked",
             **LINE,
         )
     if resume:
@@ -141,4 +142,4 @@ def _report(console: Console, out: str, records: list[dict[str, float]]) -> None
         from tlt.report.plot import plot_run
 
         plot_run(records, folder / "run.png", folder.name)
-    console.print(f"[green]wrote[/] {folder}: metrics.jsonl, samples/, policy/, run.png")
+    say_written(console, f"{folder}: metrics.jsonl, samples/, policy/, run.png")

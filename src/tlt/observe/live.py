@@ -13,9 +13,12 @@ import time
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tlt.contracts import ShowProgress
+from tlt.errors import ConfigError
 from tlt.spans import State
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,44 @@ class Activity(StrEnum):
     GENERATING = "generating"
     UPDATING = "updating the policy"
     RESTARTING_LEARNER = "starting the learner again"
+
+
+class WorkerNow(BaseModel):
+    """What a worker is doing."""
+
+    state: str
+    running: int = Field(ge=0)
+
+
+class Now(BaseModel):
+    """The contents of `live.json`, as readers check them."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    at_s: float
+    num_steps: int
+    what: str
+    done: float
+    total: float
+    since_s: float
+    remaining_s: float | None
+    workers: dict[str, WorkerNow]
+    record: dict[str, Annotated[float, Field(allow_inf_nan=True)]]
+
+
+def read_live(path: Path) -> Now | None:
+    """Read `live.json`; None if there is none."""
+    try:
+        return Now.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{path} is damaged ({where}: {first['msg']}); a run that lives writes it again every "
+            "second, and `tlt report` shows one that has ended"
+        ) from error
 
 
 class Engines(Protocol):

@@ -3,20 +3,27 @@
 A line is on disk when `append` returns. A killed writer leaves at most one torn last line; readers
 skip it and the next writer drops it. A resumed run calls `rewind` with the RL step it continues
 from, so that no RL step is recorded twice. Values that are not finite are written as Python's json
-does (`NaN`), so that a diverged run is visible.
+does (`NaN`), so that a diverged run is visible. Readers refuse a file that no run has written, with
+a `ConfigError` that names the line.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from tlt.errors import ConfigError
 from tlt.observe.metrics import check_names
 
+LARGEST = 1e100
+"""Largest finite value that a record may hold: sums and squares of it are finite."""
+MOST = 10**12
+"""Largest number of an RL step, and largest number of tokens."""
 Lines = list[tuple[bytes, dict[str, Any]]]
 """The bytes of each line, and the record in it."""
 
@@ -83,6 +90,42 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _complete(path.read_bytes(), path)]
 
 
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Return the records of `metrics.jsonl`, whose values are numbers."""
+    records = read(path)
+    for number, record in enumerate(records, 1):
+        for name, value in record.items():
+            if not _is_number(value):
+                raise ConfigError(
+                    f"{path}, line {number}: {name} is {repr(value)[:40]}, which no run writes; "
+                    "remove the line"
+                )
+    return records
+
+
+def read_lengths(path: Path) -> list[list[int]]:
+    """Return the tokens of every response from `lengths.jsonl`, by RL step."""
+    found = []
+    for number, record in enumerate(read(path), 1):
+        tokens = record.get("tokens")
+        if not isinstance(tokens, list) or not all(_is_count(n) for n in tokens):
+            raise ConfigError(
+                f"{path}, line {number}: 'tokens' is no list of response lengths; remove the line"
+            )
+        found.append(tokens)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, int | float):
+        return False
+    return abs(value) <= LARGEST or (isinstance(value, float) and not math.isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST
+
+
 def _open(path: Path) -> FileIO:
     # Unbuffered: a record is one write, without a flush.
     return path.open("ab", buffering=0)
@@ -99,10 +142,16 @@ def _complete(content: bytes, path: Path) -> Lines:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append((line, json.loads(line)))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}: line {number} is not a record") from error
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+            if number == len(lines):
+                continue  # torn
+        if not isinstance(record, dict) or not _is_count(record.get("step")):
+            raise ConfigError(
+                f"{path}, line {number} is not the record of an RL step; remove the line"
+            )
+        records.append((line, record))
     return records
 
 

@@ -14,8 +14,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from tlt.contracts import Arm, DrafterName
+from tlt.errors import ConfigError
 from tlt.spans import STATES, Span, State, covered
 
 MAX_BYTES = 64 * 2**20
@@ -23,6 +25,12 @@ MAX_STEP_SPANS = 4096
 """Most spans of all engines in an RL step; with many engines each gets fewer."""
 MIN_ENGINE_SPANS = 8
 RUN, LEARNER = "run", "learner"
+COUNTS = ("running", "tokens", "drafts", "accepted")
+"""Numbers of a span."""
+MAX_DRAFT = 1024
+"""Longest draft that a reader believes."""
+LARGEST = 1e15
+"""Largest count of a span; also its largest time, in units of 100 microseconds."""
 
 Stages = Sequence[tuple[str, float, float]]
 """Name, start and end of the stages of an RL step, in order."""
@@ -114,17 +122,20 @@ class TimelineLog:
     def rewind(self, step: int) -> float | None:
         """Drop the RL steps after this one; -1 drops all. Return when the last one kept ended."""
         kept: list[str] = []
-        last: list[dict[str, Any]] = []
+        last: StepTimeline | None = None
         if self._path.exists():
-            header, *lines = self._path.read_text().splitlines(keepends=True) or [""]
+            header, *lines = self._path.read_text(errors="replace").splitlines(keepends=True) or [
+                ""
+            ]
             self._ids = {name: row for row, name in _names(header).items()} | self._ids
+            names = {row: name for name, row in self._ids.items()}
             for line in lines:
-                events = _events_of(line)
-                if events is not None and int(events[0]["args"]["step"]) <= step:
+                timeline = _step_of(line, names)
+                if timeline is not None and timeline.step <= step:
                     kept.append(line)
-                    last = events
+                    last = timeline
         self._write(kept)
-        return _read_step(last, _names(self._header())).end_s if last else None
+        return last.end_s if last else None
 
     def append(self, timeline: StepTimeline) -> None:
         """Write the timeline of an RL step."""
@@ -216,31 +227,38 @@ def _names(header: str) -> dict[int, str]:
     """Return the names of the rows; empty if the header cannot be read."""
     try:
         events = json.loads(f"{header.rstrip().rstrip(',')}]")
-    except ValueError:
+        named = [e for e in events if e["name"] == "thread_name"]
+        return {int(e["tid"]): str(e["args"]["name"]) for e in named}
+    except (ValueError, TypeError, LookupError, RecursionError):
         return {}
-    return {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-
-
-def _events_of(line: str) -> list[dict[str, Any]] | None:
-    """Return the events of an RL step, its first stage first; None if the line is torn."""
-    if not line.endswith(",\n"):
-        return None
-    try:
-        events: list[dict[str, Any]] = json.loads(f"[{line.rstrip().rstrip(',')}]")
-        int(events[0]["args"]["step"])
-    except (ValueError, KeyError, IndexError):
-        return None
-    return events
 
 
 def read_timeline(path: Path) -> list[StepTimeline]:
     """Return all RL steps of a file but one that is just being written."""
     if not path.exists():
         return []
-    header, *lines = path.read_text().splitlines(keepends=True) or [""]
+    header, *lines = path.read_text(errors="replace").splitlines(keepends=True) or [""]
     names = _names(header)
-    steps = [events for line in lines if (events := _events_of(line)) is not None]
-    return [_read_step(events, names) for events in steps]
+    steps = [_step_of(line, names) for line in lines]
+    if steps and steps[-1] is None:
+        steps.pop()  # torn
+    for number, step in enumerate(steps, 2):
+        if step is None:
+            raise ConfigError(
+                f"{path}, line {number} is damaged; remove the file to see the run without its "
+                "timeline"
+            )
+    return [step for step in steps if step is not None]
+
+
+def _step_of(line: str, names: Mapping[int, str]) -> StepTimeline | None:
+    """Return the RL step of a line; None if the line is torn or damaged."""
+    if not line.endswith(",\n"):
+        return None
+    try:
+        return _read_step(json.loads(f"[{line.rstrip().rstrip(',')}]"), names)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
 
 
 def _read_step(events: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> StepTimeline:
@@ -251,15 +269,41 @@ def _read_step(events: Sequence[Mapping[str, Any]], names: Mapping[int, str]) ->
             open_events[event["tid"]] = event
         elif event["ph"] == "E":
             begun = open_events.pop(event["tid"])
-            row, start_s, end_s = names[event["tid"]], begun["ts"] / 1e6, event["ts"] / 1e6
+            row, start_s, end_s = names[event["tid"]], _seconds(begun), _seconds(event)
+            if end_s < start_s:
+                raise ValueError("ends before it begins")
             if row == RUN:
-                timeline.stages.append((begun["name"], start_s, end_s))
+                timeline.stages.append((str(begun["name"]), start_s, end_s))
                 continue
-            args = {k: v for k, v in begun.get("args", {}).items() if k != "acceptance length"}
-            timeline.rows.setdefault(row, []).append(Span(begun["name"], start_s, end_s, **args))
+            timeline.rows.setdefault(row, []).append(_span(begun, start_s, end_s))
     timeline.start_s = timeline.stages[0][1]
     timeline.end_s = timeline.stages[-1][2]
     return timeline
+
+
+def _seconds(event: Mapping[str, Any]) -> float:
+    return _number(event["ts"], 100 * LARGEST) / 1e6
+
+
+def _span(event: Mapping[str, Any], start_s: float, end_s: float) -> Span:
+    """Return the span that an event begins; an error says that no run has written it."""
+    args = {k: v for k, v in event.get("args", {}).items() if k != "acceptance length"}
+    span = Span(event["name"], start_s, end_s, **args)
+    for name in COUNTS:
+        _number(getattr(span, name), LARGEST)
+    arm = Arm.parse(span.arm)
+    if arm.drafter not in get_args(DrafterName) or not 0 <= arm.num_draft_tokens <= MAX_DRAFT:
+        raise ValueError(span.arm)
+    if span.state not in STATES:
+        raise ValueError(span.state)
+    return span
+
+
+def _number(value: Any, largest: float) -> float:
+    """Return a number from 0 on, or raise."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
+        raise ValueError(value)
+    return value
 
 
 def worker_seconds(timelines: Iterable[StepTimeline]) -> dict[str, dict[str, float]]:

@@ -6,16 +6,16 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tlt.config.load import renewed
+from tlt.config.load import check_types, read_toml, renewed
+from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
-from tlt.observe.record import read
+from tlt.observe.record import read_lengths, read_metrics
 from tlt.observe.summary import Record, series, stage_table, summary
 from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline, worker_seconds
 from tlt.spans import Span
@@ -56,18 +56,20 @@ def look_at(folder: Path) -> RunView:
             f"{folder} holds no run of `tlt train` (no config.toml and metrics.jsonl in it); "
             "give the folder that run.out named, e.g. runs/tiny"
         )
-    records = read(metrics)
+    records = read_metrics(metrics)
     steps = [record for record in records if record["step"] > 0]
     if not steps:
         raise ConfigError(f"the run in {folder} has not finished a step yet; try again later")
     lengths_file = folder / "lengths.jsonl"
-    lines = read(lengths_file) if lengths_file.exists() else []
+    by_step = read_lengths(lengths_file) if lengths_file.exists() else []
+    config = renewed(read_toml(folder / "config.toml"))
+    check_types(TrainConfig, config, str(folder / "config.toml"))
     return RunView(
         name=folder.resolve().name,
-        config=renewed(tomllib.loads((folder / "config.toml").read_text())),
+        config=config,
         records=steps,
         all_records=records,
-        lengths=[tokens for line in lines for tokens in line["tokens"]],
+        lengths=[tokens for of_step in by_step for tokens in of_step],
         timelines=read_timeline(folder / "timeline.json"),
     )
 

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import tomli_w
 
-from tlt.config.load import renewed
+from tlt.config.load import read_toml, renewed
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.run.manifest import damage, held_step, seal, sync_folder, write_synced
@@ -37,6 +37,8 @@ from tlt.run.manifest import damage, held_step, seal, sync_folder, write_synced
 logger = logging.getLogger(__name__)
 
 POLICY_BEFORE = "policy-before"
+LOCK = ".lock"
+"""File that the process of a run has locked."""
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
@@ -92,11 +94,9 @@ class RunFolder:
             raise ConfigError(
                 f"run.out = {str(self.path)!r} holds no run to resume; start without --resume"
             )
-        import tomllib
-
         try:
-            before = _flat(renewed(tomllib.loads((self.path / "config.toml").read_text())))
-        except ValueError as error:
+            before = _flat(renewed(read_toml(self.path / "config.toml")))
+        except ConfigError as error:
             raise ConfigError(
                 f"{self.path / 'config.toml'}, which the run was started with, is damaged "
                 f"({error}); put it right, or start a new run.out"
@@ -115,9 +115,9 @@ class RunFolder:
     def _check_writable(self) -> None:
         """Try to write into the existing part of the path: permissions do not tell everything."""
         there = self.path
-        while not there.exists() and there != there.parent:
-            there = there.parent
         try:
+            while not there.exists() and there != there.parent:
+                there = there.parent
             tempfile.TemporaryDirectory(prefix=".tlt-", dir=there).cleanup()
         except OSError as error:
             raise ConfigError(
@@ -128,14 +128,12 @@ class RunFolder:
     def open(self, config: TrainConfig, versions: Mapping[str, str], command: str) -> None:
         """Lock the folder for this process, and write down settings, versions and command."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        self._lock = (self.path / LOCK).open("w")
+        if not _locked(self._lock):
             raise ConfigError(
                 f"run.out = {str(self.path)!r} is in use by another process; wait for it, or "
                 "choose another folder"
-            ) from None
+            )
         write_synced(self.path / "config.toml", tomli_w.dumps(_plain(config)))
         record = self.path / "versions.json"
         starts = _starts(record)
@@ -226,6 +224,30 @@ class RunFolder:
             write_synced(self.path / "samples" / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
 
+def _locked(lock: IO[str]) -> bool:
+    """Lock a run's folder; try again, because `is_open` holds the lock for a moment."""
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
+
+
+def is_open(folder: Path) -> bool:
+    """Return whether a process has a run's folder open."""
+    try:
+        with (folder / LOCK).open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _remove(folder: Path) -> None:
     """Remove a folder that is hidden first, so that a crash leaves no half-removed checkpoint."""
     hidden = folder.with_name(f".{folder.name}.old")
@@ -254,7 +276,7 @@ def _starts(record: Path) -> list[Any]:
         return list(json.loads(record.read_text())["starts"])
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         logger.warning("%s is damaged: the earlier starts of the run are forgotten", record)
         return []
 

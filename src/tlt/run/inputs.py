@@ -35,9 +35,19 @@ def check_inputs(folder: Path, config: TrainConfig) -> None:
     """Refuse to resume a run whose data, start policy or reward has changed."""
     path = folder / INPUTS
     try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
+        before = json.loads(path.read_bytes())
+    except FileNotFoundError:
         return  # nothing to compare with
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}, which says what the run reads, is damaged ({error}); remove it to go on "
+            "without a comparison"
+        ) from error
+    if not isinstance(before, dict):
+        raise ConfigError(
+            f"{path}, which says what the run reads, is damaged; remove it to go on without a "
+            "comparison"
+        )
     for key, digest in digests(config).items():
         if before.get(key, digest) != digest:
             raise ConfigError(

@@ -86,7 +86,7 @@ def _read(folder: Path) -> dict[str, Any]:
             raise Damaged("its checksum differs")
     except OSError as error:
         raise Damaged(error.strerror or "it cannot be read") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         if isinstance(error, Damaged):
             raise
         raise Damaged(f"it is no list of files ({error})") from error
@@ -105,6 +105,8 @@ def _difference(path: Path, listed: Any) -> str:
         return "" if _facts(path, sync=False)[1] == checksum else "its checksum differs"
     except OSError as error:
         return error.strerror or "it cannot be read"
+    except (ValueError, TypeError) as error:
+        return f"its size and checksum are not listed ({error})"
 
 
 def _facts(path: Path, sync: bool) -> list[int]:

@@ -186,6 +186,16 @@ def test_a_resumed_run_drops_what_it_does_again(tmp_path: Path) -> None:
     assert [step.step for step in read_timeline(path)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("content", ["", "\0", "[" * 5000, "[\n3,\n{},\n", '[{"name": 3},\n'])
+def test_a_resumed_run_outlives_a_damaged_timeline(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "timeline.json"
+    path.write_text(content)
+    log = TimelineLog(path, ["engine-0", "engine-1"])
+    assert log.rewind(2) is None
+    log.append(a_step(3, 40.0))
+    assert [step.step for step in read_timeline(path)] == [3]
+
+
 def test_a_long_run_keeps_its_latest_steps(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     write(path, *(a_step(n, 16.0 * n) for n in range(1, 200)), max_bytes=50_000)

@@ -3,108 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
+from made_up import made_up_folder
 
 from tlt.errors import ConfigError
-from tlt.observe.record import MetricsLog, StepLog
-from tlt.observe.timeline import TimelineLog, step_timeline
 from tlt.report.charts import charts_of, comparison
 from tlt.report.findings import findings
 from tlt.report.page import as_html, as_json, pictures
 from tlt.report.svg import Box, Line
 from tlt.report.view import compare, describe, look_at, running, tail_share
-from tlt.spans import Span
 
 Run = Callable[..., Path]
 
-TAIL = [40] * 14 + [120, 600]
 EVEN = [100] * 16
-PLAIN = (("off", 2.0, 16, 600, 0), ("off", 8.0, 1, 300, 0))
-
-
-def record(step: int, **changed: float) -> dict[str, float]:
-    found = {
-        "step": step,
-        "reward/mean": 0.1 * step,
-        "reward/groups_with_signal_share": 0.5,
-        "response/truncated_share": 0.0,
-        "rollout/output_tokens": 1000.0,
-        "rollout/acceptance_length": 2.0,
-        "rollout/engine_restarts": 0,
-        "learner/restarts": 0,
-        "drafter_version": 0,
-        "time/rollout_s": 10.0,
-        "time/reward_wait_s": 0.1,
-        "time/update_s": 3.0,
-        "time/sync_s": 0.5,
-        "time/checkpoint_s": 0.0,
-        "time/eval_s": 0.0,
-        "time/other_s": 0.1,
-    }
-    found |= {key.replace("__", "/"): value for key, value in changed.items()}
-    found["time/step_s"] = sum(v for k, v in found.items() if k.startswith("time/"))
-    return found
-
-
-def spans_of(at_s: float, arms: Sequence[tuple[str, float, float, int, int]]) -> list[Span]:
-    """(arm, seconds, running, tokens, accepted), one after the other."""
-    found = []
-    for arm, seconds, load, tokens, accepted in arms:
-        drafts = 0 if arm == "off" else tokens - accepted
-        found.append(Span("generating", at_s, at_s + seconds, load, arm, tokens, drafts, accepted))
-        at_s += seconds
-    return found
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Run:
-    def make(
-        name: str = "run",
-        lengths: Sequence[int] = TAIL,
-        arms: Sequence[tuple[str, float, float, int, int]] = PLAIN,
-        config: dict[str, Any] | None = None,
-        steps: int = 4,
-        **changed: float,
-    ) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        settings: dict[str, Any] = {"run": {"out": name}, "tlt": {"enabled": False}}
-        settings |= config or {}
-        (folder / "config.toml").write_text(tomli_w.dumps(settings))
-        metrics, lines = MetricsLog(folder / "metrics.jsonl"), StepLog(folder / "lengths.jsonl")
-        log = TimelineLog(folder / "timeline.json", ["engine-0", "engine-1"])
-        log.rewind(-1)
-        at_s = 1000.0
-        for step in range(1, steps + 1):
-            found = record(step, **changed)
-            metrics.append(found)
-            lines.append({"step": step, "group_size": 8, "tokens": list(lengths)})
-            end_s = at_s + found["time/step_s"]
-            rollout_end_s = at_s + found["time/rollout_s"]
-            log.append(
-                step_timeline(
-                    step,
-                    at_s,
-                    end_s,
-                    [
-                        ("rollout", at_s, rollout_end_s),
-                        ("update", rollout_end_s, rollout_end_s + found["time/update_s"]),
-                    ],
-                    {"engine-0": spans_of(at_s, arms), "engine-1": spans_of(at_s, arms[:1])},
-                    {"engine-1": [Span("training", at_s + 4, at_s + 9)]}
-                    if settings["tlt"]["enabled"]
-                    else {},
-                )
-            )
-            at_s = end_s
-        return folder
+    def make(name: str = "run", **changed: Any) -> Path:
+        return made_up_folder(tmp_path / name, **changed)
 
     return make
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tlt.harvest.session import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
 from tlt.run.checkpoints import Checkpoints
 from tlt.run.folder import RunFolder
+from tlt.run.manifest import damage
 
 CONFIG = TrainConfig.model_validate(
     {
@@ -292,3 +295,23 @@ def test_the_policy_of_an_extended_run_stays_until_the_next(tmp_path: Path) -> N
         assert (tmp_path / "policy-before" / "model.safetensors").read_text() == content
     folder.forget_policy_before()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("listed", [None, 3, [], [1], ["x", "y"], {"size": 1}])
+def test_a_list_that_says_nothing_of_a_file_is_damage(tmp_path: Path, listed: object) -> None:
+    path = write(RunFolder(tmp_path), 20)
+    content = json.loads((path / "state.json").read_text())
+    content["files"]["drafter/version.json"] = listed
+    del content["checksum"]
+    checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    (path / "state.json").write_text(json.dumps({**content, "checksum": checksum}))
+    assert "drafter/version.json" in damage(path)
+    with pytest.raises(ConfigError, match=r"step-000020, is damaged .*version\.json.*start a new"):
+        RunFolder(tmp_path).last_checkpoint()
+
+
+@pytest.mark.parametrize("content", [b"[" * 5000, b"3", b"\xff", b'{"step": Infinity}'])
+def test_a_list_that_cannot_be_read_is_damage(tmp_path: Path, content: bytes) -> None:
+    path = write(RunFolder(tmp_path), 20)
+    (path / "state.json").write_bytes(content)
+    assert "state.json" in damage(path)

@@ -60,3 +60,12 @@ def test_changed_files_are_refused_by_the_setting_that_names_them(
         check_inputs(tmp_path, config)
     (tmp_path / "inputs.json").unlink()
     check_inputs(tmp_path, config)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "\0"])
+def test_a_damaged_list_of_inputs_is_refused(
+    tmp_path: Path, config: TrainConfig, content: str
+) -> None:
+    (tmp_path / "inputs.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"inputs\.json, .* is damaged.*; remove it"):
+        check_inputs(tmp_path, config)
