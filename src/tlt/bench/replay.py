@@ -31,6 +31,8 @@ leaves the rates as recorded; a larger power makes the drafter worse."""
 
 MIN_STEPS = 15
 """Engine steps behind each point of a recorded table."""
+LONGEST_S = 1e4
+"""Engine steps are shorter than this."""
 NOISE = 0.1
 """Standard deviation of the logarithm of step times."""
 SCENARIOS: dict[str, Scenario] = {
@@ -106,8 +108,16 @@ class StepTable:
     def load(cls, path: Path) -> StepTable:
         """Load the table from the result of a `tlt bench rollout`."""
         try:
-            table = cls.from_dict(json.loads(path.read_text())["steps"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            table = cls.from_dict(json.loads(path.read_bytes())["steps"])
+            table.check()
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise ConfigError(
                 f"{path} is no result of `tlt bench rollout` ({error!r}); e.g. "
                 "runs/bench-rollout/rollout.json"
@@ -122,6 +132,21 @@ class StepTable:
                 "needs 'off' and at least one more, e.g. --mode off --mode eagle3:2 --mode eagle3:4"
             )
         return table
+
+    def check(self) -> None:
+        """Raise a `ValueError` if no engine could have recorded this table."""
+        for arm, points in self.seconds.items():
+            batches = [batch for batch, _ in points]
+            if not points or batches != sorted(batches) or batches[0] <= 0:
+                raise ValueError(f"batch sizes of {arm} do not rise")
+            if not all(0 < seconds < LONGEST_S for _, seconds in points):
+                raise ValueError(f"an engine step with {arm} takes no time, or for ever")
+            if arm != OFF and not 0 <= self.drafted_share[arm.drafter] <= 1:
+                raise ValueError(f"{arm.drafter} drafts more than it is asked for")
+            if arm != OFF and arm.drafter not in self.accepted:
+                raise ValueError(f"no acceptance of {arm.drafter}")
+        if not all(0 <= rate <= 1 for rates in self.accepted.values() for rate in rates):
+            raise ValueError("an acceptance rate that is no share")
 
     @classmethod
     def from_reports(cls, reports: Iterable[StepReport]) -> StepTable:

@@ -20,6 +20,9 @@ from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
 from tlt.tasks.tail import HeavyTail
 
+MOST_TOKENS = 10_000_000
+"""Longest response."""
+
 
 @dataclass(frozen=True, slots=True)
 class LengthSpec:
@@ -40,11 +43,18 @@ class LengthSpec:
 
 def read_lengths(path: Path) -> list[int]:
     """Read lengths from a JSON list, or from a text file with one number per line."""
-    text = path.read_text()
-    values = json.loads(text) if text.lstrip().startswith("[") else text.split()
-    lengths = [int(value) for value in values]
-    if not lengths or min(lengths) < 1:
-        raise ConfigError(f"{path}: expected response lengths of at least 1, e.g. [60, 75, 1500]")
+    try:
+        text = path.read_text()
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        lengths = [int(value) for value in values]
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} holds no response lengths ({error}); e.g. [60, 75, 1500]"
+        ) from error
+    if not lengths or not all(1 <= length <= MOST_TOKENS for length in lengths):
+        raise ConfigError(
+            f"{path}: expected response lengths from 1 to {MOST_TOKENS}; e.g. [60, 75, 1500]"
+        )
     return lengths
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import exp, log
+from math import exp, isfinite, log
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-from tlt.contracts import Arm
+from tlt.config.load import read_json
+from tlt.contracts import OFF, Arm
 from tlt.errors import ConfigError
 from tlt.observe.timeline import LEARNER
 from tlt.report.view import RunView, rollouts
@@ -29,6 +30,9 @@ MIN_DRIFT_STEPS = 6
 """RL steps with drafts that a run needs to measure how acceptance drifts."""
 START_STEPS = 3
 """RL steps whose mean is the acceptance at the start."""
+
+LARGEST = 1e15
+"""Largest figure of a machine."""
 
 Record = dict[str, float]
 
@@ -49,10 +53,12 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
+        what = "a result of `tlt calibrate`"
+        way_out = "make one with `tlt calibrate RUN --out calibration.json`"
+        found = read_json(path, what, way_out)
         try:
-            found = json.loads(path.read_text())
             rates = {name: tuple(rates) for name, rates in found["drafting"]["rates"].items()}
-            return cls(
+            calibration = cls(
                 EngineModel(**found["engine"]),
                 Drafting(rates, found["drafting"]["power"]),
                 Learner(**found["learner"]),
@@ -60,11 +66,33 @@ class Calibration:
                 Training(**found["training"]),
                 found["source"],
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is no result of `tlt calibrate` ({error!r}); make one with "
-                "`tlt calibrate RUN --out calibration.json`"
-            ) from error
+            calibration.check()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is not {what} ({error!r}); {way_out}") from error
+        return calibration
+
+    def check(self) -> None:
+        """Raise a `ValueError` if a machine of these figures would take no time, or for ever."""
+        for part in (self.engine, self.learner, self.training):
+            for name, value in asdict(part).items():
+                _check_number(name, value)
+        for name in ("tokens_per_s", "tokens"):
+            values = (getattr(part, name, 1) for part in (self.learner, self.training))
+            if min(values) <= 0:
+                raise ValueError(f"{name} is 0")
+        _check_number("prompt_tokens", self.prompt_tokens)
+        _check_number("power", self.drafting.power)
+        for drafter, rates in self.drafting.rates.items():
+            for rate in rates:
+                _check_number(f"rate of {drafter}", rate, 1.0)
+        if not self.engine.step_s(OFF, 1, 1) > 0 or not self.engine.prefill_tokens_per_s > 0:
+            raise ValueError("an engine step takes no time")
+
+
+def _check_number(name: str, value: Any, largest: float = LARGEST) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= largest:
+        raise ValueError(f"{name} is {repr(value)[:40]}")
 
 
 def calibrate(views: Sequence[RunView]) -> Calibration:
@@ -72,14 +100,14 @@ def calibrate(views: Sequence[RunView]) -> Calibration:
     found = [o for view in views for o in observations(view)]
     if not found:
         raise ConfigError(
-            "the runs have no timeline to calibrate from; run them with metrics.timeline = true, "
-            "for at least three steps"
+            f"{', '.join(view.name for view in views)}: no timeline to calibrate from; give runs "
+            "with metrics.timeline = true, of at least three steps"
         )
     try:
         engine = fit(found, _prefill_speed(views))
     except ValueError as error:
         raise ConfigError(f"{error}; give runs with other batches or draft lengths too") from error
-    return Calibration(
+    calibration = Calibration(
         engine,
         Drafting(acceptance(views)),
         learner(views),
@@ -87,6 +115,13 @@ def calibrate(views: Sequence[RunView]) -> Calibration:
         training([view.records for view in views]),
         ", ".join(view.name for view in views),
     )
+    try:
+        calibration.check()
+    except ValueError as error:
+        raise ConfigError(
+            f"the metrics of {calibration.source} describe no machine ({error}); give other runs"
+        ) from error
+    return calibration
 
 
 def observations(view: RunView) -> list[Observation]:
@@ -99,6 +134,8 @@ def observations(view: RunView) -> list[Observation]:
                 position, first = 0.0, True
                 for span in spans:
                     if worker == LEARNER or not start_s <= span.start_s < end_s or not span.tokens:
+                        continue
+                    if span.seconds <= 0:
                         continue
                     gained = span.tokens / max(1.0, span.running)
                     context = prompt + position + gained / 2
@@ -160,7 +197,7 @@ def _rate_for(gained: float, length: int) -> float:
     return low
 
 
-def learner(views: Iterable[RunView]) -> Learner:
+def learner(views: Sequence[RunView]) -> Learner:
     """Fit a line to the updates' tokens and seconds, and take medians of the other times."""
     records: list[Record] = []
     points: list[tuple[float, float]] = []
@@ -173,16 +210,17 @@ def learner(views: Iterable[RunView]) -> Learner:
         for record in view.records[1:]:
             records.append(record)
             prompts += prompts_of_a_step
-            whole += record["rollout/output_tokens"] + prompts_of_a_step
-            if (tokens := record.get("learner/tokens", 0.0)) > 0:
-                spared = tokens * record.get("learner/shared_share", 0.0)
+            whole += record.get("rollout/output_tokens", 0.0) + prompts_of_a_step
+            tokens, seconds = record.get("learner/tokens", 0.0), record.get("time/update_s", 0.0)
+            spared = tokens * record.get("learner/shared_share", 0.0)
+            if isfinite(tokens + seconds) and tokens > spared and seconds > 0:
                 trained += tokens
                 shared += spared
-                points.append((tokens - spared, record.get("time/update_s", 0.0)))
+                points.append((tokens - spared, seconds))
     if not points:
         raise ConfigError(
-            "no RL step of the runs updated the policy; give a run in which rewards differ within "
-            "a group"
+            f"{', '.join(view.name for view in views)}: no RL step updated the policy; give a run "
+            "in which rewards differ within a group"
         )
     mean_t, mean_s = fmean(t for t, _ in points), fmean(s for _, s in points)
     variance = sum((t - mean_t) ** 2 for t, _ in points)
@@ -251,7 +289,7 @@ def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
     predicted = [1.0]
     for _, tokens in curve[:-1]:
         behind = predicted[-1] + choice.drift - choice.best_power
-        predicted.append(choice.best_power + behind * exp(-tokens / choice.tokens))
+        predicted.append(choice.best_power + behind * exp(-max(0.0, tokens) / choice.tokens))
     at_start = fmean(predicted[:START_STEPS])
     return sum((seen - p / at_start) ** 2 for (seen, _), p in zip(curve, predicted, strict=True))
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tlt.contracts import OFF, Arm, Strategy
+from tlt.errors import ConfigError
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
@@ -27,6 +28,9 @@ from tlt.simulate.pace import Pace, Player
 from tlt.simulate.workload import Workload, ends, spread_over
 
 Record = dict[str, float]
+
+MAX_STEP_S = 1e5
+"""Longest part of an RL step that is simulated, a day: leases take work by simulated time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +201,14 @@ class SimTrainer:
             raise TrainerGone(self._worker)
 
 
+def _check_time(what: str, seconds: float) -> None:
+    if not 0 <= seconds <= MAX_STEP_S:
+        raise ConfigError(
+            f"{what} of an RL step would take {seconds:.3g} s, and at most {MAX_STEP_S:,.0f} are "
+            f"simulated; e.g. fewer tokens (workload), or faster devices (cluster, learner)"
+        )
+
+
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -259,12 +271,15 @@ class Simulation:
         lengths = self._workload.of_step(step, self._seed)
         sample_ends, pace = self._rollout_ends(lengths)
         self.engine_ends = engine_ends = sample_ends[:, -1]
+        _check_time("the rollout", float(engine_ends.max()))
         await self.rollout(engine_ends, np.sort(sample_ends[sample_ends > 0]))
         rollout_s = now_s() - started_s
         learner = self.cluster.learner
+        _check_time("the wait for rewards", learner.reward_s)
         await asyncio.sleep(learner.reward_s)
         tokens = lengths.sum() + len(lengths) * self._workload.prompt_tokens * learner.prompt_share
         update_s = float(learner.step_s + tokens * learner.trained_share / learner.tokens_per_s)
+        _check_time("the update", update_s + learner.sync_s + learner.other_s)
         await asyncio.sleep(update_s + learner.sync_s + learner.other_s)
         self.policy += 1
         if self._coordinator is not None:

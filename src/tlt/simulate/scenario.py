@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tlt.config.schema import Schema
+from tlt.config.schema import LONGEST_S, Schema
 from tlt.config.train import SizesConfig, TltConfig
 from tlt.contracts import Strategy
+from tlt.errors import ConfigError
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.simulate import clock
 from tlt.simulate.calibrate import Calibration
@@ -23,33 +24,36 @@ from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
 
 ModeName = Literal["off", "static", "ngram", "tlt"]
+DraftTokens = Annotated[int, Field(ge=1, le=64)]
+MAX_SAMPLES = 10_000_000
+"""Samples of an RL step above which a simulation would take hours."""
 
 
 class ClusterConfig(Schema):
     """The cluster."""
 
-    num_engines: int = Field(default=8, ge=1)
+    num_engines: int = Field(default=8, ge=1, le=100_000)
     """Number of engines."""
     calibration: str | None = None
     """Result of `tlt calibrate`, the model of a measured machine."""
     model: Literal["qwen2.5-7b", "qwen2.5-32b", "llama-3-70b"] = "qwen2.5-7b"
     """Policy on H100s, modelled from published figures; used without `calibration`."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=1024)
     """GPUs per engine."""
-    engine_deaths_per_hour: float = Field(default=0.0, ge=0)
+    engine_deaths_per_hour: float = Field(default=0.0, ge=0, le=3600)
     """Failures of one engine per hour."""
-    engine_start_s: float = Field(default=120.0, ge=0)
+    engine_start_s: float = Field(default=120.0, ge=0, le=LONGEST_S)
     """Seconds until a new engine replaces a failed one."""
 
 
 class WorkloadConfig(Schema):
     """The samples of an RL step."""
 
-    prompts_per_step: int = Field(default=64, ge=1)
+    prompts_per_step: int = Field(default=64, ge=1, le=100_000)
     """Problems per RL step."""
-    group_size: int = Field(default=16, ge=1)
+    group_size: int = Field(default=16, ge=1, le=10_000)
     """Samples per problem."""
-    prompt_tokens: float = Field(default=300.0, ge=0)
+    prompt_tokens: float = Field(default=300.0, ge=0, le=10_000_000)
     """Tokens per prompt."""
     lengths: SizesConfig = Field(
         default_factory=lambda: SizesConfig(median=2500, p95=12000, longest=32768)
@@ -57,6 +61,16 @@ class WorkloadConfig(Schema):
     """Lengths of responses in tokens: median, 95th percentile, longest."""
     trace: str | None = None
     """File `lengths.jsonl` of a run, used instead of `lengths`."""
+
+    @model_validator(mode="after")
+    def _is_feasible(self) -> WorkloadConfig:
+        samples = self.prompts_per_step * self.group_size
+        if samples > MAX_SAMPLES:
+            raise ValueError(
+                f"at most {MAX_SAMPLES:,} samples per RL step, but prompts_per_step x group_size "
+                f"is {samples:,}"
+            )
+        return self
 
 
 class LearnerSection(Schema):
@@ -77,15 +91,15 @@ class DrafterSection(Schema):
 
     acceptance: float | None = Field(default=None, gt=0, lt=1)
     """Share of first draft tokens accepted; its powers are the shares at later positions."""
-    start_power: float = Field(default=1.0, gt=0)
+    start_power: float = Field(default=1.0, gt=0, le=1000)
     """Power of the acceptance rates at the start; above 1, the drafter lags behind the policy."""
-    drift: float | None = Field(default=None, ge=0)
+    drift: float | None = Field(default=None, ge=0, le=1000)
     """Amount that every policy update adds to the power of the acceptance rates; by default from
     the calibration, or 0."""
-    best_power: float | None = Field(default=None, gt=0)
+    best_power: float | None = Field(default=None, gt=0, le=1000)
     """Power of the acceptance rates that training approaches; by default from the calibration, or
     1."""
-    training_tokens: float | None = Field(default=None, gt=0)
+    training_tokens: float | None = Field(default=None, ge=1)
     """Training tokens that shrink the drafter's lag e-fold; by default from the calibration, or a
     million."""
     training_tokens_per_s: float | None = Field(default=None, gt=0)
@@ -95,16 +109,18 @@ class DrafterSection(Schema):
 class ScenarioConfig(Schema):
     """A scenario to simulate."""
 
-    num_steps: int = Field(default=20, ge=1)
+    num_steps: int = Field(default=20, ge=1, le=10_000)
     """RL steps to simulate."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seed of lengths and noise."""
-    modes: list[ModeName] = Field(default=["off", "static", "tlt"], min_length=1)
+    modes: list[ModeName] = Field(default=["off", "static", "tlt"], min_length=1, max_length=4)
     """Modes to compare with the first one: `off` (no speculation), `static` (a fixed strategy with
     a frozen drafter), `ngram` (adaptive, n-grams only) and `tlt`."""
-    draft_tokens: list[int] = Field(default_factory=lambda: [1, 2, 3, 4, 6, 8])
+    draft_tokens: list[DraftTokens] = Field(
+        default_factory=lambda: [1, 2, 3, 4, 6, 8], max_length=64
+    )
     """Draft lengths that the adaptive strategy chooses from."""
-    static_draft_tokens: int = Field(default=3, ge=1)
+    static_draft_tokens: DraftTokens = 3
     """Draft length of the `static` mode."""
     static_drafter: Literal["eagle3", "ngram"] = "eagle3"
     """Drafter of the `static` mode."""
@@ -112,12 +128,6 @@ class ScenarioConfig(Schema):
     workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
     learner: LearnerSection = Field(default_factory=LearnerSection)
     drafter: DrafterSection = Field(default_factory=DrafterSection)
-
-    @model_validator(mode="after")
-    def _check(self) -> ScenarioConfig:
-        if any(not 1 <= n <= 64 for n in self.draft_tokens):
-            raise ValueError("draft_tokens should be from 1 to 64, e.g. [1, 2, 4, 8]")
-        return self
 
 
 def cluster_of(config: ScenarioConfig) -> Cluster:
@@ -160,11 +170,15 @@ def workload_of(config: ScenarioConfig) -> Workload:
     """Return the workload, with the lengths of a trace if one is given."""
     workload = config.workload
     sizes = workload.lengths
+    try:
+        lengths = HeavyTail(sizes.median, sizes.p95, sizes.longest)
+    except ConfigError as error:
+        raise ConfigError(f"workload.lengths: {error}") from error
     return Workload(
         workload.prompts_per_step,
         workload.group_size,
         workload.prompt_tokens,
-        HeavyTail(sizes.median, sizes.p95, sizes.longest),
+        lengths,
         read_trace(Path(workload.trace)) if workload.trace else (),
     )
 

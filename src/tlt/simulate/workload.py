@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tlt.errors import ConfigError
-from tlt.observe.record import read
+from tlt.observe.record import read_lengths
 from tlt.tasks.tail import HeavyTail
 
 
@@ -54,12 +54,16 @@ def spread(lengths: HeavyTail, count: int, rng: Any) -> Any:
 
 def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
     """Read the lengths of every RL step from `lengths.jsonl` of a run."""
+    way_out = "give lengths.jsonl of a `tlt train`"
     try:
-        return tuple(tuple(line["tokens"]) for line in read(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = tuple(tuple(tokens) for tokens in read_lengths(path) if any(tokens))
+    except OSError as error:
         raise ConfigError(
-            f"{path} holds no lengths of a run ({error!r}); give lengths.jsonl of a `tlt train`"
+            f"workload.trace: {path} cannot be read ({error.strerror}); {way_out}"
         ) from error
+    if not found:
+        raise ConfigError(f"workload.trace: {path} holds no lengths of a run; {way_out}")
+    return found
 
 
 def spread_over(lengths: Any, num_engines: int) -> Any:

@@ -36,8 +36,18 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     path.write_text("5\n6\n")
     assert read_lengths(path) == [5, 6]
     path.write_text(json.dumps([0]))
-    with pytest.raises(ConfigError, match="at least 1"):
+    with pytest.raises(ConfigError, match=r"lengths from 1 to .*; e\.g\. \[60"):
         read_lengths(path)
+
+
+@pytest.mark.parametrize("content", ["many", "[1", "[[1]]", "[1e999]", "\xff", "[" * 5000])
+def test_files_without_lengths_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "lengths"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"lengths holds no response lengths .*; e\.g\. \[60"):
+        read_lengths(path)
+    with pytest.raises(ConfigError, match=r"nowhere holds no response lengths .*; e\.g\. \[60"):
+        read_lengths(tmp_path / "nowhere")
 
 
 def test_natural_responses_are_the_same_in_all_modes() -> None:

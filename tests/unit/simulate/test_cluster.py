@@ -25,7 +25,7 @@ from tlt.simulate.model import Drafting, EngineModel, Observation, fit
 from tlt.simulate.pace import Player
 from tlt.simulate.plot import plot_simulation, what_if
 from tlt.simulate.scenario import ScenarioConfig, simulate
-from tlt.simulate.workload import Workload, ends, spread, spread_over
+from tlt.simulate.workload import Workload, ends, read_trace, spread, spread_over
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
 
@@ -244,6 +244,134 @@ def test_the_learner_of_a_run_shares_prompts() -> None:
     assert found.step_s == pytest.approx(0.5)
     assert found.trained_share == pytest.approx(0.5)
     assert found.prompt_share == pytest.approx(1 / 8)
+
+
+CALIBRATION = Calibration(ENGINE, DRAFTING, Learner(1000.0), 50.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("engine", "step"), -0.02),
+        (("engine", "step"), "fast"),
+        (("engine", "step"), None),
+        (("engine", "prefill_tokens_per_s"), 0),
+        (("engine", "surprise"), 1),
+        (("engine",), {"step": 0.0}),
+        (("learner", "tokens_per_s"), 0),
+        (("learner", "tokens_per_s"), 10**400),
+        (("learner",), []),
+        (("training", "tokens"), float("nan")),
+        (("drafting", "rates", "eagle3"), [2.0]),
+        (("drafting", "rates", "eagle3"), "high"),
+        (("drafting",), None),
+        (("prompt_tokens",), float("inf")),
+    ],
+)
+def test_a_damaged_calibration_is_refused(
+    tmp_path: Path, place: tuple[str, ...], value: Any
+) -> None:
+    path = tmp_path / "calibration.json"
+    CALIBRATION.save(path)
+    assert Calibration.load(path).engine == ENGINE
+    tree = json.loads(path.read_text())
+    inner = tree
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=r"calibration\.json is not a result .*; make one with"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "[" * 5000, "\0"])
+def test_a_calibration_that_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"calibration\.json is not .*; make one with"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "garbage",
+        "",
+        '{"step": 1, "tokens": []}\n',
+        '{"step": 1, "tokens": [0, 0]}\n',
+    ],
+)
+def test_a_trace_without_lengths_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"workload\.trace: .*lengths\.jsonl holds no lengths .*; "
+    ):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    "content", ['{"step": 1}\n', '{"step": 1, "tokens": [-5]}\n', "{\n{\n", '["tokens"]\n']
+)
+def test_a_damaged_trace_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"lengths\.jsonl, line 1.*; remove the line"):
+        read_trace(path)
+    with pytest.raises(ConfigError, match=r"workload\.trace: .*nowhere cannot be read .*; give"):
+        read_trace(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learner.tokens_per_s=inf", r"learner\.tokens_per_s = inf should be a finite number; or"),
+        (
+            "learner.tokens_per_s=-1",
+            r"learner\.tokens_per_s = -1 should be greater than 0; or leave",
+        ),
+        ("workload.prompt_tokens=nan", r"workload\.prompt_tokens = nan should be .*; e\.g\. 300"),
+        ("num_steps=1000000", r"num_steps = 1000000 should be .*; e\.g\. 20"),
+        (
+            "cluster.num_engines=1000000000",
+            r"cluster\.num_engines = 1000000000 should be .*; e\.g\. 8",
+        ),
+        (
+            "workload={prompts_per_step=90000, group_size=9000}",
+            r"workload should be at most 10,000,000",
+        ),
+        ("seed=-1", r"seed = -1 should be greater than or equal to 0; e\.g\. 0"),
+        ("draft_tokens=[0]", r"draft_tokens\.0 = 0 should be .*; e\.g\. \[1, 2, 3, 4, 6, 8\]"),
+        ("draft_tokens=[65]", r"draft_tokens\.0 = 65 should be .*; e\.g\. \[1, 2, 3, 4, 6, 8\]"),
+    ],
+)
+def test_values_that_cannot_be_simulated_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scenario(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("learner.tokens_per_s=1e-9", "the update"),
+        ("learner.sync_s=1e9", "the update"),
+        ("learner.reward_s=1e9", "the wait for rewards"),
+        ("workload.prompt_tokens=1e7", "the update"),
+        ("cluster.engine_start_s=1e7", "the rollout"),
+    ],
+)
+def test_steps_that_would_never_end_are_refused(override: str, what: str) -> None:
+    config = scenario(
+        *("num_steps=2", "workload.prompts_per_step=4", "cluster.num_engines=1"),
+        *("cluster.engine_deaths_per_hour=3600", "learner.tokens_per_s=10", override),
+    )
+    with pytest.raises(ConfigError, match=rf"{what} of an RL step would take .*; e\.g\. fewer"):
+        simulate(config)
+
+
+def test_lengths_in_no_order_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"workload\.lengths: sizes need .*; e\.g\."):
+        simulate(scenario("workload.lengths.median=50000"))
 
 
 def test_a_calibration_is_kept(tmp_path: Path) -> None:
