@@ -70,6 +70,7 @@ test-all:
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m two_cores
 	TLT_FAULT_SEEDS=1000 $(BIN)/pytest tests/unit/rollout/test_fault_layer.py
+	TLT_FUZZ_INPUTS=2000 $(BIN)/pytest tests/unit/cli/test_fuzz.py
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate

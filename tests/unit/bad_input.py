@@ -1,0 +1,498 @@
+"""Inputs of every command that a seed spoils: values, files, folders. `KINDS` lists them."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from damage import copied, harm_bytes, harm_file, strange
+from made_up import made_up_folder
+from pydantic import BaseModel
+
+from tlt.config.load import load_config
+from tlt.config.train import TrainConfig
+from tlt.drafter.checkpoint import save_drafter
+from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.models import tiny
+from tlt.run.folder import RunFolder
+from tlt.simulate.scenario import ScenarioConfig
+
+ARMS = tuple(
+    (arm, 2.0 + 0.1 * number, running, 60 * running, accepted)
+    for number, (arm, running, accepted) in enumerate(
+        [
+            *(("off", 16, 0), ("off", 8, 0), ("off", 4, 0), ("ngram:2", 8, 100)),
+            *(("eagle3:3", 8, 200), ("eagle3:3", 2, 50), ("eagle3:4", 1, 20), ("off", 1, 0)),
+        ]
+    )
+)
+SHORT = [
+    *("num_steps=2", "workload.prompts_per_step=4", "workload.group_size=4"),
+    *("cluster.num_engines=2", "modes=['off', 'tlt']"),
+]
+"""A scenario that takes little time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A command line, and what a refusal of it must name."""
+
+    arguments: list[str]
+    names: tuple[str, ...]
+    must_fail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Sound inputs, to be spoilt."""
+
+    model: Path
+    drafter: Path
+    run: Path
+    """Folder of a run that can be reported, calibrated from, watched and resumed."""
+    calibration: Path
+    tree: dict[str, Any]
+    """Settings of a run that would work."""
+
+    def settings(self, folder: Path, **changes: Any) -> Path:
+        """Write the settings of a run below this folder, and return their file."""
+        tree = {**self.tree, "run": {"out": str(folder / "out"), "num_steps": 2}, **changes}
+        path = folder / "run.toml"
+        path.write_text(tomli_w.dumps(tree))
+        return path
+
+    def sound(self, folder: Path) -> Iterator[list[str]]:
+        """Yield command lines that work."""
+        run = copied(self.run, folder / "run")
+        refresh(run)
+        yield ["train", str(self.settings(folder)), "--check"]
+        yield ["train", str(resumed(run)), "--check", "--resume"]
+        yield ["simulate", *SHORT, "--json"]
+        yield ["simulate", *SHORT, f"cluster.calibration={self.calibration}", "--json"]
+        yield ["simulate", *SHORT, f"workload.trace={run / 'lengths.jsonl'}", "--json"]
+        drafter = str(self.drafter)
+        yield ["train", str(self.settings(folder, engine={"drafter": drafter})), "--check"]
+        out = str(folder / "exported")
+        yield ["drafter", "export", drafter, "--model", str(self.model), "--out", out]
+        yield from (command(run, folder) for command in RUN_COMMANDS)
+
+
+def sound_world(folder: Path) -> World:
+    """Make the sound inputs in this folder."""
+    model = tiny.make(folder / "tiny", hidden_size=64, num_layers=3)
+    tree = {
+        "policy": {"model": str(model), "dtype": "float32"},
+        "task": {"name": "gcd", "sizes": {"median": 2, "p95": 2, "longest": 3}},
+        "reward": {"function": "exact"},
+        "sampling": {"prompts_per_step": 4, "group_size": 2, "max_tokens": 16},
+        "learner": {"lr": 1e-6},
+    }
+    run = made_up_folder(
+        folder / "run",
+        arms=ARMS,
+        time__rollout_s=20.0,
+        learner__tokens=800.0,
+        prompt__mean_tokens=50.0,
+        harvest__used_s=1.0,
+    )
+    drafter = made_drafter(model, folder / "drafter")
+    world = World(model, drafter, run, folder / "calibration.json", tree)
+    (run / "config.toml").unlink()
+    config = load_config(TrainConfig, world.settings(folder))
+    RunFolder(run).open(config, {}, "tlt train")
+    (run / "inputs.json").write_text("{}")
+    (run / "summary.json").write_text("{}")
+    from tlt.report.view import look_at
+    from tlt.simulate.calibrate import calibrate
+
+    calibrate([look_at(run)]).save(world.calibration)
+    return world
+
+
+def made_drafter(model: Path, folder: Path) -> Path:
+    """Write an untrained drafter of a model."""
+    from transformers import AutoConfig
+
+    config = Eagle3Config.for_target(AutoConfig.from_pretrained(model))
+    return save_drafter(Eagle3Drafter(config), folder)
+
+
+def resumed(run: Path) -> Path:
+    """Return the settings to resume a copy of the sound run with."""
+    tree = tomllib.loads((run / "config.toml").read_text())
+    tree["run"]["out"] = str(run)
+    path = run.parent / "resumed.toml"
+    path.write_text(tomli_w.dumps(tree))
+    shutil.copy(path, run / "config.toml")
+    return path
+
+
+def refresh(run: Path) -> None:
+    """Make the run look as if it were under way, as `tlt watch` wants it."""
+    now = {
+        "at_s": time.time() + 3600,
+        "num_steps": 4,
+        "what": "step 2: generating",
+        "done": 3.0,
+        "total": 16.0,
+        "since_s": time.time(),
+        "remaining_s": 7.5,
+        "workers": {
+            "engine-0": {"state": "generating", "running": 8},
+            "engine-1": {"state": "training", "running": 0},
+        },
+        "record": json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]),
+    }
+    (run / "live.json").write_text(json.dumps(now))
+
+
+RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
+    lambda run, folder: ["report", str(run), "--json"],
+    lambda run, folder: ["report", str(run), "--out", str(folder / "page.html")],
+    lambda run, folder: ["report", str(run), str(run), "--pictures", str(folder / "pictures")],
+    lambda run, folder: ["calibrate", str(run), "--out", str(folder / "made.json")],
+    lambda run, folder: ["doctor", "--run", str(run)],
+    lambda run, folder: ["watch", str(run), "--once"],
+    lambda run, folder: [
+        *("simulate", "num_steps=2", "--from-run", str(run), "--json", "--out", str(folder / "s")),
+    ],
+)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the type of every setting."""
+    for name, field in schema.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        yield f"{prefix}{name}", field.annotation
+        for section in inner:
+            yield from fields(section, f"{prefix}{name}.")
+
+
+def written(value: Any) -> str:
+    """Return a value as a user would type it behind `key=`."""
+    try:
+        return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+    except (TypeError, ValueError, AttributeError):
+        return str(value).encode(errors="replace").decode()
+
+
+def overrides(draw: random.Random, schema: type[BaseModel]) -> tuple[list[str], bool]:
+    """Return one or two strange settings, and whether one of them can never be right."""
+    chosen, wrong = [], False
+    for name, kind in draw.sample(list(fields(schema)), draw.choice((1, 1, 2))):
+        value = strange(draw)
+        chosen.append(f"{name}={written(value)}")
+        numeric = {int, float} & {kind, *get_args(kind)}
+        wrong |= bool(numeric) and isinstance(value, float) and not math.isfinite(value)
+    return chosen, wrong
+
+
+def keys(chosen: list[str]) -> tuple[str, ...]:
+    """Return what a message may call these settings: a setting, or the section with it."""
+    names = [each.partition("=")[0].split(".") for each in chosen]
+    return tuple(part for parts in names for part in parts[-2:])
+
+
+def train_values(draw: random.Random, world: World, folder: Path) -> Attempt:
+    chosen, wrong = overrides(draw, TrainConfig)
+    path = world.settings(folder)
+    return Attempt(["train", str(path), "--check", *chosen], keys(chosen), wrong)
+
+
+def scenario_values(draw: random.Random, world: World, folder: Path) -> Attempt:
+    chosen, wrong = overrides(draw, ScenarioConfig)
+    return Attempt(["simulate", *SHORT, *chosen, "--json"], keys(chosen), wrong)
+
+
+def odd_overrides(draw: random.Random, world: World, folder: Path) -> Attempt:
+    text = draw.choice(
+        (
+            *("=", "a", "a=", "=1", ".=1", "a..b=1", "run=1", "run.out.x=1", "learner.lr=1\nb=2"),
+            *("learner.lr=" + "[" * 5000, "learner.lr=" + "9" * 5000, "learner.lr=1e999"),
+            *("a." * 2000 + "b=1", "learner.lr=2024-13-45", "learner.lr='", 'run.out="\\u0000"'),
+            *(f"run.out={'n' * 300}", "run.out=a\0b", "task.path=a\0b", "policy.model=a\0b"),
+        )
+    )
+    if draw.random() < 0.3:
+        sweep = draw.choice((text, "cluster.num_engines=", "num_steps=1,x", "seed=-1,1", "=,"))
+        arguments = ["simulate", *SHORT, "--sweep", sweep, "--json"]
+        return Attempt(arguments, ("--sweep", *re.split("[.=]", sweep)[:1]))
+    path = str(world.settings(folder))
+    names = ("override", *text.partition("=")[0].split(".")[:2])
+    return Attempt(["train", path, "--check", text], names)
+
+
+def engine(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil the arguments of vLLM or the strategy."""
+    args = (
+        *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"),
+        *("data_parallel_size", "speculative_config", "gpu_memory_utilization", "dtype"),
+        *("logprobs_mode", "async_scheduling", "logits_processors", "no_such_argument", "seed"),
+        "compilation_config",
+    )
+    kinds = ("off", "fixed", "by_batch_size", "random", "adaptive", "beg_mab", "often")
+    if draw.random() < 0.5:
+        name = draw.choice(args)
+        value = written(strange(draw))
+        wrong = name == "no_such_argument"
+        chosen = [f"engine.engine_args.{name}={value}"]
+    else:
+        name, wrong = "strategy", False
+        chosen = [f"engine.strategy.kind={draw.choice(kinds)}"]
+        for key in draw.sample(("drafter", "num_draft_tokens", "arms", "schedule", "epsilon"), 2):
+            chosen.append(f"engine.strategy.{key}={written(strange(draw))}")
+        chosen += draw.choice(([], ["engine.num_gpus=1", "learner.num_gpus=1"]))
+    path = world.settings(folder)
+    names = (name, "strategy", "engine")
+    return Attempt(["train", str(path), "--check", *chosen], names, wrong)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def config_file(draw: random.Random, world: World, folder: Path) -> Attempt:
+    path = world.settings(folder)
+    harm_file(draw, path)
+    sections = tuple(TrainConfig.model_fields)
+    return Attempt(["train", str(path), "--check"], (path.name, *sections))
+
+
+def scenario_file(draw: random.Random, world: World, folder: Path) -> Attempt:
+    path = folder / "scenario.toml"
+    lengths = {"median": 50, "p95": 100, "longest": 200}
+    workload = {"prompts_per_step": 4, "group_size": 4, "lengths": lengths}
+    path.write_text(tomli_w.dumps({"workload": workload, "cluster": {"num_engines": 2}}))
+    harm_file(draw, path)
+    return Attempt(["simulate", str(path), "num_steps=2", "--json"], (path.name, "workload"))
+
+
+def scenario_inputs(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil a calibration or a trace."""
+    source, key = draw.choice(
+        (
+            (world.calibration, "cluster.calibration"),
+            (world.run / "lengths.jsonl", "workload.trace"),
+        )
+    )
+    path = Path(shutil.copy(source, folder))
+    harm_file(draw, path)
+    return Attempt(["simulate", *SHORT, f"{key}={path}", "--json"], (path.name, "cluster"))
+
+
+def model_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
+    model = copied(world.model, folder / "model")
+    path = draw.choice(sorted(model.iterdir()))
+    if path.name == "chat_template.jinja" and draw.random() < 0.7:
+        path.write_text(draw.choice(TEMPLATES))
+    else:
+        harm_file(draw, path)
+    settings = world.settings(folder, policy={"model": str(model), "dtype": "float32"})
+    return Attempt(["train", str(settings), "--check"], ("policy.model",))
+
+
+TEMPLATES = (
+    "{{ raise_exception('no') }}",
+    "{% for m in messages %}",
+    "{{ 1 / 0 }}",
+    "{{ messages.nothing.at.all }}",
+    "{{ messages[7]['content'] }}",
+    "",
+    " ",
+    "{{ messages + 3 }}",
+    "{% for i in range(999999999) %}x{% endfor %}",
+    "{{ 'x' * 100000 }}",
+    "{{ messages | no_such_filter }}",
+    "{% include 'x' %}",
+    "{{ ''.__class__.__mro__ }}",
+)
+
+
+def data_file(draw: random.Random, world: World, folder: Path) -> Attempt:
+    rows = [{"question": f"{n} + 0?", "answer": n, "id": n} for n in range(20)]
+    path = folder / draw.choice(("data.jsonl", "data.parquet"))
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.Table.from_pylist(rows)
+        if draw.random() < 0.4:
+            strange_rows = [{"question": strange_cell(draw), "answer": strange_cell(draw)}] * 5
+            table = pyarrow.Table.from_pylist(strange_rows)
+        pyarrow.parquet.write_table(table, path)
+    harm_file(draw, path)
+    settings = world.settings(folder, task={"path": str(path)})
+    return Attempt(["train", str(settings), "--check"], (path.name, "task.path"))
+
+
+def strange_cell(draw: random.Random) -> Any:
+    return draw.choice((None, True, -1, 2.5, math.nan, "", " ", "x", [], [1], {"a": 1}, b"\xff"))
+
+
+def reward_module(draw: random.Random, world: World, folder: Path) -> Attempt:
+    name = f"fuzzed_{draw.randrange(10**9)}"
+    body, function = draw.choice(
+        (
+            ("import sys; sys.exit(0)", "score"),
+            ("raise SystemExit", "score"),
+            ("class Odd(BaseException): pass\nraise Odd", "score"),
+            ("1 / 0", "score"),
+            ("def score(", "score"),
+            ("score = 3", "score"),
+            ("", "score"),
+            ("", ""),
+            ("def score(problem, text): return 1", "score.x"),
+            ("import no_such_module", "score"),
+            ("score = lambda problem, text: 1", "score"),
+            ("\0", "score"),
+            ("score = type('X', (), {'__call__': 1})()", "score"),
+        )
+    )
+    Path.cwd().joinpath(f"{name}.py").write_text(body)
+    function = draw.choice(
+        (f"{name}:{function}", f"{name}:{function}", f":{name}", ".:x", "a..b:c")
+    )
+    path = world.settings(folder, reward={"function": function})
+    return Attempt(["train", str(path), "--check"], ("reward.function",))
+
+
+def run_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
+    run = copied(world.run, folder / draw.choice(("run", "run", "r[/]un", 'r"un', "r un")))
+    refresh(run)
+    files = ("metrics.jsonl", "timeline.json", "config.toml", "lengths.jsonl", "live.json")
+    names = tuple(draw.sample(files, draw.choice((1, 1, 1, 2))))
+    for name in names:
+        harm_file(draw, run / name)
+    return Attempt(draw.choice(RUN_COMMANDS)(run, folder), (*files, run.name, "workload"))
+
+
+def resumed_run(draw: random.Random, world: World, folder: Path) -> Attempt:
+    run = copied(world.run, folder / "run")
+    settings = resumed(run)
+    path = run / draw.choice(("config.toml", "config.toml", "inputs.json", "versions.json"))
+    harm_file(draw, path)
+    return Attempt(
+        ["train", str(settings), "--check", "--resume"], ("run.out", path.name, str(run))
+    )
+
+
+def odd_paths(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Name a place that is no run, no scenario, no model."""
+    made = folder / "file"
+    made.write_bytes(harm_bytes(draw, b"text"))
+    text = draw.choice(
+        (str(made), str(folder), "nowhere", "n" * 300, "/proc/self/mem", "", "a/" * 3000, "[/x]")
+    )
+    path = Path(text)
+    arguments = draw.choice(
+        (
+            *(command(path, folder) for command in RUN_COMMANDS),
+            ["train", text, "--check"],
+            ["simulate", text, "--json"],
+            ["report", str(world.run), "--out", text],
+            ["report", str(world.run), "--pictures", str(made)],
+            ["calibrate", str(world.run), "--out", text],
+            ["simulate", *SHORT, "--json", "--out", str(made)],
+            ["drafter", "export", text, "--model", str(world.model), "--out", str(folder / "d")],
+        )
+    )
+    return Attempt(arguments, (text[:40] or ".", path.name, "file", "config.toml"))
+
+
+def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil a drafter, for a run and for its export."""
+    drafter = copied(world.drafter, folder / "drafter")
+    path = draw.choice(sorted(drafter.iterdir()))
+    harm_file(draw, path)
+    if draw.random() < 0.5:
+        settings = world.settings(folder, engine={"drafter": str(drafter)})
+        return Attempt(["train", str(settings), "--check"], ("engine.drafter",))
+    out = str(folder / "exported")
+    arguments = ["drafter", "export", str(drafter), "--model", str(world.model), "--out", out]
+    return Attempt(arguments, (str(drafter),))
+
+
+def recorded_table(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil the recorded step times of `tlt bench strategy`."""
+    path = folder / "rollout.json"
+    table = {
+        "arms": [
+            {
+                "drafter": drafter,
+                "num_draft_tokens": length,
+                "seconds": [[batch, 0.01 * batch] for batch in (1, 2, 4, 8)],
+            }
+            for drafter, length in (("off", 0), ("eagle3", 2), ("eagle3", 4))
+        ],
+        "accepted": {"eagle3": [0.8, 0.6, 0.5, 0.4]},
+        "drafted_share": {"eagle3": 1.0},
+    }
+    path.write_text(json.dumps({"steps": table}))
+    harm_file(draw, path)
+    small = ["--requests", "4", "--rollouts", "1", "--seeds", "1", "--longest", "500"]
+    arguments = ["bench", "strategy", str(path), *small, "--out", str(folder / "out")]
+    return Attempt(arguments, (path.name,))
+
+
+OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("sft", "--out", "out"): (
+        *("--lr", "--steps", "--num-problems", "--row-tokens", "--seed", "--sizes"),
+    ),
+    ("drafter", "train", "--out", "out"): (
+        *("--num-samples", "--max-tokens", "--temperature", "--draft-tokens", "--draft-vocab"),
+        *("--lr", "--row-tokens", "--engines", "--gpus", "--seed", "--num-held-out"),
+    ),
+    ("bench", "rollout"): (
+        *("--engines", "--gpus", "--repeats", "--requests", "--median", "--p95", "--longest"),
+        *("--temperature", "--top-p", "--seed", "--size", "--lengths", "--mode"),
+    ),
+    ("bench", "same"): ("--samples", "--max-tokens", "--temperature", "--top-p", "--top-k"),
+}
+"""Options that take numbers or files, by command."""
+
+
+def options(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Give an option a value that it cannot have; were it taken, `--model` would be refused."""
+    command = draw.choice(sorted(OPTIONS))
+    option = draw.choice(OPTIONS[command])
+    value = draw.choice(("nan", "inf", "-inf", "-1", "1e308", str(10**30), "x", "", "1,2", "[]"))
+    arguments = [*command, "--model", "nowhere", option, value]
+    names = (option, option.removeprefix("--"), value or ".")
+    return Attempt(arguments, names, must_fail=True)
+
+
+KINDS: dict[str, tuple[Callable[[random.Random, World, Path], Attempt], float]] = {
+    "train_values": (train_values, 0.13),
+    "scenario_values": (scenario_values, 0.12),
+    "odd_overrides": (odd_overrides, 0.05),
+    "engine": (engine, 0.05),
+    "config_file": (config_file, 0.05),
+    "scenario_file": (scenario_file, 0.04),
+    "scenario_inputs": (scenario_inputs, 0.06),
+    "model_folder": (model_folder, 0.08),
+    "drafter_folder": (drafter_folder, 0.04),
+    "recorded_table": (recorded_table, 0.02),
+    "options": (options, 0.04),
+    "data_file": (data_file, 0.06),
+    "reward_module": (reward_module, 0.04),
+    "run_folder": (run_folder, 0.14),
+    "resumed_run": (resumed_run, 0.04),
+    "odd_paths": (odd_paths, 0.04),
+}
+"""Every kind of input, and its share of all inputs."""
