@@ -23,7 +23,14 @@ def listening(pid: int) -> set[tuple[str, int]]:
 
 def beyond_loopback(found: set[tuple[str, int]]) -> set[tuple[str, int]]:
     """Return those of the addresses that are not on the loopback interface."""
-    return {(ip, port) for ip, port in found if not ipaddress.ip_address(ip).is_loopback}
+    return {(ip, port) for ip, port in found if not _is_loopback(ip)}
+
+
+def _is_loopback(ip: str) -> bool:
+    """Return whether an address is loopback, also as one of IPv6 (::ffff:127.0.0.1)."""
+    address = ipaddress.ip_address(ip)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def reached_from_outside(ports: set[int]) -> set[tuple[str, int]]:

@@ -7,7 +7,6 @@ message that names the key or file and a value that works, and hands on what it 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.hardware import Machine, this_machine
 from tlt.models.folder import SHAPE_KEYS, check_drafter, is_outline, read_model, read_settings
+from tlt.node.shared import remove_abandoned
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.run.fit import refuse_what_does_not_fit
 from tlt.run.memory import GIB, Place, Sizes, memory_plan

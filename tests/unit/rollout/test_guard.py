@@ -240,6 +240,6 @@ def test_arguments_that_load_no_code_need_none() -> None:
 
 
 def test_vllm_s_other_names_for_drafters_are_refused() -> None:
-    for key in ("spec_method", "spec_model", "spec_tokens"):
+    for key, value in {"spec_method": "eagle3", "spec_model": "drafter", "spec_tokens": 3}.items():
         with pytest.raises(ConfigError, match="use engine"):
-            engine_args(config(engine_args={key: "x"}))
+            engine_args(config(engine_args={key: value}))
