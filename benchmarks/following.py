@@ -71,21 +71,28 @@ def policy_of(checkpoint: Path, model: Path, out: Path) -> Path:
     return out
 
 
-def lengths(model: Path, drafter: Path, samples: Sequence[Captured]) -> list[tuple[float, int]]:
-    """Return the expected tokens per draft of each sample, and how many drafts it has."""
-    from transformers import AutoModelForCausalLM
+class Judge:
+    """A policy's samples, on which drafters are evaluated."""
 
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach()
-    passes = DraftPasses(
-        load_drafter(drafter).float(), head, embedding, DRAFT_LENGTH, bfloat16=False
-    )
-    windows: list[HeldOutWindow] = prepare_windows(passes, samples, [1.0])
-    return [
-        (evaluate(passes, [window], [1.0]).length(1.0), len(window.row.chains.starts))
-        for window in windows
-    ]
+    def __init__(self, model: Path, samples: Sequence[Captured]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._head = policy.get_output_embeddings().weight.detach()
+        self._embedding = policy.get_input_embeddings().weight.detach()
+        self._samples = samples
+        self._windows: list[HeldOutWindow] = []
+
+    def lengths(self, drafter: Path) -> list[tuple[float, int]]:
+        """Return the expected tokens per draft of each sample, and how many drafts it has."""
+        passes = DraftPasses(
+            load_drafter(drafter).float(), self._head, self._embedding, DRAFT_LENGTH, bfloat16=False
+        )
+        self._windows = self._windows or prepare_windows(passes, self._samples, [1.0])
+        return [
+            (evaluate(passes, [window], [1.0]).length(1.0), len(window.row.chains.starts))
+            for window in self._windows
+        ]
 
 
 def mean(values: Sequence[tuple[float, int]]) -> float:
@@ -169,17 +176,20 @@ def main() -> None:
     steps = [0, *(int(each.name.removeprefix("step-")) for each in kept)]
     published: list[Path | None] = [None, *(each / "drafter" for each in kept)]
     folder = Path("runs/following")
-    rows = []
+    record = {
+        line["step"]: {name: line[name] for name in KEPT if name in line}
+        for line in read(options.run / "metrics.jsonl")
+    }
+    rows: list[dict[str, Any]] = []
     for place, step in enumerate(steps):
         policy = model if not step else policy_of(kept[place - 1], model, folder / f"{step}")
         answers = solved(policy, options.num_problems, 0, "following", options.max_tokens)
         samples = [answer.states for answer in answers]
+        judge = Judge(policy, samples)
         drafters = {"frozen": options.frozen, "published": published[place]}
         if place + 1 < len(published):
             drafters["next"] = published[place + 1]
-        found = {
-            name: lengths(policy, drafter, samples) for name, drafter in drafters.items() if drafter
-        }
+        found = {name: judge.lengths(drafter) for name, drafter in drafters.items() if drafter}
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
         rewards = [answer.reward for answer in answers]
         rows.append(
@@ -197,10 +207,6 @@ def main() -> None:
             {name: round(mean(each), 3) for name, each in found.items()},
             flush=True,
         )
-        record = {
-            line["step"]: {name: line[name] for name in KEPT if name in line}
-            for line in read(options.run / "metrics.jsonl")
-        }
         result = {
             "num_problems": options.num_problems,
             "draft_length": DRAFT_LENGTH,

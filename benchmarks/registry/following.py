@@ -96,6 +96,5 @@ figures(
     {
         "problems": lambda d: count(d["num_problems"]),
         "steps": lambda d: str(d["policies"][-1]["step"]),
-        "last": lambda d: f"{d['policies'][-1]['drafters']['published']['length']:.2f}",
     },
 )

@@ -29,7 +29,7 @@ def modes(d: Doc) -> Rows:
         rows.append(
             [
                 f"`{row['mode']}`",
-                f"{row['acceptance_length']['median']:.2f}",
+                accepted(d, row["mode"]),
                 f"{row['tokens_per_s']['median']:.0f}",
                 f"{row['speed_vs_first']['median']:.2f}x",
                 "the same" if same else "others",

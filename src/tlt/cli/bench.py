@@ -96,7 +96,6 @@ def rollout(
     from tlt.bench.plot import plot_decisions, plot_running
     from tlt.config.rollout import EngineConfig
     from tlt.hardware import compute_dtype
-    from tlt.models.folder import check_drafter, read_model
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
     from tlt.strategy.spec import LEARNING
@@ -118,9 +117,7 @@ def rollout(
     else:
         source = workload.LengthSpec(requests, median, p95, longest, seed)
         sizes = source.draw()
-    policy = read_model(model, "--model")
-    if drafter is not None:
-        check_drafter(drafter, policy, "--drafter")
+    _check_models(model, drafter)
     chat = Chat(str(model))
     difficulty = HeavyTail(size, size, size) if size else None
     made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
@@ -260,15 +257,12 @@ def same(
     """
     from tlt.bench import same as bench
     from tlt.contracts import SamplingSpec
-    from tlt.models.folder import check_drafter, read_model
     from tlt.observe.provenance import provenance
     from tlt.tasks.chat import Chat
 
     console = Console(stderr=as_json)
     with _policy(model) as (folder, name):
-        policy = read_model(folder, "--model")
-        if drafter is not None:
-            check_drafter(drafter, policy, "--drafter")
+        _check_models(folder, drafter)
         chat = Chat(str(folder))
         if prompts is not None:
             texts = read_prompts(prompts, samples, "--samples")
@@ -346,6 +340,15 @@ def _strategy_table(name: str, rows: list[dict[str, Any]]) -> Table:
 
 def _default_modes(drafter: Path | None) -> list[str]:
     return ["off", "ngram:4", "eagle3:2", "eagle3:4"] if drafter else ["off", "ngram:4"]
+
+
+def _check_models(model: Path, drafter: Path | None) -> None:
+    """Refuse folders that no engine can load."""
+    from tlt.models.folder import check_drafter, read_model
+
+    policy = read_model(model, "--model")
+    if drafter is not None:
+        check_drafter(drafter, policy, "--drafter")
 
 
 def _engine_args(pairs: list[str]) -> dict[str, Any]:

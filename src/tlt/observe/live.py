@@ -36,7 +36,7 @@ class Activity(StrEnum):
 
 
 class WorkerNow(BaseModel):
-    """What a worker is doing."""
+    """A worker's state, and how many requests it runs."""
 
     state: str
     running: int = Field(ge=0)
