@@ -97,7 +97,8 @@ def compare(turns: Sequence[Turn], arm: str, reference: str, warm_up: int) -> di
     """Return an arm's speed-ups, by thirds too, the pairs that do not count, and why.
 
     `same_samples` says whether both arms generated the same samples in all pairs; otherwise
-    `first_difference` is the first RL step in which they did not.
+    `first_difference` is the first RL step in which they did not. `every_pair` counts the marked
+    ones, too: on a machine that other virtual machines use, few pairs may be left.
     """
     found = pairs(turns, arm, reference)
     left_out = {pair[1]["step"]: sorted({*marks(pair[0]), *marks(pair[1])}) for pair in found}
@@ -110,15 +111,25 @@ def compare(turns: Sequence[Turn], arm: str, reference: str, warm_up: int) -> di
         "same_samples": not differing,
         "first_difference": min(differing, default=None),
     }
-    if len(counted) < 2:
-        return result
+    every = [pair for pair in found if pair[1]["step"] > warm_up]
     for name, seconds in MEASURES.items():
-        result[name] = speed_up([(seconds(a), seconds(b)) for a, b in counted])
-    cuts = [len(counted) * third // 3 for third in range(4)]
-    for name, seconds in MEASURES.items():
-        result[name]["thirds"] = [
-            sum(seconds(a) for a, _ in counted[i:j]) / sum(seconds(b) for _, b in counted[i:j])
-            for i, j in pairwise(cuts)
-            if j > i
-        ]
+        if len(every) >= 2:
+            result.setdefault("every_pair", {})[name] = speed_up(_values(every, seconds))
+        if len(counted) >= 2:
+            result[name] = speed_up(_values(counted, seconds))
+            result[name]["thirds"] = _thirds(_values(counted, seconds))
     return result
+
+
+def _values(found: Sequence[Pair], seconds: Callable[[Turn], float]) -> list[tuple[float, float]]:
+    return [(seconds(a), seconds(b)) for a, b in found]
+
+
+def _thirds(values: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the ratio of the summed seconds in each third of the pairs."""
+    cuts = [len(values) * third // 3 for third in range(4)]
+    return [
+        sum(a for a, _ in values[i:j]) / sum(b for _, b in values[i:j])
+        for i, j in pairwise(cuts)
+        if j > i
+    ]

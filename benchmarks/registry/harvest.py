@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, Rows, count, figures, ms, several, spread, table
-from registry.e2e import idle_s_per_step, ratios, used
+from registry.core import Doc, Rows, count, figures, ms, spread, table
+from registry.e2e import mean
 
 
-@table("harvest", "e2e/tail", "neighbour", "learner")
+@table("harvest", "e2e/pairs/tail", "neighbour", "learner")
 def measured(tail: Doc, neighbour: Doc, learner: Doc) -> Rows:
     beside = [f"{neighbour[f'batch_{size}']['slow_down']['mean']:.3f}x" for size in (1, 4)]
     rows = {
-        "policy stands still: TLT against a good frozen drafter, end to end, every repeat": several(
-            ratios(tail, "tlt", "step_s", "static")
+        "idle worker seconds per RL step (`harvest/idle_s`)": (
+            f"{mean(tail, 'tlt', 'harvest/idle_s'):.1f} s"
         ),
-        "share used of the idle worker seconds that a lease can cover": several(
-            used(tail), unit=""
-        ),
-        "idle worker seconds per RL step (`harvest/idle_s`)": idle_s_per_step(tail),
         "duration of an engine step beside a trainer, 1 running request": beside[0],
         "duration of an engine step beside a trainer, 4 running requests": beside[1],
         "a trainer that is called back stops, 99th percentile": ms(neighbour["stop_s"]["p99"]),

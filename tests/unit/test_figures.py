@@ -152,19 +152,6 @@ def test_given_numbers_are_still_in_the_text(figures: ModuleType) -> None:
             assert text in (ROOT / page).read_text(), f"{page} no longer says {text!r}"
 
 
-def test_repeats_that_are_left_out_do_not_count(figures: ModuleType, tmp_path: Path) -> None:
-    from registry import render
-
-    notes = {"every": None, "some": {"repeats": [0], "why": "another day"}}
-    for name, note in notes.items():
-        with_changed("e2e/tail", lambda doc, note=note: doc.update(left_out=note), tmp_path / name)
-    every, some = (figures.Results(tmp_path / name) for name in notes)
-    kept = [int(render("e2e.tail.repeats_kept", results)) for results in (every, some)]
-    assert kept[0] == kept[1] + 1
-    assert render("e2e.tail.left_out", every) == "no repeat is left out"
-    assert render("e2e.tail.left_out", some) == "repeat 1 is left out: another day"
-
-
 def test_the_tables_of_the_scaling_page_are_those_of_the_script() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "volumes.py")]
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -85,6 +85,9 @@ class VllmCore:
         if self._config.num_gpus == 0:
             self._cores = cores = claim_cores(self._config.num_cores, self._config.core_group)
             os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
+            # vLLM 0.32 cannot load what it compiled ahead of time for a CPU, and compiles again at
+            # every start. What torch.compile itself keeps on disk it does find.
+            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
             num_workers = int(self._args["tensor_parallel_size"])
             os.environ["OMP_NUM_THREADS"] = str(len(cores) // num_workers)
             if num_workers > 1:
