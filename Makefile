@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup setup-locked fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
+.PHONY: setup setup-locked fmt lint figures type docs test-unit test-gate test-all check check-all check-speculators \
+	bench clean
 
 setup: $(VENV)/.done
 
@@ -76,6 +77,17 @@ test-all:
 check: lint type docs test-unit test-gate
 check-all: lint type docs test-unit test-all
 
+# The `speculators` library loads an export. It comes into an environment of its own, which borrows
+# torch and transformers: its plain install would replace torch by a CUDA build.
+SPECULATORS := .venv-speculators
+check-speculators: $(VENV)/.done
+	$(PYTHON) -m venv $(SPECULATORS)
+	$(BIN)/python -c "import site; print(*site.getsitepackages())" \
+		> $$($(SPECULATORS)/bin/python -c "import site; print(site.getsitepackages()[0])")/tlt.pth
+	$(SPECULATORS)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 \
+		loguru datasets dill multiprocess xxhash pandas python-dateutil pytz tzdata
+	$(SPECULATORS)/bin/python tests/integration/speculators_load.py
+
 # The committed figures; see benchmarks/README.md. Needs a quiet machine.
 bench:
 	bash benchmarks/drafter.sh
@@ -109,4 +121,4 @@ bench:
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""Time limits that follow the machine's speed (`speed`), and one core for each parallel worker.
+"""Time limits that follow the machine's speed (`speed`), one core for each parallel worker, no Hub.
 
 A worker is bound to its core before torch starts threads.
 """
@@ -11,6 +11,8 @@ from speed import limit, slowness
 
 TIMEOUT_S = 900.0
 """Time limit of one test on the slowest supported kind of machine."""
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     _cores = sorted(os.sched_getaffinity(0))

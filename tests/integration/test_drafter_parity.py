@@ -12,15 +12,25 @@ from workloads import random_prompts
 pytestmark = pytest.mark.vllm
 
 NUM_DRAFTS = 4
+FORMS = (
+    ("norm_before_residual", "norm_before_fc", "rope_scaling"),
+    ("fc_norm", "norm_output", "qk_norm"),
+)
+"""Switches of published drafters, which vLLM and we must understand alike."""
 
 
-def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("switches", [(), *FORMS], ids=["plain", "first form", "second form"])
+def test_same_drafts_at_every_position(
+    switches: tuple[str, ...], tiny: Path, tiny_drafter: Path, tmp_path: Path
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     from speed import limit
     from tlt.drafter.checkpoint import load_drafter
 
+    if switches:
+        tiny_drafter = published(tiny_drafter, tiny, switches, tmp_path)
     out = tmp_path / "drafts.json"
     done = subprocess.run(
         [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out)],
@@ -45,6 +55,37 @@ def test_same_drafts_at_every_position(tiny: Path, tiny_drafter: Path, tmp_path:
                 total += NUM_DRAFTS
     assert total > 1000
     assert same == total, f"{same} of {total}"
+
+
+def published(plain: Path, tiny: Path, switches: tuple[str, ...], folder: Path) -> Path:
+    """Return a drafter of another form, in the format of published ones.
+
+    Its weights are a trained drafter's, which the form changes: drafts are worse, and varied.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from tlt.drafter.checkpoint import load_drafter, save_drafter
+    from tlt.drafter.eagle3.config import Llama3Rope
+    from tlt.drafter.eagle3.model import Eagle3Drafter
+    from tlt.drafter.export import ExportPlan, export
+
+    trained = load_drafter(plain)
+    rope = Llama3Rope(8.0, 1.0, 4.0, 16)
+    changes: dict[str, Any] = {name: True for name in switches if name != "rope_scaling"}
+    changes |= {"rope_scaling": rope} if "rope_scaling" in switches else {}
+    drafter = Eagle3Drafter(replace(trained.config, **changes))
+    drafter.load_state_dict(trained.state_dict(), strict=False)
+    torch.manual_seed(0)
+    for name, parameter in drafter.named_parameters():
+        if "norm" in name:  # ones would hide which norm is applied where
+            parameter.data.mul_(torch.rand_like(parameter) + 0.5)
+    save_drafter(drafter, folder / "other", torch.float32)
+    plan = ExportPlan(source=folder / "other", target=tiny, out=folder / "published",
+                      format="speculators")  # fmt: skip
+    export(plan)
+    return plan.out
 
 
 def draft(drafter: Any, policy: Any, tokens: list[int], aux_TA: Any) -> list[int]:

@@ -20,9 +20,9 @@ STOCK = """
 import json, sys
 from vllm import LLM, SamplingParams
 model, drafter, prompts, max_tokens, out = sys.argv[1:]
+speculative = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 4}
 llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, disable_log_stats=False,
-          kv_cache_memory_bytes=2**28, speculative_config={
-              "method": "eagle3", "model": drafter, "num_speculative_tokens": 4})
+          kv_cache_memory_bytes=2**28, speculative_config=speculative if drafter else None)
 outputs = llm.generate([{"prompt_token_ids": p} for p in json.loads(prompts)],
                        SamplingParams(temperature=0, max_tokens=int(max_tokens), ignore_eos=True))
 values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
@@ -33,8 +33,9 @@ json.dump({"tokens": [o.outputs[0].token_ids for o in outputs],
 """
 
 
-def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
-    tiny: Path, tiny_drafter: Path, tmp_path: Path
+@pytest.mark.parametrize("form", ["eagle3", "speculators"])
+def test_stock_vllm_loads_it_with_nothing_but_its_name(
+    form: str, tiny: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -42,12 +43,14 @@ def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
     folder = tmp_path / "exported"
     done = subprocess.run(
         [sys.executable, "-m", "tlt", "drafter", "export", str(tiny_drafter), "--model", str(tiny),
-         "--out", str(folder)],
+         "--out", str(folder), "--format", form, "--card"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert '"num_speculative_tokens": 4' in done.stdout
+    use = '"num_speculative_tokens": 4' if form == "eagle3" else f"vllm serve {folder}"
+    assert use in done.stdout
     assert sorted(p.name for p in folder.iterdir()) == [
+        "README.md",
         "config.json",
         "model.safetensors",
         "provenance.json",
@@ -66,8 +69,7 @@ def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
             sys.executable,
             "-c",
             STOCK,
-            str(tiny),
-            str(folder),
+            *((str(tiny), str(folder)) if form == "eagle3" else (str(folder), "")),
             json.dumps(prompts),
             str(MAX_TOKENS),
             str(out),
@@ -89,10 +91,11 @@ def test_stock_vllm_loads_it_with_nothing_but_speculative_config(
 def test_a_drafter_of_another_model_is_refused(
     tiny_drafter: Path, smollm2: Path, tmp_path: Path
 ) -> None:
-    from tlt.drafter.export import export
+    from tlt.drafter.export import ExportPlan, export
 
+    out = tmp_path / "out"
     with pytest.raises(ConfigError, match="drafts for a model with hidden_size 128, but"):
-        export(tiny_drafter, smollm2, tmp_path / "out")
+        export(ExportPlan(source=tiny_drafter, target=smollm2, out=out))
     with pytest.raises(ConfigError, match="neither a drafter"):
-        export(tmp_path, smollm2, tmp_path / "out")
+        export(ExportPlan(source=tmp_path, target=smollm2, out=out))
     assert not (tmp_path / "out").exists()

@@ -46,8 +46,10 @@ app = typer.Typer(no_args_is_help=True, help="Measure modes and strategies side 
 
 @app.command()
 def rollout(
-    model: Annotated[Path, typer.Option(help="Folder of the policy.")],
-    drafter: Annotated[Path | None, typer.Option(help="Folder of an EAGLE-3 drafter.")] = None,
+    model: Annotated[Path, typer.Option(help="Folder or Hub id of the policy.")],
+    drafter: Annotated[
+        Path | None, typer.Option(help="Folder or Hub id of an EAGLE-3 drafter.")
+    ] = None,
     mode: Annotated[
         list[str] | None,
         typer.Option(
@@ -117,7 +119,7 @@ def rollout(
     else:
         source = workload.LengthSpec(requests, median, p95, longest, seed)
         sizes = source.draw()
-    _check_models(model, drafter)
+    model, drafter = _local_models(model, drafter)
     chat = Chat(str(model))
     difficulty = HeavyTail(size, size, size) if size else None
     made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
@@ -225,12 +227,13 @@ def same(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the policy; by default models/smollm2 if it exists, else a tiny "
-            "random model."
+            help="Folder or Hub id of the policy; by default models/smollm2 if it exists, else a "
+            "tiny random model."
         ),
     ] = None,
     drafter: Annotated[
-        Path | None, typer.Option(help="Folder of an EAGLE-3 drafter, for modes that use it.")
+        Path | None,
+        typer.Option(help="Folder or Hub id of an EAGLE-3 drafter, for modes that use it."),
     ] = None,
     task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     prompts: Prompts = None,
@@ -262,7 +265,7 @@ def same(
 
     console = Console(stderr=as_json)
     with _policy(model) as (folder, name):
-        _check_models(folder, drafter)
+        folder, drafter = _local_models(folder, drafter)
         chat = Chat(str(folder))
         if prompts is not None:
             texts = read_prompts(prompts, samples, "--samples")
@@ -342,13 +345,18 @@ def _default_modes(drafter: Path | None) -> list[str]:
     return ["off", "ngram:4", "eagle3:2", "eagle3:4"] if drafter else ["off", "ngram:4"]
 
 
-def _check_models(model: Path, drafter: Path | None) -> None:
-    """Refuse folders that no engine can load."""
+def _local_models(model: Path, drafter: Path | None) -> tuple[Path, Path | None]:
+    """Return the folders of policy and drafter, downloaded if need be; refuse damaged ones."""
     from tlt.models.folder import check_drafter, read_model
+    from tlt.models.hub import local_folder
 
-    policy = read_model(model, "--model")
-    if drafter is not None:
-        check_drafter(drafter, policy, "--drafter")
+    folder = local_folder(model, "--model")
+    policy = read_model(folder, "--model")
+    if drafter is None:
+        return folder, None
+    drafter = local_folder(drafter, "--drafter")
+    check_drafter(drafter, policy, "--drafter")
+    return folder, drafter
 
 
 def _engine_args(pairs: list[str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -35,7 +35,7 @@ app = typer.Typer(no_args_is_help=True, help="Train and export EAGLE-3 drafters.
 
 @app.command()
 def train(
-    model: Annotated[Path, typer.Option(help="Folder of the policy.")],
+    model: Annotated[Path, typer.Option(help="Folder or Hub id of the policy.")],
     out: Annotated[Path, typer.Option(help="Folder of the run: versions, report, drafter.")],
     task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
     prompts: Prompts = None,
@@ -53,7 +53,9 @@ def train(
     ] = None,
     lr: Lr = 1e-3,
     row_tokens: RowTokens = 2048,
-    init: Annotated[Path | None, typer.Option(help="Folder of a drafter to start from.")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Folder or Hub id of a drafter to start from.")
+    ] = None,
     engines: Engines = 2,
     gpus: Gpus = 0,
     dtype: Dtype = "bfloat16",
@@ -64,16 +66,20 @@ def train(
     import asyncio
 
     from tlt.config.rollout import EngineConfig
+    from tlt.drafter.export import ExportPlan
     from tlt.drafter.export import export as export_drafter
     from tlt.drafter.plot import plot_training
     from tlt.drafter.trainer import TrainerSettings
     from tlt.hardware import compute_dtype
+    from tlt.models.hub import local_folder
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
     from tlt.offline.drafter import DrafterPlan, train_drafter
 
     console = Console()
     require_plots()
+    name, model = str(model), local_folder(model, "--model")
+    init = None if init is None else local_folder(init, "--init")
     tokens = _prompts(str(model), task, prompts, num_samples + num_held_out, seed)
     head_room = draft_tokens + 1
     plan = DrafterPlan(
@@ -110,33 +116,74 @@ def train(
         show("starting Ray", 0, 1)
         start_ray(engines)
         report = asyncio.run(train_drafter(plan, show))
-    report |= {"model": str(model), "provenance": provenance(command_line())}
+    report |= {"model": name, "provenance": provenance(command_line())}
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_training(report, out / "report.png")
-    export_drafter(out, model, out / "drafter")
+    export_drafter(ExportPlan(source=out, target=model, target_name=name, out=out / "drafter"))
     console.print(_table(report))
     say_written(console, f"{out}/drafter, {out}/report.json and {out}/report.png")
 
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="Folder of a training run, or of a drafter.")],
-    model: Annotated[Path, typer.Option(help="Folder of the policy that it drafts for.")],
+    source: Annotated[
+        Path, typer.Argument(help="Folder of a training run, or folder or Hub id of a drafter.")
+    ],
+    model: Annotated[
+        Path, typer.Option(help="Folder or Hub id of the policy that the drafter drafts for.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    form: Annotated[
+        Literal["eagle3", "speculators"],
+        typer.Option(
+            "--format",
+            help="eagle3: a drafter to serve beside its policy. speculators: one that names its "
+            "policy, for `vllm serve FOLDER` and the speculators library.",
+        ),
+    ] = "eagle3",
+    card: Annotated[
+        bool, typer.Option("--card", help="Write a model card with the measured acceptance.")
+    ] = False,
+    model_id: Annotated[
+        str | None,
+        typer.Option(help="Hub id of the policy, for others to find it; by default --model."),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        number("Draft length to serve with; by default what it was trained for.", 1, 32),
+    ] = None,
+    moments: Annotated[
+        bool, typer.Option("--moments", help="Add the optimizer's state, to go on training from.")
+    ] = False,
 ) -> None:
     """Export a drafter as a folder that stock vLLM loads, with its provenance."""
+    from tlt.drafter.export import ExportPlan
     from tlt.drafter.export import export as export_drafter
+    from tlt.models.hub import hub_id, local_folder
 
-    provenance = export_drafter(source, model, out)
-    console = Console()
-    say_written(console, f"{out} ({provenance['drafter']['sha256'][:12]}); use it with")
-    console.print(
-        f'  --speculative-config \'{{"method": "eagle3", "model": "{out}", '
-        '"num_speculative_tokens": 4}\'',
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+    known = model_id or (str(model) if hub_id(model) else None)
+    provenance = export_drafter(
+        ExportPlan(
+            source=local_folder(source, "SOURCE"),
+            target=local_folder(model, "--model"),
+            out=out,
+            target_name=known,
+            format=form,
+            num_draft_tokens=draft_tokens,
+            card=card,
+            moments=moments,
+        )
     )
+    console = Console()
+    drafter = provenance["drafter"]
+    say_written(console, f"{out} ({drafter['sha256'][:12]}); use it with")
+    use = f"vllm serve {out}"
+    if form == "eagle3":
+        use = (
+            f'--speculative-config \'{{"method": "eagle3", "model": "{out}", '
+            f'"num_speculative_tokens": {drafter["num_draft_tokens"]}}}\''
+        )
+    console.print(f"  {use}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _prompts(

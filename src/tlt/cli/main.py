@@ -49,9 +49,7 @@ def main() -> None:
     from tlt.hardware import thread_environment
 
     os.environ.update(thread_environment())  # must precede the import of torch
-    # Commands show their own progress bars, and load models from local folders only.
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # commands show their own progress bars
     run()
 
 

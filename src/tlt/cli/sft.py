@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def sft(
-    model: Annotated[Path, typer.Option(help="Folder of the model to start from.")],
+    model: Annotated[Path, typer.Option(help="Folder or Hub id of the model to start from.")],
     out: Annotated[Path, typer.Option(help="Folder to write the policy to.")],
     task: Annotated[
         str, typer.Option(help="Task: chain_sum, gcd, letter_counting or word_problems.")

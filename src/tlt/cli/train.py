@@ -75,10 +75,11 @@ def train(
 def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
     from tlt.rollout.runner import ROUNDS_BY_BATCH, rounds_by_batch
     from tlt.run.folder import RunFolder
-    from tlt.run.inputs import check_inputs
+    from tlt.run.inputs import check_inputs, with_local_models
     from tlt.run.preflight import check_outline, prepare
 
     RunFolder(Path(settings.run.out)).check(settings, resume)
+    settings = with_local_models(settings)
     places = check_outline(settings)
     if places is None:
         places = prepare(settings).memory

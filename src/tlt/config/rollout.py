@@ -27,7 +27,8 @@ class EngineSettings(Schema):
     """One vLLM engine."""
 
     drafter: str | None = None
-    """Folder of an EAGLE-3 drafter. Without a drafter, only n-grams can draft."""
+    """Folder or Hub id of an EAGLE-3 drafter, in the plain layout or the speculators format.
+    Without a drafter, only n-grams can draft."""
     strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
     """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""
     max_draft_tokens: int | None = Field(default=None, ge=1, le=32)

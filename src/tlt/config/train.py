@@ -32,7 +32,8 @@ class PolicyConfig(Schema):
     """The model to train."""
 
     model: str = Field(examples=["models/smollm2-sft"])
-    """Folder of the policy to start from, in Hugging Face format."""
+    """Folder or Hub id of the policy to start from, in Hugging Face format. `owner/name@revision`
+    fixes the version of a model on the Hub."""
     dtype: DtypeChoice = "auto"
     """Dtype of the engines' weights and of the learner's matrix products. The learner keeps its
     weights and its optimizer in float32. `auto` takes bfloat16 on GPUs and on CPUs with bfloat16

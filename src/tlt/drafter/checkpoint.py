@@ -1,9 +1,10 @@
 """Drafter folders as vLLM loads them, and the versions that a training run stores.
 
-A folder holds `config.json` and `model.safetensors`. A version in a `VersionStore` is such a folder
-plus the trainer's state, without the policy's head and embedding. Saving copies the tensors and
-returns; a thread writes them into a hidden folder and makes the folder visible by a rename. A crash
-in between leaves the earlier versions unchanged.
+A folder holds `config.json` and `model.safetensors`. Folders are read in the plain layout and in
+the speculators format, and written in the plain layout; `export` writes both. A version in a
+`VersionStore` is such a folder plus the trainer's state, without the policy's head and embedding.
+Saving copies the tensors and returns; a thread writes them into a hidden folder and makes the
+folder visible by a rename. A crash in between leaves the earlier versions unchanged.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from safetensors.torch import load_file, save_file
 
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.speculators import plain_config, plain_tensors
 from tlt.drafter.trainer import DrafterTrainer, drafter_part
 from tlt.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
 TRAINER = "trainer.safetensors"
 STATE = "state.json"
+MOMENTS = "optimizer.state"
+"""State of the drafter's optimizer; vLLM would load a file that ends in .safetensors."""
 
 
 # --- folders that vLLM loads ----------------------------------------------------------------------
@@ -53,18 +57,15 @@ def drafter_weights(
     return weights
 
 
-def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Drafter:
-    """Load a drafter folder."""
-    try:
-        config = Eagle3Config.from_hf(json.loads((folder / "config.json").read_text()))
-        state = load_file(folder / WEIGHTS)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{folder} is not a drafter folder: {Path(error.filename or WEIGHTS).name} is missing; "
-            "make one with `tlt drafter train`"
-        ) from error
-    except Exception as error:  # whatever the libraries say to a damaged file
-        raise _damaged(folder, error) from error
+def load_drafter(
+    folder: Path, dtype: torch.dtype = torch.float32, num_target_layers: int | None = None
+) -> Eagle3Drafter:
+    """Load a drafter folder of either format.
+
+    Published drafters may leave open which hidden states they read; `num_target_layers` then says
+    it.
+    """
+    config, state = read_drafter(folder, num_target_layers)
     try:
         drafter = Eagle3Drafter(config)
         state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -72,6 +73,74 @@ def load_drafter(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Draf
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise _damaged(folder, error) from error
     return drafter.to(dtype)
+
+
+def read_drafter(
+    folder: Path, num_target_layers: int | None = None
+) -> tuple[Eagle3Config, dict[str, torch.Tensor]]:
+    """Return a drafter's config and its tensors as they are stored, under our names."""
+    try:
+        said = json.loads((folder / "config.json").read_text())
+        config = Eagle3Config.from_hf(plain_config(said), num_target_layers)
+        parts = sorted(folder.glob("model-*.safetensors")) or [folder / WEIGHTS]
+        stored: dict[str, torch.Tensor] = {}
+        for part in parts:
+            stored |= load_file(part)
+        state = plain_tensors(stored)
+        _sort_vocabulary(config, state)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder} is not a drafter folder: {Path(error.filename or WEIGHTS).name} is missing; "
+            "make one with `tlt drafter train`"
+        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+    except Exception as error:  # whatever the libraries say to a damaged file
+        raise _damaged(folder, error) from error
+    return config, state
+
+
+def _sort_vocabulary(config: Eagle3Config, state: dict[str, torch.Tensor]) -> None:
+    """Sort a draft vocabulary that was made elsewhere, with the rows of the drafter's head."""
+    d2t = state.pop("d2t", None)
+    if d2t is None or config.drafts_all_tokens:
+        return
+    places = torch.arange(config.draft_vocab_size)
+    token_ids, order = (places + d2t.long()).sort()
+    if token_ids[0] < 0 or token_ids[-1] >= config.vocab_size or (token_ids.diff() == 0).any():
+        raise ValueError("d2t names tokens twice, or tokens that the model does not have")
+    if not torch.equal(order, places):
+        state["lm_head.weight"] = state["lm_head.weight"][order].contiguous()
+    state["d2t"] = token_ids - places
+
+
+def read_moments(folder: Path) -> dict[str, torch.Tensor] | None:
+    """Return the optimizer's state beside a drafter, for `DrafterTrainer.take_moments`."""
+    try:
+        if (folder / MOMENTS).exists():
+            return load_file(folder / MOMENTS)
+        if not (folder / TRAINER).exists():
+            return None
+        tensors = load_file(folder / TRAINER)
+        step = json.loads((folder / STATE).read_text())["progress"]["step"]
+    except Exception as error:  # whatever the libraries say to a damaged file
+        raise _damaged(folder, error) from error
+    moments = {name: t for name, t in tensors.items() if name.startswith("optimizer.")}
+    return moments | {"d2t": tensors["drafter.d2t"], "step": torch.tensor(step)}
+
+
+def write_moments(moments: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write the optimizer's state beside a drafter, for `read_moments`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(moments, folder / MOMENTS)
+
+
+def adopt(source: Path, out: Path, dtype: torch.dtype, num_target_layers: int | None) -> Path:
+    """Copy a drafter of any format as a run's own, with the optimizer's state if it has one."""
+    drafter = load_drafter(source, num_target_layers=num_target_layers)
+    if (moments := read_moments(source)) is not None:
+        write_moments(moments, out)
+    return save_drafter(drafter, out, dtype)
 
 
 def _damaged(folder: Path, error: Exception) -> ConfigError:
@@ -85,10 +154,14 @@ def _damaged(folder: Path, error: Exception) -> ConfigError:
 def _write_folder(
     out: Path, config: Eagle3Config, weights: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> Path:
+    return write_files(out, config.to_hf(str(dtype).removeprefix("torch.")), weights)
+
+
+def write_files(out: Path, hf_config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """Write the files of a drafter folder, the weights last."""
     out.mkdir(parents=True, exist_ok=True)
     partial = out / f"{WEIGHTS}.partial"
-    save_file(weights, partial)
-    hf_config = config.to_hf(str(dtype).removeprefix("torch."))
+    save_file(weights, partial, {"format": "pt"})
     (out / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     partial.rename(out / WEIGHTS)
     return out

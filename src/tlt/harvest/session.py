@@ -385,10 +385,8 @@ class Harvest:
 
     def _save(self, folder: Path, moments: Packed | None) -> None:
         import torch
-        from safetensors.torch import save_file
 
-        from tlt.drafter.checkpoint import load_drafter, save_drafter
-        from tlt.harvest.trainer import MOMENTS
+        from tlt.drafter.checkpoint import load_drafter, save_drafter, write_moments
 
         version, weights, _ = self._published
         drafter = load_drafter(Path(self._trainer.drafter))
@@ -399,7 +397,7 @@ class Harvest:
         save_drafter(drafter, hidden, getattr(torch, self._pool_dtype()))
         (hidden / VERSION).write_text(json.dumps({"version": version}))
         if moments is not None:
-            save_file(unpack(moments), hidden / MOMENTS)
+            write_moments(unpack(moments), hidden)
         shutil.rmtree(folder, ignore_errors=True)
         hidden.rename(folder)
 

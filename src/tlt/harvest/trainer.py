@@ -17,9 +17,8 @@ from statistics import fmean
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from tlt.drafter.checkpoint import load_drafter
+from tlt.drafter.checkpoint import load_drafter, read_moments
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows, with_weights
 from tlt.drafter.passes import Interrupted
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
@@ -28,8 +27,6 @@ from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 
-MOMENTS = "optimizer.state"
-"""File with the optimizer's state beside a checkpoint's drafter; vLLM loads no such file."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HELD_OUT_WINDOW = 256
 """Tokens of a held-out sample that are evaluated at once: a pass over them is soon over."""
@@ -89,8 +86,8 @@ class HarvestTrainer:
             *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
             settings.trainer,
         )
-        if (moments := Path(settings.drafter) / MOMENTS).exists():
-            self._trainer.take_moments(load_file(moments))
+        if (moments := read_moments(Path(settings.drafter))) is not None:
+            self._trainer.take_moments(moments)
         self._initial = self._trainer.mean_weights()
         self._published = _Scored(self._initial)
         self._own: _Scored | None = None

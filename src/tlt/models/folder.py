@@ -50,6 +50,8 @@ def check_drafter(folder: Path, model: Mapping[str, Any], key: str) -> None:
     """Refuse a folder, named by `key`, that holds no drafter of this model."""
     way_out = "make one with `tlt drafter train`, or leave it out"
     drafter = _read_json(folder / "config.json", key, way_out)
+    layer = drafter.get("transformer_layer_config")  # of the speculators format
+    drafter = layer if isinstance(layer, dict) else drafter
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{key} = {str(folder)!r} holds no *.safetensors; {way_out}")
     for name in ("hidden_size", "vocab_size"):

@@ -23,7 +23,13 @@ import torch
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
 from tlt.drafter import vocabulary
-from tlt.drafter.checkpoint import VersionStore, drafter_weights, load_drafter, save_drafter
+from tlt.drafter.checkpoint import (
+    VersionStore,
+    drafter_weights,
+    load_drafter,
+    read_moments,
+    save_drafter,
+)
 from tlt.drafter.eagle3.config import default_draft_vocabulary
 from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.evaluation import Acceptance, compare, evaluate_samples
@@ -63,7 +69,7 @@ class DrafterPlan:
     trainer: TrainerSettings
     dtype: str
     init: Path | None
-    """Drafter to continue from, or None for a new one."""
+    """Drafter to continue from, with its optimizer's state if it is there; None for a new one."""
 
 
 async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]:
@@ -146,7 +152,10 @@ def _load_policy(plan: DrafterPlan) -> tuple[Any, DrafterTrainer]:
     head = policy.get_output_embeddings().weight.detach()
     embedding = policy.get_input_embeddings().weight.detach()
     drafter = _first_drafter(plan, policy.config, head)
-    return policy, DrafterTrainer(drafter, head, embedding, plan.trainer)
+    trainer = DrafterTrainer(drafter, head, embedding, plan.trainer)
+    if plan.init is not None and (moments := read_moments(plan.init)) is not None:
+        trainer.take_moments(moments)
+    return policy, trainer
 
 
 def _describe(
@@ -166,7 +175,7 @@ def _describe(
 
 def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3Drafter:
     if plan.init is not None:
-        drafter = load_drafter(plan.init)
+        drafter = load_drafter(plan.init, num_target_layers=config.num_hidden_layers)
         fits = (drafter.config.hidden_size, drafter.config.vocab_size)
         if fits != (config.hidden_size, config.vocab_size):
             raise ConfigError(f"--init {plan.init} is a drafter of another model")

@@ -8,6 +8,7 @@ from typing import Any
 
 from tlt.learner.sft import SftSettings, SftStep, supervised_start
 from tlt.models.folder import read_model
+from tlt.models.hub import local_folder
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import problems
 from tlt.tasks.tail import HeavyTail, length_summary
@@ -30,6 +31,7 @@ def train_policy(
     from transformers import AutoModelForCausalLM
 
     save_dtype = getattr(torch, dtype)
+    model = local_folder(model, "--model")
     read_model(model, "--model")
     chat = Chat(str(model))
     samples = [

@@ -1,7 +1,8 @@
 """The files that a run reads, so that a resumed run notices what changed under it.
 
-`inputs.json` in the run's folder holds a digest of the data, the start policy and the reward's
-source. A resumed run with other ones would be another run under the same name.
+Models that the settings name by an id of the Hub are brought here first. `inputs.json` in the run's
+folder holds a digest of the data, the start policy and the reward's source. A resumed run with
+other ones would be another run under the same name.
 """
 
 from __future__ import annotations
@@ -10,15 +11,27 @@ import hashlib
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
+from tlt.models.hub import local_folder
 from tlt.run.manifest import write_synced
 
 INPUTS = "inputs.json"
 PIECE_BYTES = 1 << 16
 NUM_PIECES = 64
 """Pieces of a large file that are read: any training changes all tensors."""
+
+
+def with_local_models(config: TrainConfig) -> TrainConfig:
+    """Return the settings with folders for the ids of the Hub, which are downloaded."""
+    policy = {"model": str(local_folder(config.policy.model, "policy.model"))}
+    sections: dict[str, Any] = {"policy": config.policy.model_copy(update=policy)}
+    if config.engine.drafter is not None:
+        drafter = {"drafter": str(local_folder(config.engine.drafter, "engine.drafter"))}
+        sections["engine"] = config.engine.model_copy(update=drafter)
+    return config.model_copy(update=sections)
 
 
 def digests(config: TrainConfig) -> dict[str, str]:

@@ -15,6 +15,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
+from tlt.drafter.speculators import plain_config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import coordinator_settings
@@ -38,7 +39,7 @@ from tlt.rollout.actor import ray_spawner
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks
 from tlt.run.folder import RunFolder
-from tlt.run.inputs import check_inputs, write_inputs
+from tlt.run.inputs import check_inputs, with_local_models, write_inputs
 from tlt.run.placement import Reservation, reserve
 from tlt.run.preflight import Prepared, prepare
 from tlt.run.records import Record, RunLog
@@ -82,10 +83,11 @@ def _launch(
     folder.check(config, resume)
     begin_run(config.run.out)
     show("checking config, model and data", 0, 1)
+    named, config = config, with_local_models(config)
     prepared = prepare(config)
     if resume:
         check_inputs(folder.path, config)
-    folder.open(config, versions(), command)
+    folder.open(named, versions(), command)
     write_inputs(folder.path, config)
     _, done = folder.last_checkpoint() if resume else (None, 0)
     sinks = Sinks(open_sinks(config.metrics, folder.path, done))
@@ -165,7 +167,7 @@ async def _run(
             )
             pool.listen(harvest)
         learner = LearnerGroup(
-            learner_plan(config),
+            learner_plan(config, engine.drafter),
             lambda rank: reservation.rank(
                 rank, bool(config.learner.num_gpus), config.learner.num_cores
             ),
@@ -214,7 +216,8 @@ async def _start(
         reservation.gpus_of_engines(await pool.call_all("devices"))
 
 
-def learner_plan(config: TrainConfig) -> LearnerPlan:
+def learner_plan(config: TrainConfig, drafter: str | None = None) -> LearnerPlan:
+    """Return the learner's plan; `drafter` is the folder that says which states to capture."""
     algorithm, learner = config.algorithm, config.learner
     colocated = config.placement.kind == "colocated"
     buffer = None
@@ -223,7 +226,7 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
     if config.capture.enabled:
         buffer = buffer_settings(config)
     if config.capture.enabled and not by_engines:
-        aux_layers = tuple(Eagle3Config.for_target(_model_config(config)).aux_layer_ids)
+        aux_layers = _captured_layers(config, drafter)
     return LearnerPlan(
         num_ranks=learner.num_ranks,
         row_tokens=learner.row_tokens,
@@ -245,6 +248,14 @@ def learner_plan(config: TrainConfig) -> LearnerPlan:
     )
 
 
+def _captured_layers(config: TrainConfig, drafter: str | None) -> tuple[int, ...]:
+    model = _model_config(config)
+    if drafter is None:
+        return Eagle3Config.for_target(model).aux_layer_ids
+    said = json.loads((Path(drafter) / "config.json").read_text())
+    return Eagle3Config.from_hf(plain_config(said), model.num_hidden_layers).aux_layer_ids
+
+
 # --- harvest --------------------------------------------------------------------------------------
 
 
@@ -253,8 +264,8 @@ def _with_drafter(
 ) -> tuple[EngineConfig, int]:
     """Return the engine with the drafter that the run starts from, and that drafter's version.
 
-    A resumed run takes its published drafter. A new run takes the drafter of `engine.drafter`, or
-    makes one, which drafts nothing right until it is trained.
+    A resumed run takes its published drafter. A new run takes a copy of `engine.drafter`, or makes
+    a drafter, which drafts nothing right until it is trained.
     """
     if not config.tlt.harvests:
         return engine, 0
@@ -264,10 +275,19 @@ def _with_drafter(
         shutil.copytree(checkpoint / "drafter", start)
         version = int(json.loads((start / VERSION).read_text())["version"])
     elif engine.drafter is not None:
-        return engine, 0
+        _adopt_drafter(config, Path(engine.drafter), start)
     else:
         _make_drafter(config, start)
     return engine.model_copy(update={"drafter": str(start)}), version
+
+
+def _adopt_drafter(config: TrainConfig, source: Path, folder: Path) -> None:
+    import torch
+
+    from tlt.drafter.checkpoint import adopt
+
+    num_layers = _model_config(config).num_hidden_layers
+    adopt(source, folder, getattr(torch, config.policy.dtype), num_layers)
 
 
 def _make_drafter(config: TrainConfig, folder: Path) -> None:

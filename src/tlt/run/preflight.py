@@ -7,6 +7,7 @@ message that names the key or file and a value that works, and hands on what it 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
+from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.speculators import plain_config
 from tlt.errors import ConfigError
 from tlt.hardware import Machine, this_machine
 from tlt.models.folder import SHAPE_KEYS, check_drafter, is_outline, read_model, read_settings
@@ -131,6 +134,8 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
         args.setdefault("enable_sleep_mode", True)
     if engine.drafter is not None:
         check_drafter(Path(engine.drafter), model, "engine.drafter")
+        if config.tlt.harvests:
+            _check_trainable(Path(engine.drafter), model)
     engine = engine.model_copy(update={"engine_args": args})
     checked = engine
     if config.tlt.harvests and engine.drafter is None:
@@ -145,6 +150,23 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
             'e.g. { kind = "fixed", drafter = "ngram", num_draft_tokens = 4 }'
         ) from error
     return engine
+
+
+def _check_trainable(drafter: Path, model: dict[str, Any]) -> None:
+    """Refuse a drafter that engines may load, but trainers do not compute."""
+    try:
+        said = plain_config(json.loads((drafter / "config.json").read_bytes()))
+        Eagle3Config.from_hf(said, model.get("num_hidden_layers"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"engine.drafter = {str(drafter)!r}: {error}; tlt.harvest = false drafts with it as "
+            "it is"
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"engine.drafter = {str(drafter)!r}: its config.json is damaged ({error!r}); copy the "
+            "drafter again, or leave it out"
+        ) from error
 
 
 def _check_cores(config: TrainConfig) -> None:

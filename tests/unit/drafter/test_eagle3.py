@@ -65,7 +65,7 @@ def by_hand(
             )
             key, value = layer.self_attn.keys_values(x, position)
             keys, values = torch.cat([keys, key], 1), torch.cat([values, value], 1)
-        query = layer.self_attn.rotated_heads(layer.self_attn.q_proj(x), position)
+        query = layer.self_attn.queries(x, position)
         weights = (query @ keys.transpose(-1, -2) / math.sqrt(CONFIG.head_dim)).softmax(-1)
         attended = layer.self_attn.o_proj((weights @ values).transpose(0, 1).flatten(1))
         hidden = hidden + attended

@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch")
 from drafter_fixtures import drafter  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from tlt.drafter.checkpoint import load_drafter, save_drafter  # noqa: E402
+from tlt.drafter.checkpoint import MOMENTS, load_drafter, save_drafter  # noqa: E402
 from tlt.harvest import session  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings  # noqa: E402
 from tlt.harvest.leases import Leases, LeaseSettings  # noqa: E402
 from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights  # noqa: E402
 from tlt.harvest.session import MAX_RESTARTS, Harvest  # noqa: E402
-from tlt.harvest.trainer import EMBEDDING, MOMENTS  # noqa: E402
+from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 
 SETTINGS = CoordinatorSettings(
     LeaseSettings(min_s=0.0, lease_s=30, stop_timeout_s=0.1, max_leases=8, resend_s=0.02),

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from tlt.drafter.checkpoint import save_drafter  # noqa: E402
+from tlt.drafter.checkpoint import MOMENTS, save_drafter  # noqa: E402
 from tlt.drafter.evaluation import evaluate  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.harvest.rounds import Weights  # noqa: E402
@@ -22,7 +22,6 @@ from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
     EMBEDDING,
     MIN_WINDOWS,
-    MOMENTS,
     WORSE,
     HarvestSettings,
     HarvestTrainer,

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.eagle3.config import Eagle3Config, Llama3Rope
 
 QUERY_BLOCK = 256
 """Queries attended at once. It bounds the memory of scores and skips keys that no query sees."""
@@ -50,13 +50,19 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(2 * config.hidden_size, k * d, bias=False)
         self.v_proj = nn.Linear(2 * config.hidden_size, k * d, bias=False)
         self.o_proj = nn.Linear(n * d, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def queries(self, x_T2H: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
+        """Compute queries [N, T, D]."""
+        return self._rotated(self.q_norm(self._heads(self.q_proj(x_T2H))), position_T)
 
     def keys_values(
         self, x_T2H: torch.Tensor, position_T: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute keys and values [N, T, D]."""
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        key = self.rotated_heads(self.k_proj(x_T2H), position_T)
+        key = self._rotated(self.k_norm(self._heads(self.k_proj(x_T2H))), position_T)
         value = self._heads(self.v_proj(x_T2H))
         return key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
 
@@ -74,7 +80,7 @@ class Attention(nn.Module):
         later passes, by block.
         """
         scale = self.config.head_dim**-0.5
-        query = self.rotated_heads(self.q_proj(x_C2H), position_C) * scale
+        query = self.queries(x_C2H, position_C) * scale
         attended = []
         for index, (block, q) in enumerate(
             zip(chains.blocks, query.split(chains.block_sizes, 1), strict=True)
@@ -93,10 +99,10 @@ class Attention(nn.Module):
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self.config.head_dim)).transpose(0, 1)
 
-    def rotated_heads(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Split a projection [T, N * D] into heads [N, T, D] and rotate them by position."""
-        cos, sin = rotary(position, self.config.head_dim, self.config.rope_theta, x.dtype)
-        return rotate(self._heads(x), cos, sin)
+    def _rotated(self, heads: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        wave_D = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, heads.device)
+        return rotate(heads, *rotary(position, wave_D, heads.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +197,13 @@ class Eagle3Drafter(nn.Module):
         )
         self.midlayer = Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        fused, eps = len(config.aux_layer_ids), config.rms_norm_eps
+        self.input_norm = (
+            RMSNorm(fused * config.hidden_size, eps) if config.norm_before_fc else nn.Identity()
+        )
+        self.fc_norm = nn.ModuleList(
+            RMSNorm(config.hidden_size, eps) for _ in range(fused if config.fc_norm else 0)
+        )
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         # Target id of draft id i is i + d2t[i].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -202,6 +215,15 @@ class Eagle3Drafter(nn.Module):
     def set_draft_vocabulary(self, token_ids: torch.Tensor) -> None:
         """Restrict drafts to these target ids (sorted, `draft_vocab_size` of them)."""
         self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
+
+    def fuse(self, aux_TA: torch.Tensor) -> torch.Tensor:
+        """Return the target's hidden states fused into one [T, H]."""
+        aux_TA = self.input_norm(aux_TA)
+        if self.fc_norm:
+            parts = aux_TA.chunk(len(self.fc_norm), -1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            aux_TA = torch.cat(normed, -1)
+        return self.fc(aux_TA)
 
     def unroll(
         self,
@@ -218,31 +240,51 @@ class Eagle3Drafter(nn.Module):
         states are garbage that touches no other chain; the caller leaves them out. `after_pass`
         receives the state of every pass and may interrupt the computation by raising.
         """
-        layer = self.midlayer
-        fused = self.fc(aux_TA)
-        inputs = torch.cat([layer.input_layernorm(next_embeds_TH), layer.hidden_norm(fused)], -1)
+        layer, config = self.midlayer, self.config
+        fused = self.fuse(aux_TA)
+        normed = layer.hidden_norm(fused)
+        inputs = torch.cat([layer.input_layernorm(next_embeds_TH), normed], -1)
         row = chains.by_sample(layer.self_attn.keys_values(inputs, position_T))
-        x, hidden, position = inputs[chains.starts], fused[chains.starts], position_T[chains.starts]
+        residual_TH = normed if config.norm_before_residual else fused
+        x, hidden = inputs[chains.starts], residual_TH[chains.starts]
+        position = position_T[chains.starts]
         later: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         outputs = []
         for step in range(num_steps):
             if step:
                 place = (chains.starts + step).clamp(max=len(position_T) - 1)
                 embeds = layer.input_layernorm(next_embeds_TH[place])
-                x = torch.cat([embeds, layer.hidden_norm(hidden)], -1)
+                normed = layer.hidden_norm(hidden)
+                x = torch.cat([embeds, normed], -1)
+                hidden = normed if config.norm_before_residual else hidden
                 later.append(chains.by_block(layer.self_attn.keys_values(x, position + step)))
             hidden = hidden + layer.self_attn(x, position + step, row, chains, later)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             after_pass(hidden)
             outputs.append(self.norm(hidden))
+            hidden = outputs[-1] if config.norm_output else hidden
         return outputs
 
 
+def frequencies(
+    head_dim: int, theta: float, scaling: Llama3Rope | None, device: torch.device
+) -> torch.Tensor:
+    """Return the rotary embedding's angle per position [D / 2]."""
+    exponent = torch.arange(0, head_dim, 2, device=device).float() / head_dim
+    wave_D = theta**-exponent
+    if scaling is None:
+        return wave_D
+    # Short waves stay, long waves are stretched, and those between are mixed.
+    turns_D = scaling.original_max_position_embeddings * wave_D / (2 * torch.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share_D = ((turns_D - low) / (high - low)).clamp(0, 1)
+    return wave_D * (share_D + (1 - share_D) / scaling.factor)
+
+
 def rotary(
-    position_T: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+    position_T: torch.Tensor, wave_D: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    exponent = torch.arange(0, head_dim, 2, device=position_T.device).float() / head_dim
-    angle = position_T.float().unsqueeze(-1) * theta**-exponent
+    angle = position_T.float().unsqueeze(-1) * wave_D
     angle = torch.cat([angle, angle], -1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
