@@ -14,11 +14,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tlt.drafter.checkpoint import save_drafter
-from tlt.drafter.evaluation import evaluate_samples
-from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
-from tlt.states.buffer import BufferSettings, SampleBuffer
-from tlt.states.captured import capture
+from tlt import (
+    BufferSettings,
+    DrafterTrainer,
+    SampleBuffer,
+    TrainerSettings,
+    capture,
+    evaluate_samples,
+    fresh_drafter,
+    save_drafter,
+)
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 8, 72
 

@@ -11,19 +11,17 @@ the arm of every engine step.
 import argparse
 from typing import Any
 
-from tlt.config.rollout import EngineConfig
-from tlt.contracts import Sample, SampleRequest, SamplingSpec
-from tlt.rollout.engine import RolloutEngine
-from tlt.tasks.chat import Chat
+from tlt import Chat, Engine, EngineConfig, Sample, SampleRequest, SamplingSpec, model_folder
 
 QUESTIONS = ("What is 2 + 3?", "Name a colour.", "Count to ten.", "Say hello.")
 
 
 def main(model: str, drafter: str | None, strategy: dict[str, Any]) -> None:
     """Generate one response to every question, and print how drafting went."""
+    model = str(model_folder(model))
     config = EngineConfig(
         model=model,
-        drafter=drafter,
+        drafter=None if drafter is None else str(model_folder(drafter)),
         strategy=strategy,
         kv_cache_gib=0.25,
         engine_args={"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 8},
@@ -31,7 +29,7 @@ def main(model: str, drafter: str | None, strategy: dict[str, Any]) -> None:
     chat = Chat(model)
     spec = SamplingSpec(max_tokens=128, temperature=0.7)
     requests = [SampleRequest(q, chat.prompt(q), spec) for q in QUESTIONS]
-    engine = RolloutEngine(config)
+    engine = Engine(config)
     report = engine.start()
     print(f"vLLM {report['vllm']}, plug-in active: {report['plugin']}, faults: {report['faults']}")
     try:
@@ -52,8 +50,8 @@ def main(model: str, drafter: str | None, strategy: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", help="folder of the policy, in Hugging Face format")
-    parser.add_argument("--drafter", help="folder of an EAGLE-3 drafter; default: n-grams alone")
+    parser.add_argument("model", help="folder or Hub id of the policy")
+    parser.add_argument("--drafter", help="folder or Hub id of an EAGLE-3 drafter")
     parser.add_argument("--kind", default="adaptive", help="kind of the strategy, such as beg_mab")
     arguments = parser.parse_args()
     main(arguments.model, arguments.drafter, {"kind": arguments.kind})

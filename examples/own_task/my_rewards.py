@@ -1,6 +1,6 @@
 """The reward of the task."""
 
-from tlt.tasks.gym import Problem
+from tlt import Problem
 
 
 def score(problem: Problem, text: str) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,8 +110,18 @@ def export(plan: ExportPlan) -> dict[str, Any]:
     provenance["drafter"]["sha256"] = sha256
     (plan.out / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n")
     if plan.card:
-        (plan.out / CARD).write_text(card(provenance))
+        (plan.out / CARD).write_text(_card(plan.source, provenance))
     return provenance
+
+
+def _card(source: Path, provenance: dict[str, Any]) -> str:
+    try:
+        return card(provenance)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"--card: what {source} says of the drafter's training is damaged ({error!r}); put "
+            "report.json or provenance.json right, or leave --card out"
+        ) from error
 
 
 def _version_of(source: Path) -> Path:
@@ -146,7 +157,8 @@ def _record(source: Path, version: Path) -> dict[str, Any]:
     before = version / PROVENANCE
     if before.exists():  # an export that is exported again
         known = read_json(before, "the provenance of a drafter", f"remove {before}")
-        found |= {key: known[key] for key in ("training", "measured") if key in known}
+        kept = {key: known.get(key) for key in ("training", "measured")}
+        found |= {key: value for key, value in kept.items() if isinstance(value, dict)}
     state = version / STATE
     if state.exists():
         saved = read_json(state, "the state of a training run", f"remove {state}")
@@ -182,12 +194,9 @@ def _num_draft_tokens(source: Path, version: Path, provenance: dict[str, Any]) -
     """Return the draft length that the drafter was trained for, where something says it."""
     said = provenance.get("measured", {}).get("num_draft_tokens")
     config = read_json(version / "config.json", "the config of a drafter", "copy it again")
-    if said is None and is_speculators(config):
-        methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        said = methods[0].get("speculative_tokens")
-    if said is None and (source / "config.toml").exists():
-        try:
+    with suppress(LookupError, TypeError, ValueError):
+        if said is None and is_speculators(config):
+            said = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+        if said is None and (source / "config.toml").exists():
             said = tomllib.loads((source / "config.toml").read_text())["tlt"]["num_draft_tokens"]
-        except (ValueError, LookupError, TypeError):
-            said = None
     return said if isinstance(said, int) and said > 0 else None

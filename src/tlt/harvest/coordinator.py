@@ -42,6 +42,8 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSettings:
+    """Settings of the coordinator: leases, rounds, and whether it publishes."""
+
     leases: LeaseSettings
     session_s: float
     """Seconds of training between two evaluations."""
@@ -77,6 +79,8 @@ def _log_failure(error: BaseException) -> None:
 
 
 class Coordinator:
+    """Leases idle workers to trainers, and hands out better drafters; `tlt.Harvest` to others."""
+
     def __init__(
         self,
         settings: CoordinatorSettings,

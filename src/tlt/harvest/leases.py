@@ -31,6 +31,8 @@ those of an earlier one."""
 
 @dataclass(frozen=True, slots=True)
 class LeaseSettings:
+    """When a worker is leased, for how long, and how a trainer is stopped."""
+
     min_s: float
     """Shortest expected idle time for which a worker is leased."""
     lease_s: float

@@ -13,7 +13,8 @@ from pathlib import Path
 from tlt.errors import ConfigError
 
 HUB_ID = re.compile(
-    r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?", re.ASCII
+    r"(?P<id>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w.-]{1,95}))?",
+    re.ASCII,
 )
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Files of a model that are downloaded: weights in other formats and code are not."""
@@ -30,6 +31,11 @@ def hub_id(name: str | Path) -> tuple[str, str | None] | None:
     if match is None or Path(text).exists() or Path(text).parent.exists():
         return None
     return match["id"], match["revision"]
+
+
+def model_folder(name: str | Path) -> Path:
+    """Return the folder of a model or drafter that is named by its folder or its id on the Hub."""
+    return local_folder(name, "model")
 
 
 def local_folder(name: str | Path, key: str) -> Path:

@@ -48,6 +48,8 @@ _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """A question, and what a reward needs to score a response to it."""
+
     problem_id: str
     question: str
     answer: str

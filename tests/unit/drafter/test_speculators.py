@@ -341,6 +341,14 @@ def test_the_card_of_an_rl_run_has_its_last_evaluation(target: Path, tmp_path: P
     assert "base_model" not in card  # a folder on this machine is nothing to others
 
 
+def test_a_damaged_record_is_named(target: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_drafter(drafter(), run / "versions" / "v000007")
+    (run / "report.json").write_text('{"acceptance": {"after": {"0": {"length": "long"}}}}')
+    with pytest.raises(ConfigError, match=r"--card: .* is damaged .*; put report\.json"):
+        written_card(run, target, tmp_path / "out")
+
+
 def test_a_card_without_a_record_has_no_figure(target: Path, tmp_path: Path) -> None:
     plain = save_drafter(drafter(), tmp_path / "plain")
     card = written_card(plain, target, tmp_path / "out")
