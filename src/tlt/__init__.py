@@ -154,21 +154,23 @@ _RENAMED: dict[str, str] = {}
 """Public names of the last minor version, and what they are called now."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if (new := _RENAMED.get(name)) is not None:
-        warnings.warn(
-            f"tlt.{name} is called tlt.{new} now, and will be gone in the next minor version",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(importlib.import_module(__name__), new)
-    for home, names in _HOMES.items():
-        if name in names:
-            value = getattr(importlib.import_module(home), _NAMES_THERE.get(name, name))
-            globals()[name] = value
-            return value
-    raise AttributeError(f"module 'tlt' has no public name {name!r}; docs/api.md lists them")
+if not TYPE_CHECKING:  # or type checkers would take any name for a public one
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if (new := _RENAMED.get(name)) is not None:
+            warnings.warn(
+                f"tlt.{name} is called tlt.{new} now, and will be gone in the next minor version",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return getattr(importlib.import_module(__name__), new)
+        for home, names in _HOMES.items():
+            if name in names:
+                value = getattr(importlib.import_module(home), _NAMES_THERE.get(name, name))
+                globals()[name] = value
+                return value
+        raise AttributeError(f"module 'tlt' has no public name {name!r}; docs/api.md lists them")
 
 
 def __dir__() -> list[str]:

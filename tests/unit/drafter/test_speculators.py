@@ -46,8 +46,8 @@ def target(tmp_path: Path) -> Path:
     """Return a folder with the config of the model that the drafters fit."""
     folder = tmp_path / "policy"
     folder.mkdir()
-    said = {"hidden_size": CONFIG.hidden_size, "vocab_size": CONFIG.vocab_size}
-    said |= {"num_hidden_layers": 8, "architectures": ["LlamaForCausalLM"]}  # type: ignore[dict-item]
+    said: dict[str, Any] = {"hidden_size": CONFIG.hidden_size, "vocab_size": CONFIG.vocab_size}
+    said |= {"num_hidden_layers": 8, "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(said))
     return folder
 
@@ -219,7 +219,12 @@ def test_the_stretched_rotary_embedding_is_that_of_llama_3() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = Llama3Rope(8.0, 1.0, 4.0, 8192)
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+    }
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
@@ -284,6 +289,15 @@ def test_moments_that_nobody_stored_are_an_error(target: Path, tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
+def test_a_drafter_without_a_tensor_is_not_exported(target: Path, tmp_path: Path) -> None:
+    plain = save_drafter(drafter(), tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    del tensors["midlayer.mlp.up_proj.weight"]
+    save_file(tensors, plain / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"is damaged .*up_proj"):
+        export(ExportPlan(source=plain, target=target, out=tmp_path / "out"))
+
+
 # --- the card -------------------------------------------------------------------------------------
 
 REPORT = {
@@ -331,7 +345,11 @@ def test_the_card_says_what_the_run_measured(target: Path, tmp_path: Path) -> No
 def test_the_card_of_an_rl_run_has_its_last_evaluation(target: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_drafter(drafter(), run / "drafter")
-    records = [{"step": 1, "harvest/held_out_length": 1.5}, {"step": 2}, {"step": 3}]
+    records: list[dict[str, float]] = [
+        {"step": 1, "harvest/held_out_length": 1.5},
+        {"step": 2},
+        {"step": 3},
+    ]
     records[1]["harvest/held_out_length"] = 1.875
     (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"st')
     (run / "config.toml").write_text("[tlt]\nnum_draft_tokens = 3\n")
