@@ -129,8 +129,11 @@ def read_moments(folder: Path) -> dict[str, torch.Tensor] | None:
     return moments | {"d2t": tensors["drafter.d2t"], "step": torch.tensor(step)}
 
 
-def write_moments(moments: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write the optimizer's state beside a drafter, for `read_moments`."""
+def write_moments(moments: dict[str, torch.Tensor] | None, folder: Path) -> None:
+    """Write the optimizer's state beside a drafter, for `read_moments`; None removes an old one."""
+    if moments is None:
+        (folder / MOMENTS).unlink(missing_ok=True)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(moments, folder / MOMENTS)
 
@@ -138,8 +141,7 @@ def write_moments(moments: dict[str, torch.Tensor], folder: Path) -> None:
 def adopt(source: Path, out: Path, dtype: torch.dtype, num_target_layers: int | None) -> Path:
     """Copy a drafter of any format as a run's own, with the optimizer's state if it has one."""
     drafter = load_drafter(source, num_target_layers=num_target_layers)
-    if (moments := read_moments(source)) is not None:
-        write_moments(moments, out)
+    write_moments(read_moments(source), out)
     return save_drafter(drafter, out, dtype)
 
 

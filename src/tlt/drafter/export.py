@@ -106,8 +106,7 @@ def export(plan: ExportPlan) -> dict[str, Any]:
         weights = speculators_tensors(weights, config)
     else:
         hf_config = config.to_hf(dtype)
-    if plan.moments:
-        _copy_moments(version, plan.out)
+    write_moments(_moments(version) if plan.moments else None, plan.out)
     write_files(plan.out, hf_config, weights)
     sha256 = hashlib.sha256((plan.out / WEIGHTS).read_bytes()).hexdigest()
     provenance["drafter"]["sha256"] = sha256
@@ -141,14 +140,14 @@ def _version_of(source: Path) -> Path:
     )
 
 
-def _copy_moments(version: Path, out: Path) -> None:
+def _moments(version: Path) -> dict[str, Any]:
     moments = read_moments(version)
     if moments is None:
         raise ConfigError(
             f"--moments: {version} holds no state of an optimizer; runs of `tlt drafter train` do, "
             "and checkpoints of `tlt train`, e.g. runs/first/checkpoints/step-000010/drafter"
         )
-    write_moments(moments, out)
+    return moments
 
 
 # --- what runs recorded ---------------------------------------------------------------------------

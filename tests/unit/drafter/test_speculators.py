@@ -271,6 +271,8 @@ def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(
     export(replace(plan, moments=True))
     own = adopt(shared, tmp_path / "own", torch.float32, num_target_layers=8)
     assert not list(own.glob("optim*.safetensors"))  # vLLM would load them as weights
+    export(plan)
+    assert read_moments(shared) is None  # those of another export would not fit
     resumed, moments = new_trainer(load_drafter(own)), read_moments(own)
     assert moments is not None
     resumed.take_moments(moments)
