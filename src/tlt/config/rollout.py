@@ -23,8 +23,8 @@ class NgramConfig(Schema):
     first and needs about 70 bytes for each. 0 searches only the request's own text."""
 
 
-class EngineSettings(Schema):
-    """One vLLM engine."""
+class DraftSettings(Schema):
+    """How one vLLM engine drafts."""
 
     drafter: str | None = None
     """Folder or Hub id of an EAGLE-3 drafter, in the plain layout or the speculators format.
@@ -38,6 +38,18 @@ class EngineSettings(Schema):
     drafter_state_mib: int = Field(default=512, ge=0)
     """Memory in MiB for the draft model's catch-up: hidden states of tokens from engine steps in
     which it did not draft. 0 runs the draft model in every engine step."""
+
+
+class SwitchConfig(DraftSettings):
+    """What `TLT_CONFIG` says to the engines of another program."""
+
+    strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "adaptive"})
+    """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""
+
+
+class EngineSettings(DraftSettings):
+    """One vLLM engine."""
+
     num_cores: int = Field(default=1, ge=1, le=10_000)
     """CPU cores that a CPU engine is bound to."""
     num_gpus: int = Field(default=0, ge=0, le=10_000)

@@ -78,6 +78,17 @@ SAMPLING_EXTRAS = frozenset(
 )
 """Further sampling parameters that are known to work under speculation."""
 
+PLAIN_PARAMS = frozenset(
+    {
+        *("n", "temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens"),
+        *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+        *("logprobs", "prompt_logprobs", "flat_logprobs", "output_kind", "stream_interval"),
+        *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("skip_clone", "skip_reading_prefix_cache", "output_text_buffer_length"),
+    }
+)
+"""vLLM's own sampling parameters that are known to work under speculation."""
+
 _SAMPLING_REASONS = {
     "min_p": "vLLM does not apply it to drafted tokens",
     "logit_bias": "vLLM does not apply it to drafted tokens",
@@ -229,6 +240,22 @@ def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
         raise LossyError(
             f"sampling.extra.{key} = {value!r} is refused with speculation on: {reason}; remove "
             "it, or turn speculation off with strategy.kind = 'off' and no drafter"
+        )
+
+
+def check_params(changed: Mapping[str, Any]) -> None:
+    """Refuse a request of another program, by its parameters of vLLM that differ from the default.
+
+    vLLM gives the samples of `n` > 1 requests of their own, so `n` is fine here.
+    """
+    for key, value in changed.items():
+        if key in PLAIN_PARAMS or key.startswith("_"):
+            continue
+        reason = _SAMPLING_REASONS.get(key, "it is not known to work under speculation")
+        raise LossyError(
+            f"sampling parameter {key} = {repr(value)[:60]} is refused while TLT drafts: {reason}; "
+            "leave it out (a server takes it from the model's generation_config.json unless "
+            "started with --generation-config vllm), or start the program without TLT_CONFIG"
         )
 
 

@@ -14,14 +14,17 @@ from tlt.rollout.vllm.plugin import TRANSFER_BACKENDS
 from tlt.strategy.graphs import GraphPlan, choices_of
 from tlt.strategy.spec import build_strategy, complete_strategy
 
+CONFIG_KEY = "tlt"
+"""Key of our settings in vLLM's `additional_config`."""
 _HERE = "tlt.rollout.vllm"
-_GRAPH_ARGS = {
+GRAPH_ARGS = {
     "compilation_config",
     "cudagraph_capture_sizes",
     "enforce_eager",
     "max_cudagraph_capture_size",
     "optimization_level",
 }
+"""Arguments of vLLM by which a user chooses graphs or compilation."""
 
 
 def drafters(config: EngineConfig) -> list[DrafterName]:
@@ -74,7 +77,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
         else f"{_HERE}.cpu_worker.AdaptiveCPUWorker",
         "weight_transfer_config": {"backend": TRANSFER_BACKENDS[config.weights]},
         "additional_config": {
-            "tlt": {
+            CONFIG_KEY: {
                 "strategy": strategy,
                 "runner": "v2" if on_v2 else "v1",
                 "ngram": ngram.model_dump() if ngram else None,
@@ -124,7 +127,7 @@ def graph_plan(config: EngineConfig) -> GraphPlan | None:
     """
     user = config.engine_args
     max_num_seqs = user.get("max_num_seqs")
-    if config.num_gpus == 0 or not isinstance(max_num_seqs, int) or _GRAPH_ARGS & user.keys():
+    if config.num_gpus == 0 or not isinstance(max_num_seqs, int) or GRAPH_ARGS & user.keys():
         return None
     strategy = build_strategy(strategy_spec(config))
     choices = choices_of(strategy, max_num_seqs)

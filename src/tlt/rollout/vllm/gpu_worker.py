@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from tlt.rollout.vllm.scheduler import CONFIG_KEY
+from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.rollout.vllm.worker import AdaptiveWorker
 
 

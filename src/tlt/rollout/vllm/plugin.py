@@ -1,11 +1,16 @@
 """The entry point that vLLM loads in every engine process (`vllm.general_plugins`).
 
 vLLM logs and skips a plug-in that fails to load. So an engine asks every worker afterwards whether
-the plug-in is active (`worker.tlt_report`).
+the plug-in is active (`worker.tlt_report`). With `TLT_CONFIG` in the environment, the plug-in also
+puts TLT into every engine that the process builds: `tlt.integrations.switch`.
 """
 
 from __future__ import annotations
 
+import os
+
+SWITCH_VARIABLE = "TLT_CONFIG"
+"""Environment variable that puts TLT into all engines of a program."""
 TRANSFER_BACKENDS = {"shared_memory": "tlt_shm", "ipc": "tlt_ipc", "nccl": "tlt_nccl"}
 """Names of our backends of vLLM's weight transfer, by `EngineConfig.weights`."""
 _CLASSES = {
@@ -29,3 +34,14 @@ def register() -> None:
         for backend, (module, name) in _CLASSES.items():
             WeightTransferEngineFactory.register_engine(backend, module, name)
     active = True
+    _turn_on()
+
+
+def _turn_on() -> None:
+    """Put TLT into all engines of this process, if the environment asks for it."""
+    if not os.environ.get(SWITCH_VARIABLE, "").strip():
+        return
+    from tlt.integrations import switch
+    from tlt.rollout.vllm import wiring
+
+    wiring.install(lambda *program: switch.wire(os.environ.get(SWITCH_VARIABLE, ""), *program))

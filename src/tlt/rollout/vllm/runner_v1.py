@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from tlt.rollout.vllm import sampler, selftest
+from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.rollout.vllm.missed import MissedDraws
 from tlt.rollout.vllm.proposer import SwitchingProposer
 from tlt.rollout.vllm.recorder import StateRecorder
-from tlt.rollout.vllm.scheduler import CONFIG_KEY
 
 
 class RunnerV1:

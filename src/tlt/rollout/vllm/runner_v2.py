@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from tlt.rollout.vllm import sampler_v2, selftest_v2
+from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.rollout.vllm.missed_v2 import MissedDrawsV2
 from tlt.rollout.vllm.recorder import StateRecorder
-from tlt.rollout.vllm.scheduler import CONFIG_KEY
 
 
 class RunnerV2:

@@ -20,11 +20,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tlt.errors import EngineError
+from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
-
-CONFIG_KEY = "tlt"
-"""Key of our settings in vLLM's `additional_config`."""
 
 
 class _Adaptive:

@@ -1,0 +1,1 @@
+"""TLT inside other programs. `switch` puts TLT into every vLLM engine that a program builds."""

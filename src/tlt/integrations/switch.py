@@ -1,0 +1,153 @@
+"""One switch for any program that uses vLLM: the environment variable `TLT_CONFIG`.
+
+The variable names a TOML file, or holds `key=value` settings, or both: a file and changes to it.
+The keys are those of `[engine]` that say how an engine drafts (`SwitchConfig`). The rest of an
+engine is the program's: this module takes the program's arguments of vLLM, and returns the ones to
+change. It refuses arguments that TLT cannot work with, and leaves engines alone that are TLT's own
+or that generate nothing. `tlt.rollout.vllm.wiring` is the half that touches vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.config.load import apply_overrides, check, read_toml
+from tlt.config.rollout import EngineConfig, SwitchConfig
+from tlt.errors import ConfigError, LossyError
+from tlt.rollout.vllm.args import CONFIG_KEY, GRAPH_ARGS, engine_args, strategy_spec
+from tlt.rollout.vllm.plugin import SWITCH_VARIABLE as VARIABLE
+from tlt.strategy.spec import build_strategy
+
+EXAMPLE = f'{VARIABLE}="drafter=models/policy-eagle3 strategy.kind=adaptive"'
+_WORDS = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
+"""Words between blanks, where blanks within quotes belong to the word."""
+_READ = {"async_scheduling", "max_num_seqs", "max_num_batched_tokens", *GRAPH_ARGS}
+"""Arguments of the program that decide about ours."""
+_WRITTEN = (
+    *("scheduler_cls", "worker_cls", "speculative_config", "async_scheduling"),
+    *("compilation_config", "weight_transfer_config"),
+)
+"""Arguments that TLT sets, unless `given` holds them; `additional_config` is completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Arguments of vLLM to change, and a line for the log."""
+
+    changes: Mapping[str, Any]
+    message: str
+
+
+def read_settings(text: str) -> SwitchConfig:
+    """Return the settings of a TOML file, of `key=value` words, or of a file and words."""
+    words = _WORDS.findall(text)
+    tree: dict[str, Any] = {}
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        path = Path(words.pop(0))
+        if not path.is_file():
+            raise ConfigError(
+                f"{VARIABLE}: there is no file {str(path)!r} in {Path.cwd()}; name a TOML file by "
+                f"its full path, or write settings, e.g. {EXAMPLE}"
+            )
+        tree = read_toml(path)
+    return check(SwitchConfig, apply_overrides(tree, words), VARIABLE)
+
+
+def wire(text: str, given: Mapping[str, Any], on_gpu: bool) -> Wiring | None:
+    """Return what to change in a program's arguments of vLLM; None leaves the engine alone.
+
+    `given` holds the arguments that differ from vLLM's defaults, and always the model.
+    """
+    if not text.strip():
+        return None
+    extra = given.get("additional_config") or {}
+    if not isinstance(extra, Mapping):
+        raise ConfigError(
+            f"{VARIABLE}: additional_config = {repr(extra)[:60]} should be a dict, so that TLT can "
+            "add its strategy; e.g. {}"
+        )
+    if CONFIG_KEY in extra:
+        return None  # an engine of TLT, or one that was wired before
+    if given.get("runner") == "pooling":
+        return None  # such an engine generates nothing
+    settings = read_settings(text)
+    _check_program(given, settings)
+    config = _engine_config(settings, given, on_gpu)
+    args = engine_args(config)
+    changes = {key: args[key] for key in _WRITTEN if key in args and key not in given}
+    ours = args["additional_config"][CONFIG_KEY] | {"self_test": "speculative_config" in args}
+    changes["additional_config"] = {**extra, CONFIG_KEY: ours}
+    if on_gpu:
+        kept = given.get("sleep_preserve_parameter_names") or []
+        changes["sleep_preserve_parameter_names"] = [*kept, "draft.*"]
+    return Wiring(changes, _message(settings, config))
+
+
+def _check_program(given: Mapping[str, Any], settings: SwitchConfig) -> None:
+    """Refuse arguments of the program that TLT cannot work with."""
+    for key in ("scheduler_cls", "worker_cls"):
+        if key in given:
+            raise ConfigError(
+                f"{VARIABLE}: the program sets {key} = {given[key]!r}, and TLT brings its own; "
+                f"leave {key} out, or start the program without {VARIABLE}"
+            )
+    for key in ("speculative_config", "spec_method", "spec_model", "spec_tokens"):
+        if key in given:
+            raise ConfigError(
+                f"{VARIABLE}: the program sets {key} = {repr(given[key])[:120]}, and TLT chooses "
+                f"the drafts; leave {key} out, and name a drafter in {VARIABLE}, e.g. "
+                f"{_instead(given)}"
+            )
+    if given.get("logits_processors"):
+        raise LossyError(
+            f"{VARIABLE}: the program sets logits_processors, which do not see drafted tokens; "
+            "leave them out, or start the program without TLT_CONFIG"
+        )
+    if int(given.get("data_parallel_size", 1)) > 1:
+        raise ConfigError(
+            f"{VARIABLE}: data_parallel_size = {given['data_parallel_size']} inside one engine "
+            "turns vLLM's draft lengths off; use 1, and one engine for each replica"
+        )
+    for key in ("watermark_config", "diffusion_config"):
+        if key in given:
+            raise LossyError(
+                f"{VARIABLE}: {key} changes how vLLM samples, and TLT has a sampler of its own; "
+                f"leave {key} out, or start the program without {VARIABLE}"
+            )
+    if settings.drafter is not None and not Path(settings.drafter).is_dir():
+        raise ConfigError(
+            f"{VARIABLE}: drafter = {settings.drafter!r} is no folder, seen from {Path.cwd()}; "
+            "name the folder of an EAGLE-3 drafter by its full path, or leave it out for n-grams"
+        )
+
+
+def _instead(given: Mapping[str, Any]) -> str:
+    """Return settings of TLT in place of the program's own speculation."""
+    own = given.get("speculative_config")
+    model = (own.get("model") if isinstance(own, Mapping) else None) or given.get("spec_model")
+    return f'{VARIABLE}="drafter={model}"' if model else f'{VARIABLE}="strategy.kind=adaptive"'
+
+
+def _engine_config(settings: SwitchConfig, given: Mapping[str, Any], on_gpu: bool) -> EngineConfig:
+    workers = int(given.get("tensor_parallel_size", 1))
+    return EngineConfig(
+        model=str(given["model"]),
+        num_gpus=workers if on_gpu else 0,
+        num_cores=1 if on_gpu else workers,
+        engine_args={key: given[key] for key in sorted(_READ & given.keys())},
+        **{name: getattr(settings, name) for name in SwitchConfig.model_fields},
+    )
+
+
+def _message(settings: SwitchConfig, config: EngineConfig) -> str:
+    strategy = strategy_spec(config)
+    arms = ", ".join(sorted(map(str, build_strategy(strategy).arms())))
+    drafter = f"the drafter {settings.drafter}" if settings.drafter else "n-grams"
+    return (
+        f"TLT is on ({VARIABLE}): this engine drafts with {drafter}, the strategy "
+        f"{strategy['kind']!r} chooses from {arms}; samples stay the policy's"
+    )

@@ -1,0 +1,109 @@
+"""Puts TLT into every engine that this process builds (`tlt.integrations.switch` says how).
+
+vLLM builds the settings of every engine in `EngineArgs.create_engine_config`, in the process of the
+program. They travel from there to the engine's processes. `install` wraps that method, and the
+check of every request's sampling parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tlt.rollout.guard import check_params
+
+
+class Wired(Protocol):
+    """Arguments of vLLM to change, and a line for the log."""
+
+    @property
+    def changes(self) -> Mapping[str, Any]: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+Wire = Callable[[Mapping[str, Any], bool], Wired | None]
+"""Takes the arguments that a program set, and whether engines run on GPUs."""
+
+
+def install(wire: Wire) -> None:
+    """Let `wire` change the arguments of all engines from now on. Safe to call twice."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, "tlt"):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wired = wire(changed(self) | {"model": self.model}, not current_platform.is_cpu())
+        if wired is not None:
+            for key, value in wired.changes.items():
+                setattr(self, key, _as_config(key, value))
+            # A logger outside of vLLM's name would not show up beside vLLM's own lines.
+            init_logger("vllm.tlt").info(wired.message)
+        return create(self, *args, **kwargs)
+
+    create_engine_config.tlt = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+    _check_requests()
+
+
+def changed(args: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    found = {}
+    for field in dataclasses.fields(args):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(args, field.name)
+        if value is not None and value != default:
+            found[field.name] = value
+    return found
+
+
+def _as_config(key: str, value: Any) -> Any:
+    """Return an argument as vLLM has it after the construction of `EngineArgs`."""
+    from vllm.config import CompilationConfig, WeightTransferConfig
+
+    kinds = {
+        "compilation_config": CompilationConfig,
+        "weight_transfer_config": WeightTransferConfig,
+    }
+    return kinds[key](**value) if key in kinds else value
+
+
+def _check_requests() -> None:
+    """Refuse requests whose sampling parameters do not work with drafts, as vLLM takes them."""
+    from vllm import SamplingParams
+
+    verify = SamplingParams.verify
+
+    @functools.wraps(verify)
+    def verify_for_drafts(
+        self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if speculative_config is not None:
+            default = _default_params()
+            check_params(
+                {
+                    name: getattr(self, name)
+                    for name in self.__struct_fields__
+                    if getattr(self, name) and getattr(self, name) != getattr(default, name)
+                }
+            )
+        verify(self, model_config, speculative_config, *args, **kwargs)
+
+    SamplingParams.verify = verify_for_drafts
+
+
+@functools.cache
+def _default_params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams()
