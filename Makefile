@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup setup-locked fmt lint figures type docs test-unit test-gate test-all check check-all check-speculators \
-	bench clean
+# Environment of its own for tests inside TRL.
+TRL_VENV ?= .venv-trl
+
+.PHONY: setup setup-locked setup-trl check-frameworks fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
 
 setup: $(VENV)/.done
 
@@ -32,6 +34,17 @@ setup-locked:
 	$(BIN)/pip install --quiet --no-deps -e .
 	$(BIN)/tlt doctor
 	touch $(VENV)/.done
+
+# An environment with TRL, on top of the same torch; its own extra `vllm` would replace vLLM.
+setup-trl: $(TRL_VENV)/.done
+
+$(TRL_VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install --quiet --upgrade pip
+	$(TRL_VENV)/bin/pip install --quiet $(TORCH)
+	$(TRL_VENV)/bin/pip install --quiet -e '.[cpu,trl,dev]'
+	$(TRL_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
 
 fmt:
 	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py .ci/lock.py
@@ -72,6 +85,10 @@ test-all:
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m two_cores
 	TLT_FAULT_SEEDS=1000 $(BIN)/pytest tests/unit/rollout/test_fault_layer.py
 	TLT_FUZZ_INPUTS=2000 $(BIN)/pytest tests/unit/cli/test_fuzz.py
+
+# TLT inside other frameworks, in environments of their own; not part of the gate.
+check-frameworks: setup-trl
+	$(TRL_VENV)/bin/pytest tests/frameworks
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 from engine_process import EngineProcess
-from workloads import EngineFactory, greedy, random_prompts
+from workloads import (
+    EngineFactory,
+    changed_policy,
+    greedy,
+    load_from_process,
+    random_prompts,
+)
 
 from speed import limit
 from tlt.contracts import SamplingSpec
@@ -48,6 +54,38 @@ def test_policy_update_equals_transformers(engine: EngineProcess, tiny: Path) ->
 
     with SharedWeights(original.items()) as weights:
         engine.call("update_policy", weights.manifest(), 2)
+    assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == before
+
+
+@pytest.mark.gate
+def test_policy_of_a_trainer_in_the_same_process(
+    engine: EngineProcess, tiny: Path, tiny_drafter: Path
+) -> None:
+    """It is loaded whole, survives a drafter swap, and is refused in part."""
+    import torch
+    from safetensors.torch import load_file
+
+    from tlt.drafter.checkpoint import drafter_weights, load_drafter
+
+    prompts = random_prompts(8, seed=5)
+    before = [s.token_ids for s in engine.generate(prompts, GREEDY)]
+    report = engine.call(load_from_process, tiny, 1)
+    assert report["differed"] == []
+    expected = greedy(changed_policy(tiny, 1), prompts, 48)
+    assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == expected
+
+    drafter = load_drafter(tiny_drafter)
+    tensors = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
+    with SharedWeights(tensors.items()) as weights:
+        engine.call("update_drafter", weights.manifest(), 1)
+    assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == expected
+    assert engine.stats().policy_mismatches == 0
+
+    report = engine.call(load_from_process, tiny, 2, "model.norm.weight")
+    assert "model.norm.weight" in report["still"]
+    assert not engine.call(load_from_process, tiny, 2)["differed"]
+    with SharedWeights(load_file(tiny / "model.safetensors").items()) as weights:
+        engine.call("update_policy", weights.manifest(), 3)
     assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == before
 
 

@@ -63,6 +63,32 @@ def watch_preemptions(engine: Any) -> None:
     scheduler._preempt_request = spied
 
 
+def changed_policy(folder: Path, seed: int) -> Any:
+    """Return the policy of a folder with noise on all parameters, always the same for a seed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return policy
+
+
+def load_from_process(
+    engine: Any, folder: Path, seed: int, without: str | None = None
+) -> dict[str, Any]:
+    """Load a `changed_policy` of the engine's own process; return the worker's report."""
+    parameters = changed_policy(folder, seed).named_parameters()
+    tensors = ((name, p.data) for name, p in parameters if name != without)
+    llm = engine.core.llm
+    reports = engine.between_steps(lambda: llm.collective_rpc("tlt_load_policy", args=(tensors,)))
+    engine.reset_prefix_cache()
+    report: dict[str, Any] = reports[0]
+    return report
+
+
 def save_fresh_drafter(policy: Any, out: Path, draft_vocab: int | None = None) -> Path:
     """Save an untrained drafter that drafts all tokens, or the first `draft_vocab` ones."""
     import torch

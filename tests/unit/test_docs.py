@@ -96,3 +96,13 @@ def test_commands_exist(page: Path) -> None:
             command = command.commands[words.pop(0)]
         options = {name for parameter in command.params for name in parameter.opts}
         assert {w for w in words if w.startswith("--")} <= options | {"--help"}, words
+
+
+def test_the_settings_that_the_trl_page_maps_to_exist() -> None:
+    page = (ROOT / "docs" / "trl.md").read_text()
+    table = page.split("## From GRPOConfig to `tlt train`")[1].split("## ")[0]
+    keys = re.findall(r"`([a-z]+)\.([a-z_]+)`", table)
+    assert len(keys) > 20
+    for section, key in keys:
+        schema: Any = TrainConfig.model_fields[section].annotation
+        assert key in schema.model_fields, f"{section}.{key}"

@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import math
-import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -31,6 +30,7 @@ from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.published import engine_dtype, save_published
 from tlt.harvest.rounds import TrainerHandle, Version
 from tlt.rollout.distribution import SWAP_S
 from tlt.rollout.handle import place_of
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Record = dict[str, float]
 
-VERSION = "version.json"
 NUM_UPDATES = 5
 """Updates from which the duration of the next one is expected."""
 MAX_RESTARTS = 3
@@ -384,25 +383,12 @@ class Harvest:
             return None
 
     def _save(self, folder: Path, moments: Packed | None) -> None:
-        import torch
-
-        from tlt.drafter.checkpoint import load_drafter, save_drafter, write_moments
-
         version, weights, _ = self._published
-        drafter = load_drafter(Path(self._trainer.drafter))
-        if weights is not None:
-            drafter.load_state_dict(weights)
-        hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
-        save_drafter(drafter, hidden, getattr(torch, self._pool_dtype()))
-        (hidden / VERSION).write_text(json.dumps({"version": version}))
-        if moments is not None:
-            write_moments(unpack(moments), hidden)
-        shutil.rmtree(folder, ignore_errors=True)
-        hidden.rename(folder)
+        state = None if moments is None else unpack(moments)
+        save_published(folder, Path(self._trainer.drafter), weights, version, state)
 
     def _pool_dtype(self) -> str:
-        return str(self._drafter_config().get("dtype", "bfloat16"))
+        return engine_dtype(Path(self._trainer.drafter))
 
     def _drafter_config(self) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(

@@ -28,6 +28,9 @@ from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
+AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
+"""Learning rate and averaged steps of trained drafters, and of new ones, which learn more."""
 HELD_OUT_WINDOW = 256
 """Tokens of a held-out sample that are evaluated at once: a pass over them is soon over."""
 BETTER = 1.0

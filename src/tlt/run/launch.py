@@ -14,15 +14,21 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
-from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
-from tlt.drafter.speculators import plain_config
+from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.published import VERSION, make_drafter, version_of
 from tlt.harvest.release import stop_timeout_s
-from tlt.harvest.session import VERSION, Harvest, NoHarvest, RunHarvest
-from tlt.harvest.trainer import HarvestSettings
+from tlt.harvest.session import Harvest, NoHarvest, RunHarvest
+from tlt.harvest.trainer import (
+    AVERAGED_STEPS,
+    DRAFTER_LR,
+    NEW_AVERAGED_STEPS,
+    NEW_DRAFTER_LR,
+    HarvestSettings,
+)
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
 from tlt.learner.group import LearnerGroup
@@ -49,9 +55,6 @@ from tlt.run.train import Parts, Training
 from tlt.states.buffer import BufferSettings
 from tlt.tasks.rewards import RewardPool
 
-DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
-AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
-"""Learning rate and averaged steps of trained drafters, and of new ones, which learn more."""
 BFLOAT16 = 2
 
 
@@ -273,37 +276,19 @@ def _with_drafter(
     if checkpoint is not None and (checkpoint / "drafter" / VERSION).exists():
         shutil.rmtree(start, ignore_errors=True)
         shutil.copytree(checkpoint / "drafter", start)
-        version = int(json.loads((start / VERSION).read_text())["version"])
+        version = version_of(start)
     elif engine.drafter is not None:
         _adopt_drafter(config, Path(engine.drafter), start)
     else:
-        _make_drafter(config, start)
+        make_drafter(
+            Path(config.policy.model),
+            start,
+            config.tlt.draft_vocab_size,
+            on_gpu=config.engine.num_gpus > 0,
+            dtype=config.policy.dtype,
+            seed=config.run.seed,
+        )
     return engine.model_copy(update={"drafter": str(start)}), version
-
-
-def _adopt_drafter(config: TrainConfig, source: Path, folder: Path) -> None:
-    import torch
-
-    from tlt.drafter.checkpoint import adopt
-
-    num_layers = _model_config(config).num_hidden_layers
-    adopt(source, folder, getattr(torch, config.policy.dtype), num_layers)
-
-
-def _make_drafter(config: TrainConfig, folder: Path) -> None:
-    import torch
-
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.trainer import fresh_drafter
-    from tlt.harvest.trainer import EMBEDDING, HEAD, head_and_embedding, read_tensors
-
-    head, _ = head_and_embedding(read_tensors(Path(config.policy.model), (HEAD, EMBEDDING)))
-    model = _model_config(config)
-    size = config.tlt.draft_vocab_size or harvest_draft_vocabulary(
-        model.vocab_size, on_gpu=config.engine.num_gpus > 0
-    )
-    drafter = fresh_drafter(model, head, torch.arange(size), config.run.seed)
-    save_drafter(drafter, folder, getattr(torch, config.policy.dtype))
 
 
 def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestSettings:

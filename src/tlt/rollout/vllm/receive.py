@@ -1,12 +1,20 @@
-"""The worker's half of a policy that comes from GPU to GPU (`send`), mixed into our workers."""
+"""The worker's half of a policy that comes without a file, mixed into our workers.
+
+The policy comes from GPU to GPU (`send`), or from a trainer in this very process.
+"""
 
 from __future__ import annotations
 
+import secrets
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tlt.node.fingerprint import Fingerprint
+import torch
+from vllm.config import set_current_vllm_config
+
+from tlt.node.fingerprint import Fingerprint, fingerprint
 from tlt.node.weights import check_shapes
 from tlt.rollout.vllm import compat
 
@@ -26,6 +34,31 @@ class ReceivesPolicy:
         There is no file to load a policy that differs again: the engine must be replaced.
         """
         self.finish_weight_update()  # type: ignore[attr-defined]
+        return self._compared(seed, fingerprints)
+
+    def tlt_load_policy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """Load the policy of a trainer in this process, and compare it as `tlt_finish_policy`.
+
+        No request may run. vLLM reads the tensors while it loads them, and copies nothing before.
+        """
+        config = self.vllm_config  # type: ignore[attr-defined]
+        dtype = config.model_config.dtype
+        seed = secrets.randbits(31)
+        seen: dict[str, Fingerprint] = {}
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                seen[name] = fingerprint(tensor, seed, dtype)
+                yield name, tensor
+
+        model = self.get_model()  # type: ignore[attr-defined]
+        with set_current_vllm_config(config), torch.no_grad():
+            compat.begin_reload(model)
+            compat.load(model, noted())
+            compat.end_reload(model, config.model_config)
+        return self._compared(seed, seen)
+
+    def _compared(self, seed: int, fingerprints: dict[str, Fingerprint]) -> dict[str, Any]:
         self._renew_drafter()  # type: ignore[attr-defined]
         self._drop_states()  # type: ignore[attr-defined]
         started_s = time.monotonic()

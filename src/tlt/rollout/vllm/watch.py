@@ -90,7 +90,7 @@ class PolicyWatch:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the policy's source; fail if the policy came without a file."""
         if self._source == Path():
-            raise FileNotFoundError("the policy came from GPU to GPU; there is no file of it")
+            raise FileNotFoundError("the policy came without a file; it cannot be loaded again")
         if not self._source.is_dir():
             yield from read_weights(str(self._source))
             return

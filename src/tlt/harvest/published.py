@@ -1,0 +1,90 @@
+"""Folders of drafters in a run: the first one, and those of checkpoints.
+
+A checkpoint's folder holds the published drafter as vLLM loads it, its version, and, to resume
+from, the state of the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+VERSION = "version.json"
+
+
+def make_drafter(
+    policy: Path, out: Path, size: int | None, on_gpu: bool, dtype: str, seed: int
+) -> Path:
+    """Write a new drafter, which drafts nothing right until it is trained; return its folder.
+
+    `size` is that of its vocabulary; None takes the default of the device.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.eagle3.config import harvest_draft_vocabulary
+    from tlt.drafter.trainer import fresh_drafter
+    from tlt.harvest.trainer import EMBEDDING, HEAD, head_and_embedding, read_tensors
+
+    head, _ = head_and_embedding(read_tensors(policy, (HEAD, EMBEDDING)))
+    model = AutoConfig.from_pretrained(policy)
+    size = size or harvest_draft_vocabulary(model.vocab_size, on_gpu)
+    drafter = fresh_drafter(model, head, torch.arange(size), seed)
+    save_drafter(drafter, out, getattr(torch, dtype))
+    (out / VERSION).write_text(json.dumps({"version": 0, "new": True}))
+    return out
+
+
+def save_published(
+    out: Path,
+    start: Path,
+    weights: Mapping[str, torch.Tensor] | None,
+    version: int,
+    moments: Mapping[str, torch.Tensor] | None,
+) -> None:
+    """Write the published drafter, which has the form of the drafter in `start`, or is that one."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tlt.drafter.checkpoint import load_drafter, save_drafter
+    from tlt.harvest.trainer import MOMENTS
+
+    drafter = load_drafter(start)
+    if weights is not None:
+        drafter.load_state_dict(weights)
+    hidden = out.with_name(f".{out.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    save_drafter(drafter, hidden, getattr(torch, engine_dtype(start)))
+    still_new = weights is None and is_new(start)
+    (hidden / VERSION).write_text(json.dumps({"version": version, "new": still_new}))
+    if moments is not None:
+        save_file(dict(moments), hidden / MOMENTS)
+    shutil.rmtree(out, ignore_errors=True)
+    hidden.rename(out)
+
+
+def version_of(folder: Path) -> int:
+    """Return the version of a drafter: 0 unless a run has published it."""
+    return int(_version(folder).get("version", 0))
+
+
+def is_new(folder: Path) -> bool:
+    """Return whether the drafter of a folder has never been trained."""
+    return bool(_version(folder).get("new"))
+
+
+def _version(folder: Path) -> dict[str, Any]:
+    saved = folder / VERSION
+    return json.loads(saved.read_text()) if saved.exists() else {}
+
+
+def engine_dtype(folder: Path) -> str:
+    """Return the dtype in which engines load the drafter of a folder."""
+    return str(json.loads((folder / "config.json").read_text()).get("dtype", "bfloat16"))

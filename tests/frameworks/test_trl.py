@@ -1,0 +1,69 @@
+"""TRL's own GRPOTrainer with TLT in it, in the environment of `make setup-trl`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "trl_grpo.py"
+NUM_STEPS = 8
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.two_cores]
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def steps_of(text: str) -> list[dict[str, float | None]]:
+    """Return the metrics of every RL step that the example printed."""
+    lines = [line for line in text.splitlines() if line.startswith("step ")]
+    pairs = [re.findall(r"(\S+)=(\S+)", line) for line in lines]
+    return [{k: None if v == "None" else float(v) for k, v in found} for found in pairs]
+
+
+def test_the_drafter_trains_and_rewards_stay_the_same(tmp_path: Path) -> None:
+    run(["-m", "tlt", "models", "tiny", "--out", "tiny"], tmp_path)
+    command = [str(EXAMPLE), "tiny", "--steps", str(NUM_STEPS)]
+    drafted = steps_of(run([*command, "--out", "drafted"], tmp_path))
+    plain = steps_of(run([*command, "--out", "plain", "--without"], tmp_path))
+    assert len(drafted) == len(plain) == NUM_STEPS
+    assert [step["reward"] for step in drafted] == [step["reward"] for step in plain]
+    assert len({step["reward"] for step in plain}) > 1
+    assert drafted[-1]["tlt/recorded_samples"] == 16 * NUM_STEPS
+    assert any(step["tlt/acceptance_length"] for step in drafted)
+    assert not any(step["tlt/acceptance_length"] for step in plain)
+    versions = [step["tlt/drafter_version"] or 0 for step in drafted]
+    assert versions[0] == 0
+    assert versions[-1] >= 1, "no better drafter reached the engine"
+    assert {step["tlt/drafter_version"] for step in plain} == {0}
+
+    from tlt.drafter.checkpoint import load_drafter
+
+    trained = load_drafter(tmp_path / "drafted" / "drafter")
+    first = load_drafter(tmp_path / "drafted" / "drafter-start")
+    assert not trained.fc.weight.equal(first.fc.weight)
+
+
+def test_the_settings_on_the_page_exist() -> None:
+    """The page maps GRPOConfig's keys to those of `tlt train`: both sides exist."""
+    from trl import GRPOConfig
+
+    page = (ROOT / "docs" / "trl.md").read_text()
+    rows = re.findall(r"^\| (`.*`.*) \| .* \|$", page, re.M)
+    keys = {key for row in rows for key in re.findall(r"`([a-z_]+)`", row.split("|")[0])}
+    fields = GRPOConfig.__dataclass_fields__.keys()
+    of_the_trainer = {"model", "reward_funcs", "train_dataset", "on_save", "on_train_end"}
+    assert len(keys) > 30
+    assert keys - of_the_trainer <= fields
