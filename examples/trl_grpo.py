@@ -17,8 +17,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from tlt.config.train import TltConfig
-from tlt.integrations.trl import TLTCallback, new_drafter
+from tlt.integrations.trl import TLTCallback, TltConfig, new_drafter
 
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Count to ten.", "Say hello."]
 SHOWN = "generation_s", "recorded_samples", "acceptance_length", "drafter_version"

@@ -91,6 +91,8 @@ def test_pages_and_examples_import_public_names_only(path: Path) -> None:
     blocks = [text] if path.suffix == ".py" else re.findall(r"```python\n(.*?)```", text, re.S)
     for block in blocks:
         for module, name in imported_names(block) if "import " in block else ():
+            if module.startswith("tlt.integrations."):  # one page and one module each
+                continue
             assert module == "tlt", f"{path.name} imports {module}"
             assert not name or name in tlt.__all__, f"{path.name} imports tlt.{name}"
         used = re.findall(r"\btlt\.(\w+)\(", block)

@@ -42,6 +42,8 @@ from tlt.integrations.hosted import HostedEngine
 from tlt.node.shared import SharedFolder, run_id, user_folder
 from tlt.states.buffer import BufferSettings
 
+__all__ = ["CaptureConfig", "TLTCallback", "TltConfig", "new_drafter"]
+
 logger = logging.getLogger(__name__)
 
 FOLDER = "drafter"
