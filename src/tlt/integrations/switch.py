@@ -9,8 +9,9 @@ or that generate nothing. `tlt.rollout.vllm.wiring` is the half that touches vLL
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,22 @@ def read_settings(text: str) -> SwitchConfig:
                 f"its full path, or write settings, e.g. {EXAMPLE}"
             )
         tree = read_toml(path)
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(
+                f"{VARIABLE}: {word!r} is not key=value; blanks end a setting, so write lists "
+                f"without blanks, e.g. {EXAMPLE}"
+            )
     return check(SwitchConfig, apply_overrides(tree, words), VARIABLE)
 
 
-def wire(text: str, given: Mapping[str, Any], on_gpu: bool) -> Wiring | None:
+def wire(
+    text: str, given: Mapping[str, Any], on_gpu: bool, runner_type: Callable[[], str]
+) -> Wiring | None:
     """Return what to change in a program's arguments of vLLM; None leaves the engine alone.
 
     `given` holds the arguments that differ from vLLM's defaults, and always the model.
+    `runner_type` returns what vLLM runs the model for; an engine for pooling generates nothing.
     """
     if not text.strip():
         return None
@@ -72,19 +82,36 @@ def wire(text: str, given: Mapping[str, Any], on_gpu: bool) -> Wiring | None:
         )
     if CONFIG_KEY in extra:
         return None  # an engine of TLT, or one that was wired before
-    if given.get("runner") == "pooling":
-        return None  # such an engine generates nothing
     settings = read_settings(text)
+    _check_model(str(given["model"]))
+    if runner_type() != "generate":
+        return None
     _check_program(given, settings)
+    if not on_gpu:
+        # vLLM schedules synchronously on CPUs, whatever the program asks for.
+        given = {key: value for key, value in given.items() if key != "async_scheduling"}
     config = _engine_config(settings, given, on_gpu)
     args = engine_args(config)
     changes = {key: args[key] for key in _WRITTEN if key in args and key not in given}
-    ours = args["additional_config"][CONFIG_KEY] | {"self_test": "speculative_config" in args}
+    ours = args["additional_config"][CONFIG_KEY] | {"embedded": True}
     changes["additional_config"] = {**extra, CONFIG_KEY: ours}
     if on_gpu:
         kept = given.get("sleep_preserve_parameter_names") or []
         changes["sleep_preserve_parameter_names"] = [*kept, "draft.*"]
     return Wiring(changes, _message(settings, config))
+
+
+def _check_model(model: str) -> None:
+    """Refuse a drafter's folder in place of a model, which vLLM would take for both."""
+    try:
+        found = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # not a folder; vLLM says what is wrong
+    if isinstance(found, dict) and "speculators_model_type" in found:
+        raise ConfigError(
+            f"{VARIABLE}: the program's model = {model!r} is a drafter, from which vLLM takes "
+            f'model and drafts; name the policy as the model, and set {VARIABLE}="drafter={model}"'
+        )
 
 
 def _check_program(given: Mapping[str, Any], settings: SwitchConfig) -> None:
@@ -145,9 +172,10 @@ def _engine_config(settings: SwitchConfig, given: Mapping[str, Any], on_gpu: boo
 
 def _message(settings: SwitchConfig, config: EngineConfig) -> str:
     strategy = strategy_spec(config)
-    arms = ", ".join(sorted(map(str, build_strategy(strategy).arms())))
+    arms = sorted(map(str, build_strategy(strategy).arms()))
     drafter = f"the drafter {settings.drafter}" if settings.drafter else "n-grams"
+    drafts = f"drafts with {drafter}" if arms != ["off"] else "does not draft"
     return (
-        f"TLT is on ({VARIABLE}): this engine drafts with {drafter}, the strategy "
-        f"{strategy['kind']!r} chooses from {arms}; samples stay the policy's"
+        f"TLT is on ({VARIABLE}): this engine {drafts}, the strategy {strategy['kind']!r} chooses "
+        f"from {', '.join(arms)}; samples stay the policy's"
     )

@@ -85,6 +85,7 @@ PLAIN_PARAMS = frozenset(
         *("logprobs", "prompt_logprobs", "flat_logprobs", "output_kind", "stream_interval"),
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         *("skip_clone", "skip_reading_prefix_cache", "output_text_buffer_length"),
+        "extra_args",  # for custom logits processors, which the engine does not have
     }
 )
 """vLLM's own sampling parameters that are known to work under speculation."""

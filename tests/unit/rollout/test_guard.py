@@ -7,7 +7,7 @@ import pytest
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
-from tlt.rollout.guard import check_length, check_sampling, code_arguments
+from tlt.rollout.guard import check_length, check_params, check_sampling, code_arguments
 from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 
 EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
@@ -243,3 +243,13 @@ def test_vllm_s_other_names_for_drafters_are_refused() -> None:
     for key, value in {"spec_method": "eagle3", "spec_model": "drafter", "spec_tokens": 3}.items():
         with pytest.raises(ConfigError, match="use engine"):
             engine_args(config(engine_args={key: value}))
+
+
+@pytest.mark.parametrize("name", ["min_p", "logit_bias", "repetition_penalty", "bad_words"])
+def test_requests_of_other_programs_that_drafts_would_not_honour(name: str) -> None:
+    with pytest.raises(LossyError, match=f"{name} = 1.5 is refused while TLT drafts"):
+        check_params({"temperature": 0.7, name: 1.5})
+
+
+def test_requests_of_other_programs_that_work_with_drafts() -> None:
+    check_params({"n": 4, "top_p": 0.9, "seed": 1, "logprobs": 5, "_eos_token_id": 2})

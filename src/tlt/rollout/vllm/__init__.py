@@ -9,5 +9,6 @@ V1 and `history_drafts` on V2. `catch_up` keeps the inputs that the draft model 
 loads weights from shared memory; `send`, `receive` and `device_transfer` move a policy from GPU to
 GPU; `watch` compares weights. `recorder` keeps hidden states. `compat` works around faults of vLLM.
 Tokens are drawn by keyed noise, through `sampler` on V1 and `sampler_v2` on V2; `selftest` and
-`selftest_v2` check that. `draft_noise_v2` draws drafts with the same noise on V2.
+`selftest_v2` check that. `draft_noise_v2` draws drafts with the same noise on V2. `wiring` puts all
+this into engines of other programs, whose worker is also `embedded`; `arm_metrics` counts there.
 """

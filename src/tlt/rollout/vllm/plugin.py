@@ -8,6 +8,8 @@ puts TLT into every engine that the process builds: `tlt.integrations.switch`.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 SWITCH_VARIABLE = "TLT_CONFIG"
 """Environment variable that puts TLT into all engines of a program."""
@@ -44,4 +46,7 @@ def _turn_on() -> None:
     from tlt.integrations import switch
     from tlt.rollout.vllm import wiring
 
-    wiring.install(lambda *program: switch.wire(os.environ.get(SWITCH_VARIABLE, ""), *program))
+    def wire(given: Mapping[str, Any], on_gpu: bool, runner_type: Callable[[], str]) -> Any:
+        return switch.wire(os.environ.get(SWITCH_VARIABLE, ""), given, on_gpu, runner_type)
+
+    wiring.install(wire)

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tlt.errors import EngineError
+from tlt.rollout.vllm import arm_metrics
 from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
@@ -34,6 +35,7 @@ class _Adaptive:
         self.controller = DraftController(build_strategy(settings["strategy"]), time.perf_counter)
         # Engine steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
+        self._is_embedded = settings.get("embedded", False)
         self._sends_texts = settings["runner"] == "v2" and settings["ngram"] is not None
         self._ended: dict[str, tuple[int, list[int]]] = {}
         """Length of the prompt, and text, of each request that ended since the last engine step."""
@@ -84,7 +86,9 @@ class _Adaptive:
                 row = index.get(request_id)
                 if row is not None and sampled and sampled[row]:
                     drafts.append((len(tokens), len(sampled[row]) - 1))
-            self.controller.step_finished(record, drafts, sum(map(len, sampled)))
+            report = self.controller.step_finished(record, drafts, sum(map(len, sampled)))
+            if self._is_embedded:
+                arm_metrics.attach(outputs.values(), report)
         return outputs
 
 

@@ -68,6 +68,12 @@ class PolicyWatch:
         self._source = Path()
         return self._expect(seed, given) if self._whole else self._expect(0, {})
 
+    def expect_present(self) -> None:
+        """Expect the policy as it is now, which another program may have loaded."""
+        self._source = Path()
+        self._compared = set()
+        self._expect(0, {})
+
     def _expect(self, seed: int, given: Mapping[str, Fingerprint]) -> list[str]:
         self._seed = seed
         now = policy_fingerprint(self._model, self._dtype, self._seed)

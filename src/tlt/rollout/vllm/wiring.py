@@ -1,18 +1,22 @@
 """Puts TLT into every engine that this process builds (`tlt.integrations.switch` says how).
 
 vLLM builds the settings of every engine in `EngineArgs.create_engine_config`, in the process of the
-program. They travel from there to the engine's processes. `install` wraps that method, and the
-check of every request's sampling parameters.
+program. They travel from there to the engine's processes. `install` wraps that method, the check of
+every request's sampling parameters, and the recording of statistics (`arm_metrics`).
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from tlt.rollout.guard import check_params
+from tlt.rollout.vllm import arm_metrics
 
 
 class Wired(Protocol):
@@ -25,8 +29,9 @@ class Wired(Protocol):
     def message(self) -> str: ...
 
 
-Wire = Callable[[Mapping[str, Any], bool], Wired | None]
-"""Takes the arguments that a program set, and whether engines run on GPUs."""
+Wire = Callable[[Mapping[str, Any], bool, Callable[[], str]], Wired | None]
+"""Takes the arguments that a program set, whether engines run on GPUs, and a function that returns
+what vLLM would run the model for: "generate", or "pooling"."""
 
 
 def install(wire: Wire) -> None:
@@ -41,7 +46,8 @@ def install(wire: Wire) -> None:
 
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wired = wire(changed(self) | {"model": self.model}, not current_platform.is_cpu())
+        given = changed(self) | {"model": self.model}
+        wired = wire(given, not current_platform.is_cpu(), lambda: _runner_type(self))
         if wired is not None:
             for key, value in wired.changes.items():
                 setattr(self, key, _as_config(key, value))
@@ -52,6 +58,7 @@ def install(wire: Wire) -> None:
     create_engine_config.tlt = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
     _check_requests()
+    arm_metrics.install()
 
 
 def changed(args: Any) -> dict[str, Any]:
@@ -65,6 +72,13 @@ def changed(args: Any) -> dict[str, Any]:
         if value is not None and value != default:
             found[field.name] = value
     return found
+
+
+def _runner_type(args: Any) -> str:
+    """Return what vLLM would run a model for, by the arguments and the model's own config."""
+    if args.runner != "auto":
+        return str(args.runner)
+    return str(copy.copy(args).create_model_config().runner_type)
 
 
 def _as_config(key: str, value: Any) -> Any:
@@ -89,17 +103,22 @@ def _check_requests() -> None:
         self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any
     ) -> None:
         if speculative_config is not None:
-            default = _default_params()
-            check_params(
-                {
-                    name: getattr(self, name)
-                    for name in self.__struct_fields__
-                    if getattr(self, name) and getattr(self, name) != getattr(default, name)
-                }
-            )
+            check_params(_asked_for(self))
         verify(self, model_config, speculative_config, *args, **kwargs)
 
     SamplingParams.verify = verify_for_drafts
+
+
+def _asked_for(params: Any) -> dict[str, Any]:
+    """Return the sampling parameters that are neither empty nor the default."""
+    default = _default_params()
+    found = {}
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        is_empty = value is None or (not isinstance(value, np.ndarray) and not value)
+        if not is_empty and (value == getattr(default, name)) is not True:
+            found[name] = value
+    return found
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tlt.errors import EngineError
 from tlt.node.weights import check_weights
 from tlt.rollout.vllm import compat, plugin
 from tlt.rollout.vllm.args import CONFIG_KEY
+from tlt.rollout.vllm.embedded import EmbeddedWorker
 from tlt.rollout.vllm.receive import ReceivesPolicy
 from tlt.rollout.vllm.recorder import StateRecorder
 from tlt.rollout.vllm.watch import PolicyWatch
@@ -29,7 +30,7 @@ from tlt.states.writer import StateWriter
 logger = logging.getLogger(__name__)
 
 
-class AdaptiveWorker(ReceivesPolicy):
+class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
     """A worker that switches the drafter per engine step, mixed in before vLLM's class."""
 
     def init_device(self) -> None:
@@ -73,33 +74,6 @@ class AdaptiveWorker(ReceivesPolicy):
             and self.vllm_config.load_config.load_format != "dummy",  # type: ignore[attr-defined]
         )
         self._watch.expect(Path(model_config.model))
-
-    def compile_or_warm_up_model(self) -> Any:
-        """Get ready for the first request, and refuse an engine that would sample wrongly.
-
-        `RolloutEngine` asks for the self-test itself, and lets a faulty engine decode greedily.
-        """
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
-        if settings.get("self_test"):
-            self._refuse_faults()
-        return times
-
-    def _refuse_faults(self) -> None:
-        report = self.tlt_report(self_test=True)
-        faults = [*report["faults"], *report["drafter_faults"], *report["policy_faults"]]
-        if faults:
-            raise EngineError(
-                f"this engine failed TLT's self-test: {'; '.join(faults[:3])}. Start the program "
-                f"without {plugin.SWITCH_VARIABLE}, and see `tlt doctor`"
-            )
-        if not report["plugin"]:
-            raise EngineError(
-                "vLLM did not load TLT's plug-in in this worker; unset VLLM_PLUGINS or add 'tlt' "
-                "to it"
-            )
-        if not compat.version_supported(report["vllm"]):
-            raise EngineError(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
 
     def _renew_drafter(self) -> None:
         """Copy the modules that the drafter's checkpoint lacks from the policy."""
@@ -222,6 +196,8 @@ class AdaptiveWorker(ReceivesPolicy):
         Afterwards compare the policy with the learner's, and load a policy that differs again.
         Return the tensors that differed, those that still do, and the seconds of the comparison.
         """
+        if draft and self.is_embedded:
+            return self.tlt_swap_drafter(update_info)
         self._load(update_info, draft)
         started_s = time.monotonic()
         source = Path(update_info["path"])

@@ -1,0 +1,102 @@
+"""The worker's half of the switch: an engine of a program that knows nothing of TLT.
+
+Such a program asks for no report, so the worker makes the self-test itself. And it loads its policy
+in ways of its own, so no file says what the policy should be: a drafter swap compares the policy
+with itself, before and after.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.config import set_current_vllm_config
+
+from tlt.errors import ConfigError, EngineError, EngineTainted
+from tlt.node.weights import read_weights
+from tlt.rollout.vllm import compat, plugin
+from tlt.rollout.vllm.args import CONFIG_KEY
+
+
+class EmbeddedWorker:
+    """What our workers do in an engine of another program, mixed in before vLLM's class."""
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether `tlt.integrations.switch` put TLT into this engine."""
+        settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
+        return bool(settings.get("embedded"))
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Get ready for the first request, and refuse an engine that would sample wrongly."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if self.is_embedded:
+            self._refuse_faults()
+        return times
+
+    def _refuse_faults(self) -> None:
+        drafts = self.vllm_config.speculative_config is not None  # type: ignore[attr-defined]
+        report = self.tlt_report(self_test=drafts)  # type: ignore[attr-defined]
+        faults = [*report["faults"], *report["drafter_faults"]]
+        faults += [f"{name} is not the policy's" for name in report["policy_faults"]]
+        if not report["plugin"]:
+            faults.append("vLLM did not load the plug-in; unset VLLM_PLUGINS or add 'tlt' to it")
+        if not compat.version_supported(report["vllm"]):
+            faults.append(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
+        if faults:
+            raise EngineError(
+                f"this engine failed TLT's self-test: {'; '.join(faults[:3])}. Start the program "
+                f"without {plugin.SWITCH_VARIABLE}, and see `tlt doctor`"
+            )
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def tlt_swap_drafter(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Load new drafter weights in one call, and prove that the policy stayed as it was.
+
+        Weights that do not fit change nothing. The program's weight transfer is not involved.
+        """
+        drafter = self._runner.draft_model  # type: ignore[attr-defined]
+        if drafter is None:
+            raise ConfigError(
+                "this engine has no drafter; start the program with "
+                f'{plugin.SWITCH_VARIABLE}="drafter=FOLDER"'
+            )
+        self.tlt_check_weights(manifest, draft=True)  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        watch = self._watch  # type: ignore[attr-defined]
+        started_s = time.monotonic()
+        watch.expect_present()
+        seconds = time.monotonic() - started_s
+        with set_current_vllm_config(config):
+            compat.begin_reload(drafter)
+            compat.load(drafter, read_weights(manifest["path"]))
+            compat.end_reload(drafter, config.speculative_config.draft_model_config)
+        self._renew_drafter()  # type: ignore[attr-defined]
+        started_s = time.monotonic()
+        if differed := watch.differing():
+            raise EngineTainted(f"a drafter swap changed the policy in {', '.join(differed[:3])}")
+        seconds += time.monotonic() - started_s
+        return {"differed": [], "still": [], "seconds": seconds}
+
+    def tlt_policy_changed(self) -> None:
+        """Note a policy that the program loaded.
+
+        The drafter takes over embedding and head where its checkpoint has none. Without this call,
+        drafts are worse until the next swap; samples stay the policy's.
+        """
+        self._renew_drafter()  # type: ignore[attr-defined]
+        self._drop_states()  # type: ignore[attr-defined]
+        self._watch.expect_present()  # type: ignore[attr-defined]
+
+    # vLLM's own ways to load a policy make that call themselves.
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        if self.is_embedded:
+            self.tlt_policy_changed()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # type: ignore[misc]
+        if self.is_embedded:
+            self.tlt_policy_changed()

@@ -1,0 +1,254 @@
+"""Programs that know nothing of TLT: each builds vLLM engines as its users do.
+
+The test module runs them in processes of their own, with and without `TLT_CONFIG`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_process import EngineProcess
+
+ENGINE: dict[str, Any] = {
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 2**28,
+}
+"""Arguments of every engine here."""
+NGRAMS = "strategy.kind=fixed strategy.drafter=ngram strategy.num_draft_tokens=4"
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+METRICS = ("engine_steps", "drafts", "draft_tokens", "accepted_tokens", "output_tokens")
+
+
+def run(program: Callable[..., Any], *args: Any, **environment: str) -> Any:
+    """Run a program in a process of its own, and return its result."""
+    context = EngineProcess.context
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(program, args, environment, theirs))
+    process.start()
+    theirs.close()
+    try:
+        good, value = ours.recv()
+    except EOFError:
+        good, value = False, f"exit code {process.exitcode}"
+    process.join()
+    assert good, value
+    return value
+
+
+def _serve(
+    program: Callable[..., Any], args: Sequence[Any], environment: dict[str, str], pipe: Any
+) -> None:
+    os.environ.update(ENVIRONMENT | environment)
+    try:
+        pipe.send((True, program(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def params(**settings: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | settings))
+
+
+def tokens_of(llm: Any, prompts: Sequence[Sequence[int]], **settings: Any) -> list[tuple[int, ...]]:
+    """Return the tokens of one sample per prompt, the third with seed 2 and so on."""
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    each = [params(seed=index, **settings) for index in range(len(prompts))]
+    outputs = llm.generate(inputs, each, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def refusal(function: Callable[[], Any]) -> str:
+    """Return the message of the user's mistake that a call is refused for."""
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def counted(llm: Any) -> dict[str, dict[str, int]]:
+    """Return vLLM's metrics that TLT adds, by arm."""
+    found: dict[str, dict[str, int]] = {}
+    for metric in llm.get_metrics():
+        name = metric.name.removeprefix("vllm:tlt_")
+        if name in METRICS:
+            found.setdefault(metric.labels["arm"], {})[name] = metric.value
+    return found
+
+
+def report(llm: Any) -> dict[str, Any]:
+    (found,) = llm.collective_rpc("tlt_report", args=(True,))
+    return dict(found)
+
+
+# --- programs ---------------------------------------------------------------------------------
+
+
+def offline(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Generate with `vllm.LLM`; works with and without TLT."""
+    from vllm import LLM
+
+    is_on = bool(os.environ.get("TLT_CONFIG"))
+    found: dict[str, Any] = {}
+    if is_on:
+        own = {"method": "ngram", "num_speculative_tokens": 2}
+        found["refused start"] = refusal(lambda: LLM(model, **ENGINE, speculative_config=own))
+    llm = LLM(model, **ENGINE, disable_log_stats=False)
+    found["greedy"] = tokens_of(llm, prompts, temperature=0)
+    found["sampled"] = tokens_of(llm, prompts, temperature=1)
+    found["metrics"] = counted(llm)
+    if is_on:
+        found["report"] = report(llm)
+        found["refused request"] = refusal(lambda: llm.generate("a", params(min_p=0.1)))
+        found["after"] = tokens_of(llm, prompts[:2], temperature=0)
+    else:
+        found["min_p"] = len(tokens_of(llm, prompts[:1], min_p=0.1)[0])
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None:
+        found["scheduler"] = type(core.scheduler).__module__
+        worker = core.model_executor.driver_worker.worker
+        found["worker"] = type(worker).__module__
+        found["sampler"] = type(worker.model_runner.sampler).__module__
+    return found
+
+
+def untouched() -> dict[str, bool]:
+    """Say what the plug-in leaves of vLLM without `TLT_CONFIG`."""
+    from vllm import EngineArgs, SamplingParams
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    from tlt.rollout.vllm import plugin
+
+    plugin.register()
+    return {
+        "plugin": plugin.active,
+        "create_engine_config": hasattr(EngineArgs.create_engine_config, "__wrapped__"),
+        "verify": hasattr(SamplingParams.verify, "__wrapped__"),
+        "record": hasattr(StatLoggerManager.record, "__wrapped__"),
+    }
+
+
+def to_the_limit(model: str, prompts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Generate up to `max_model_len`, where no draft fits any more, beside shorter samples."""
+    from vllm import LLM
+
+    llm = LLM(model, **ENGINE)
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    each = [
+        params(seed=index, max_tokens=60 if index % 2 else ENGINE["max_model_len"] - len(prompt))
+        for index, prompt in enumerate(prompts)
+    ]
+    outputs = llm.generate(inputs, each, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def swaps(model: str, newer: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Swap the drafter, before and after the program has loaded a policy in its own way."""
+    import torch
+    from vllm import LLM
+
+    from tlt.drafter.checkpoint import drafter_weights, load_drafter
+    from tlt.node.weights import SharedWeights
+
+    drafter = load_drafter(Path(newer))
+    tensors = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
+    llm = LLM(model, **ENGINE, disable_log_stats=False)
+    found: dict[str, Any] = {"report": report(llm)}
+
+    def swap() -> list[tuple[int, ...]]:
+        with SharedWeights(tensors.items()) as weights:
+            llm.collective_rpc("tlt_swap_drafter", args=(weights.manifest(),))
+        return tokens_of(llm, prompts, temperature=0)
+
+    found["before"] = tokens_of(llm, prompts, temperature=0)
+    accepted = counted(llm)["eagle3:4"]["accepted_tokens"]
+    found["swapped"] = swap()
+    found["accepted"] = (accepted, counted(llm)["eagle3:4"]["accepted_tokens"] - accepted)
+    with SharedWeights([("model.nothing.weight", torch.zeros(2))]) as wrong:
+        args = (wrong.manifest(),)
+        found["refused"] = refusal(lambda: llm.collective_rpc("tlt_swap_drafter", args=args))
+
+    # Behind TLT's back, as frameworks with a worker extension do.
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    worker.model_runner.reload_weights(weights_iterator=iter(_louder(model)))
+    llm.reset_prefix_cache()
+    found["new policy"] = tokens_of(llm, prompts, temperature=0)
+    found["swapped again"] = swap()
+    llm.collective_rpc("tlt_policy_changed")
+    found["report again"] = report(llm)
+    return found
+
+
+def _louder(model: str) -> list[tuple[str, Any]]:
+    """Return the weights of a model with another final norm, so that it says other things."""
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(model) / "model.safetensors")
+    noise = torch.randn(tensors["model.norm.weight"].shape, generator=torch.manual_seed(1))
+    tensors["model.norm.weight"] += noise.to(tensors["model.norm.weight"].dtype)
+    return list(tensors.items())
+
+
+def broken_sampler(model: str) -> str:
+    """Start an engine whose sampler lets drafts stand; return why it does not start."""
+    from vllm import LLM
+
+    from broken_verification import break_verification
+    from tlt.rollout.vllm import sampler
+
+    break_verification(sampler)
+    try:
+        LLM(model, **ENGINE)
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("the engine started")
+
+
+def online(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Generate two samples for each prompt with `AsyncLLM`."""
+    from vllm import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.reader import get_metrics_snapshot
+
+    async def generate(llm: Any, name: str, prompt: Sequence[int], **settings: Any) -> Any:
+        kind = RequestOutputKind.FINAL_ONLY
+        inputs = {"prompt_token_ids": list(prompt)}
+        async for output in llm.generate(inputs, params(output_kind=kind, **settings), name):
+            final = output
+        return [tuple(each.token_ids) for each in final.outputs]
+
+    async def main() -> dict[str, Any]:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **ENGINE))
+        try:
+            samples = await asyncio.gather(
+                *(generate(llm, f"{i}", p, n=2, seed=i) for i, p in enumerate(prompts))
+            )
+            greedy = await generate(llm, "greedy", prompts[0], temperature=0)
+            try:
+                await generate(llm, "refused", prompts[0], repetition_penalty=1.2)
+            except ValueError as error:
+                refused = str(error)
+        finally:
+            llm.shutdown()
+        names = {metric.name for metric in get_metrics_snapshot()}
+        return {
+            "samples": samples,
+            "greedy": greedy,
+            "refused": refused,
+            "metrics": {name for name in METRICS if f"vllm:tlt_{name}" in names},
+        }
+
+    return asyncio.run(main())
