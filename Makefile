@@ -6,10 +6,7 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-# Environment of its own for tests inside TRL.
-TRL_VENV ?= .venv-trl
-
-.PHONY: setup setup-locked setup-trl check-frameworks fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
+.PHONY: setup setup-locked sbom audit fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
 
 setup: $(VENV)/.done
 
@@ -35,24 +32,21 @@ setup-locked:
 	$(BIN)/tlt doctor
 	touch $(VENV)/.done
 
-# An environment with TRL, on top of the same torch; its own extra `vllm` would replace vLLM.
-setup-trl: $(TRL_VENV)/.done
+# The bill of materials of the lock file, as CycloneDX.
+sbom:
+	$(PYTHON) .ci/sbom.py > sbom-cpu.cdx.json
 
-$(TRL_VENV)/.done: pyproject.toml
-	$(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_VENV)/bin/pip install --quiet --upgrade pip
-	$(TRL_VENV)/bin/pip install --quiet $(TORCH)
-	$(TRL_VENV)/bin/pip install --quiet -e '.[cpu,trl,dev]'
-	$(TRL_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
-	touch $@
+# Known vulnerabilities of the packages in the lock file; says SKIPPED without a network.
+audit:
+	$(BIN)/python .ci/audit.py
 
 fmt:
-	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py .ci/lock.py
-	$(BIN)/ruff check --no-cache --fix src tests benchmarks examples docs/hooks.py .ci/lock.py
+	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py .ci/*.py
+	$(BIN)/ruff check --no-cache --fix src tests benchmarks examples docs/hooks.py .ci/*.py
 
 lint:
-	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py .ci/lock.py
-	$(BIN)/ruff check --no-cache src tests benchmarks examples docs/hooks.py .ci/lock.py
+	$(BIN)/ruff format --check src tests benchmarks examples docs/hooks.py .ci/*.py
+	$(BIN)/ruff check --no-cache src tests benchmarks examples docs/hooks.py .ci/*.py
 	$(BIN)/python benchmarks/figures.py --check
 
 # Rewrites the figures in README.md, docs and benchmarks/README.md from benchmarks/results.
@@ -79,11 +73,15 @@ test-gate:
 	$(BIN)/pytest tests/integration tests/e2e -m "gate and not two_cores" -n 2 --dist loadfile
 	$(BIN)/pytest tests/integration tests/e2e -m "gate and two_cores"
 
+# The driver and its actors under seeded faults: the pool in real time, harvest and a whole run in
+# simulated time.
+FAULT_LAYERS := $(addsuffix /test_fault_layer.py,$(addprefix tests/unit/,rollout harvest run))
+
 # All of them, at full size: an hour and a half on two cores without bfloat16 instructions.
 test-all:
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m two_cores
-	TLT_FAULT_SEEDS=1000 $(BIN)/pytest tests/unit/rollout/test_fault_layer.py
+	TLT_FAULT_SEEDS=1000 $(BIN)/pytest $(FAULT_LAYERS)
 	TLT_FUZZ_INPUTS=2000 $(BIN)/pytest tests/unit/cli/test_fuzz.py
 
 # TLT inside other frameworks, in environments of their own; not part of the gate.
@@ -92,7 +90,7 @@ check-frameworks: setup-trl
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate
-check-all: lint type docs test-unit test-all
+check-all: lint type docs test-unit test-all audit
 
 # The `speculators` library loads an export. It comes into an environment of its own, which borrows
 # torch and transformers: its plain install would replace torch by a CUDA build.

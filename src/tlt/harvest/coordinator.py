@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 """Seconds after which a trainer that did not start is tried again."""
+START_S = 300.0
+"""Seconds in which a trainer must have started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +243,9 @@ class Coordinator:
 
     async def _await_ready(self, member: Member) -> None:
         try:
-            await member.trainer.start()
-        except TrainerFailed as error:
+            async with asyncio.timeout(START_S):
+                await member.trainer.start()
+        except (TrainerFailed, TimeoutError) as error:
             if self._members[member.worker] is member:
                 self.tally.faults += 1
                 logger.warning(
@@ -268,20 +271,9 @@ class Coordinator:
     # --- one lease ----------------------------------------------------------------------------
 
     async def _lease(self, held: Held, seconds: float) -> None:
-        member, rest_s = held.member, 0.0
-        worker, trainer = member.worker, member.trainer
-        started_s = now_s()
+        worker, rest_s, started_s = held.member.worker, 0.0, now_s()
         try:
-            if await trainer.begin(held.lease, seconds):
-                rest_s = await self._rounds.work(held)
-                await trainer.release()
-        except TrainerFailed as error:
-            # Whether it has let go of the device is not known: another process has.
-            how = "died" if isinstance(error, TrainerGone) else f"failed ({error!r})"
-            logger.warning("the trainer of %s %s; another one starts", worker, how)
-            self.tally.faults += 1
-            await self._replace(member)
-            rest_s = REST_S
+            rest_s = await self._work(held, seconds)
         except Exception as error:
             # Before the lease ends below: nobody may hear that a device is free that is not.
             self._fail(error)
@@ -295,6 +287,23 @@ class Coordinator:
             self._leases.ended(worker, held.lease, ended_s, rest_s)
             self._carry_out()
             self._spans.setdefault(worker, SpanLog()).add(Span("training", started_s, ended_s))
+
+    async def _work(self, held: Held, seconds: float) -> float:
+        """Let the trainer work until the lease ends; return how long to rest afterwards."""
+        trainer = held.member.trainer
+        try:
+            if not await trainer.begin(held.lease, seconds):
+                return 0.0
+            rest_s = await self._rounds.work(held)
+            await trainer.release()
+            return rest_s
+        except TrainerFailed as error:
+            # Whether it has let go of the device is not known: another process has.
+            how = "died" if isinstance(error, TrainerGone) else f"failed ({error!r})"
+            logger.warning("the trainer of %s %s; another one starts", held.member.worker, how)
+            self.tally.faults += 1
+            await self._replace(held.member)
+            return REST_S
 
     def _call_back(self, action: End) -> None:
         if (held := self._held.get(action.lease)) is not None:

@@ -294,7 +294,12 @@ class Holder:
         self._until_s = 0.0
 
     def begin(self, lease: int, seconds: float, now_s: float) -> bool:
-        """Take up a lease; return False if it is old, or was called back already."""
+        """Take up a lease; return False if it is old, or was called back already.
+
+        A message that comes twice gets the same answer.
+        """
+        if lease == self._lease > self._ended:
+            return True
         if lease <= max(self._lease, self._ended):
             return False
         self._lease, self._until_s = lease, now_s + seconds
@@ -303,6 +308,10 @@ class Holder:
     def end(self, lease: int) -> None:
         """Give a lease back, also one that has not arrived yet."""
         self._ended = max(self._ended, lease)
+
+    def end_current(self) -> None:
+        """Give the current lease back: work that comes late under this lease does nothing."""
+        self.end(self._lease)
 
     def holds(self, lease: int, now_s: float) -> bool:
         return lease == self._lease > self._ended and now_s < self._until_s

@@ -281,15 +281,9 @@ class Rounds:
         if base is not None and base.version == member.base:
             base = None
         news = None if member.policy == policy.version else policy
-        await member.trainer.take(base, self._news_of_published(member), news)
-        member.policy = policy.version
-
-    def _news_of_published(self, member: Member) -> Weights | None:
-        """Return the published drafter if the trainer does not have it, and note that it has."""
-        if member.published == self._published.version:
-            return None
-        member.published = self._published.version
-        return self._published
+        published = self._published
+        await member.trainer.take(base, _news(member.published, published), news)
+        member.policy, member.published = policy.version, published.version
 
     async def _base_for(self, held: Held) -> Weights | None:
         """Return the head's weights or the newest known; None is what the trainer has."""
@@ -393,8 +387,9 @@ class Rounds:
         if len(results) > 1:
             await self._merge(results, leader, left_s / 2)
             left_s /= 2
-        if (published := self._news_of_published(member)) is not None:
+        if (published := _news(member.published, self._published)) is not None:
             await member.trainer.take(None, published, None)
+            member.published = published.version
         return await member.trainer.evaluate(leader.lease, left_s)
 
     async def _merge(self, results: dict[Held, Trained], leader: Held, seconds: float) -> None:
@@ -435,6 +430,11 @@ class Rounds:
                 self.new_versions.get_nowait()  # nobody wants an older one
             version = Version(self._published_number, weights, evaluation.length)
             self.new_versions.put_nowait(version)
+
+
+def _news(has: int, weights: Weights) -> Weights | None:
+    """Return weights for a trainer that has this version; None if it has the same."""
+    return None if has == weights.version else weights
 
 
 async def _exported(trainer: TrainerHandle, called_back: asyncio.Event) -> Any:

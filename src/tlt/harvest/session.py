@@ -30,8 +30,7 @@ from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
-from tlt.harvest.published import engine_dtype, save_published
-from tlt.harvest.rounds import TrainerHandle, Version
+from tlt.harvest.rounds import TrainerHandle, Version, now_s
 from tlt.rollout.distribution import SWAP_S
 from tlt.rollout.handle import place_of
 from tlt.rollout.pool import RolloutPool
@@ -57,6 +56,8 @@ its trainers."""
 MOMENTS_S = 10.0
 """Seconds that a checkpoint waits for the optimizer's state: a trainer may be at work."""
 POLL_S = 30.0
+FETCH_S = 60.0
+"""Seconds in which a published drafter must have come from the node of its trainer."""
 START_S = 60.0
 """Seconds that a run waits for its trainers: loading them would slow engines at work."""
 ALARM_DRAFTS = 200
@@ -188,7 +189,7 @@ class Harvest:
 
     def idle(self, engine: str) -> None:
         """Note that an engine has nothing to generate while others have."""
-        self._leave_idle(engine, self._forecast.remaining_s(time.monotonic()))
+        self._leave_idle(engine, self._forecast.remaining_s(now_s()))
 
     def _leave_idle(self, engine: str, for_s: float) -> None:
         """Let the coordinator lease an engine's worker, probably for `for_s` seconds."""
@@ -244,30 +245,30 @@ class Harvest:
     # --- what the training loop says ----------------------------------------------------------
 
     def rollout_started(self, num_samples: int) -> None:
-        self._forecast.started(num_samples, time.monotonic())
+        self._forecast.started(num_samples, now_s())
         self._rollout.set()
 
     def sample_finished(self) -> None:
-        self._forecast.finished(1, time.monotonic())
+        self._forecast.finished(1, now_s())
 
     async def rollout_ended(self) -> None:
         """Give every device back to the run, and publish no drafter until the next rollout.
 
         Engines on GPUs stay asleep if the learner needs their memory next.
         """
-        started_s = time.monotonic()
+        started_s = now_s()
         self._forecast.ended()
         self._rollout.clear()
         await self._give_back()
         async with self._swapping:
             pass
-        self._release_max_s = max(self._release_max_s, time.monotonic() - started_s)
+        self._release_max_s = max(self._release_max_s, now_s() - started_s)
 
     def update_started(self) -> None:
         """Let trainers work during the update if the learner has devices of its own."""
         if self._colocated:
             return
-        self._update_since_s = time.monotonic()
+        self._update_since_s = now_s()
         expected_s = median(self._update_s) if self._update_s else math.inf
         if self._off or expected_s < self._settings.leases.min_s:
             return
@@ -279,7 +280,7 @@ class Harvest:
         """Give every device back: the engines take the new policy next."""
         if self._update_since_s is None:
             return
-        self._update_s.append(time.monotonic() - self._update_since_s)
+        self._update_s.append(now_s() - self._update_since_s)
         self._update_since_s = None
         await self._give_back()
 
@@ -465,15 +466,22 @@ class Harvest:
 
     def _replace(self, coordinator: Coordinator, again: bool) -> None:
         self._coordinator, self._off = None, not again
-        self._replacing = self._task(self._end_and_start(coordinator, again))
+        self._replacing = self._task(self._end(coordinator))
+        if again:
+            self._task(self._start_after(self._replacing))
 
-    async def _end_and_start(self, coordinator: Coordinator, again: bool) -> None:
-        """Start another coordinator only when no trainer is left on an engine's device."""
+    async def _end(self, coordinator: Coordinator) -> None:
+        """End a coordinator: afterwards no trainer is left on an engine's device."""
         await _shut_down(coordinator)
         self._idle.clear()
         self._replacing = None
-        if again and not self._off:
-            self._start_coordinator()
+
+    async def _start_after(self, ending: asyncio.Task[None]) -> None:
+        """Start another coordinator from the drafter that engines have, or are just loading."""
+        await asyncio.shield(ending)
+        async with self._swapping:
+            if not self._off and self._coordinator is None:
+                self._start_coordinator()
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -491,7 +499,8 @@ class Harvest:
                 continue
             try:
                 version = await coordinator.next_version(POLL_S)
-                packed = None if version is None else await version.weights.blob
+                async with asyncio.timeout(FETCH_S):
+                    packed = None if version is None else await version.weights.blob
             except Exception as error:
                 self._lose(coordinator, error)
                 continue
@@ -514,6 +523,7 @@ class Harvest:
         A coordinator that was lost meanwhile publishes nothing: its successor counts on that.
         """
         weights, tensors = await asyncio.to_thread(self._for_engines, packed)
+        shared = await asyncio.to_thread(lambda: self._share(pack(weights)))
         while True:
             await self._rollout.wait()
             async with self._swapping:
@@ -525,9 +535,9 @@ class Harvest:
                     seconds = await self._pool.update_drafter(
                         tensors.items(), version.number, skip=frozenset(self._asleep)
                     )
+                # A coordinator that is lost from here on has a successor that starts from it.
+                self._published = version.number, weights, shared
                 break
-        shared = await asyncio.to_thread(lambda: self._share(pack(weights)))
-        self._published = version.number, weights, shared
         self._swap_s += max(seconds, default=0.0)
         logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)
 

@@ -118,7 +118,8 @@ class HarvestTrainer:
         self._holder.end(lease)
 
     def release(self) -> None:
-        """Leave the device to the engine."""
+        """Leave the device to the engine; work that comes late under this lease does nothing."""
+        self._holder.end_current()
         if self._device.type == "cuda":
             self._forget_held_out()
             self._trainer.park()

@@ -1,6 +1,7 @@
-"""The Ray actor of one learner rank: a process that holds a shard of the policy.
+"""The Ray actor of one learner rank, and the driver's handle on it.
 
-`tlt.learner.group` is the driver's handle on all ranks; `tlt.learner.rank` does the training.
+A rank is a process that holds a shard of the policy. `tlt.learner.group` drives all ranks;
+`tlt.learner.rank` does the training.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from tlt.hardware import thread_environment
 from tlt.learner.batch import TrainSample
+from tlt.learner.calls import InOrder, RankFailed, RankGone
+from tlt.node.cluster import end_actors, this_node
 from tlt.node.cores import bind_process, claim_cores
-from tlt.node.shared import SharedFolder
+from tlt.node.shared import SharedFolder, run_environment
 from tlt.node.weights import SharedWeights, file_bytes
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
@@ -58,6 +62,7 @@ class LearnerActor:
     def __init__(self, plan: LearnerPlan, rank: int) -> None:
         self._plan = plan
         self._rank_index = rank
+        self._calls = InOrder()
         self._rl_step = 0
         self._sender: Any = None
         """Sends the policy to engines on GPUs, once connected."""
@@ -65,6 +70,11 @@ class LearnerActor:
         """The last file for the driver, held by this process at least until the driver has it."""
         self._meeting: SharedFolder | None = None
         """Folder of the file through which the ranks of one node meet."""
+
+    def do(self, number: int, method: str, *args: Any) -> Any:
+        """Call a method that may change the policy: each call once, in the driver's order."""
+        self._calls.check(number, method)
+        return getattr(self, method)(*args)
 
     def _bind(self, ranks_here: int) -> None:
         """Claim cores for this rank and all its threads."""
@@ -83,7 +93,7 @@ class LearnerActor:
 
     def node(self) -> str:
         """Return this rank's node."""
-        return str(ray.get_runtime_context().get_node_id())
+        return this_node()
 
     def meeting(self, on_one_node: bool) -> str:
         """Return where the ranks meet: a private file, or a free port for those of other nodes.
@@ -258,3 +268,41 @@ class LearnerActor:
         """Make the buffer hold exactly what the checkpoint holds; None empties it."""
         if self._writer is not None:
             self._writer.buffer.restore_from(None if folder is None else Path(folder))
+
+
+class RayRank:
+    """The driver's handle on a rank. A call that fails raises `RankFailed`."""
+
+    def __init__(self, plan: LearnerPlan, rank: int, options: Mapping[str, Any]) -> None:
+        options = dict(options)
+        environment = thread_environment() | run_environment()
+        environment |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+        if (gpu := options.pop("gpu", None)) is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
+        self._actor = actor.options(
+            max_restarts=0, runtime_env={"env_vars": environment}, **options
+        ).remote(plan, rank)
+        self._number = 0
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the thread that trains."""
+        self._number += 1
+        return await self._answer(self._actor.do.remote(self._number, method, *args))
+
+    async def call_beside(self, method: str, *args: Any) -> Any:
+        """Call a method that waits for files, beside training."""
+        beside = getattr(self._actor, method).options(concurrency_group="io")
+        return await self._answer(beside.remote(*args))
+
+    async def kill(self) -> None:
+        """Return when the process holds no core and no memory."""
+        await end_actors([self._actor])
+
+    async def _answer(self, call: Any) -> Any:
+        try:
+            return await call
+        except ray.exceptions.RayTaskError as error:
+            raise RankFailed(str(error)) from error
+        except ray.exceptions.RayError as error:
+            raise RankGone(str(error)) from error

@@ -7,59 +7,55 @@ ever, so the driver kills them all and starts them again from the last checkpoin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from tlt.errors import CheckpointFailed, LearnerLost
-from tlt.hardware import thread_environment
-from tlt.learner.actor import LearnerActor, LearnerPlan, Rows
+from tlt.learner.actor import LearnerPlan, RayRank, Rows
 from tlt.learner.batch import TrainSample, rows_by_rank
-from tlt.node.cluster import end_actors
-from tlt.node.shared import run_environment
+from tlt.learner.calls import RankFailed, RankGone, RankHandle
+from tlt.node.cluster import this_node
 from tlt.node.weights import SharedWeights
 from tlt.states.writer import Stored
 
 if TYPE_CHECKING:
     from tlt.learner.rank import UpdateReport
 
+logger = logging.getLogger(__name__)
+
+BLAME_S = 2.0
+"""Seconds to wait, after a rank failed, for the news that another one is gone."""
+
 
 class LearnerGroup:
-    """All ranks, as the driver sees them; any failure raises `LearnerLost`."""
+    """All ranks, as the driver sees them; a failure raises `LearnerLost`, which names the rank."""
 
     def __init__(
         self,
         plan: LearnerPlan,
         place: Callable[[int], Mapping[str, Any]] = lambda rank: {"num_cpus": 0},
+        spawn: Callable[[LearnerPlan, int, Mapping[str, Any]], RankHandle] = RayRank,
+        here: Callable[[], str] = this_node,
     ) -> None:
         self._plan = plan
         self._place = place
-        self._ranks: list[Any] = []
+        self._spawn = spawn
+        self._here = here
+        self._ranks: list[RankHandle] = []
         self._nodes: list[str] = []
         self._connected: Any = None
         """Engines that the ranks are connected with, to send the policy from GPU to GPU."""
 
     async def start(self, restore: Path | None = None) -> list[int]:
         """Start all ranks from a checkpoint or from the model, and return their process ids."""
-        actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
         for rank in range(self._plan.num_ranks):
-            options = dict(self._place(rank))
-            environment = thread_environment() | run_environment()
-            environment |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-            if (gpu := options.pop("gpu", None)) is not None:
-                environment["CUDA_VISIBLE_DEVICES"] = gpu
-            actors = actor.options(
-                max_restarts=0,
-                runtime_env={"env_vars": environment},
-                **options,
-            )
-            self._ranks.append(actors.remote(self._plan, rank))
+            self._ranks.append(self._spawn(self._plan, rank, self._place(rank)))
         self._nodes = await self._all("node")
         saved = None if restore is None else str(restore / "learner")
         on_one_node = len(set(self._nodes)) == 1
-        (meeting,) = await self._gather("meeting", [self._ranks[0].meeting.remote(on_one_node)])
+        (meeting,) = await self._gather("meeting", {0: self._ranks[0].call("meeting", on_one_node)})
         pids: list[int] = await self._each(
             "start", [(meeting, saved, self._nodes.count(node)) for node in self._nodes]
         )
@@ -74,7 +70,10 @@ class LearnerGroup:
         """End all ranks and wait until they hold no core and no memory."""
         self._connected = None
         ranks, self._ranks = self._ranks, []
-        await end_actors(ranks)
+        ends = await asyncio.gather(*(rank.kill() for rank in ranks), return_exceptions=True)
+        for rank, end in enumerate(ends):
+            if isinstance(end, Exception):
+                logger.warning("learner rank %d could not be ended (%r)", rank, end)
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -111,7 +110,7 @@ class LearnerGroup:
 
     async def publish(self, dtype: str) -> SharedWeights:
         """Return the current policy's weights for the engines, in this node's shared memory."""
-        same_node = self._nodes[0] == ray.get_runtime_context().get_node_id()
+        same_node = self._nodes[0] == self._here()
         return await self._adopt((await self._all("publish", dtype, same_node))[0])
 
     async def send(
@@ -121,7 +120,7 @@ class LearnerGroup:
         connected, self._connected = self._connected, None  # a connection that fails is lost
         if route.engines != connected:
             await self._all("connect", route, dtype)
-        same_node = self._nodes[0] == ray.get_runtime_context().get_node_id()
+        same_node = self._nodes[0] == self._here()
         kept = (await self._all("send", version, tuple(keep), same_node))[0]
         self._connected = route.engines
         return await self._adopt(kept)
@@ -147,7 +146,8 @@ class LearnerGroup:
 
     async def wait_saved(self, folder: Path, earlier: Path | None, rl_step: int) -> None:
         """Wait until the state is on disk, and add the samples captured up to this RL step."""
-        faults = await self._all("wait_saved", group="io")
+        calls = {rank: handle.call_beside("wait_saved") for rank, handle in enumerate(self._ranks)}
+        faults = await self._gather("wait_saved", calls)
         if self._plan.buffer is not None:
             faults += await self._on_nodes(
                 "save_buffer",
@@ -162,38 +162,54 @@ class LearnerGroup:
 
     # --- calls --------------------------------------------------------------------------------
 
-    async def _all(self, method: str, *args: Any, group: str | None = None) -> list[Any]:
-        return await self._each(method, [args] * len(self._ranks), group)
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await self._each(method, [args] * len(self._ranks))
+
+    async def _each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of all ranks, each with its own arguments."""
+        pairs = zip(self._ranks, args, strict=True)
+        calls = {rank: handle.call(method, *own) for rank, (handle, own) in enumerate(pairs)}
+        return await self._gather(method, calls)
 
     async def _on_nodes(self, method: str, args: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Call the first rank of every node."""
-        calls = []
-        for number, node in enumerate(dict.fromkeys(self._nodes)):
-            rank = self._ranks[self._nodes.index(node)]
-            calls.append(
-                getattr(rank, method).options(concurrency_group="io").remote(*args(number))
-            )
+        """Call the first rank of every node, beside training."""
+        first = [self._nodes.index(node) for node in dict.fromkeys(self._nodes)]
+        calls = {
+            rank: self._ranks[rank].call_beside(method, *args(number))
+            for number, rank in enumerate(first)
+        }
         return await self._gather(method, calls)
 
-    async def _each(
-        self, method: str, args: Sequence[tuple[Any, ...]], group: str | None = None
-    ) -> list[Any]:
-        options = {"concurrency_group": group} if group else {}
-        calls = [
-            getattr(rank, method).options(**options).remote(*own)
-            for rank, own in zip(self._ranks, args, strict=True)
-        ]
-        return await self._gather(method, calls)
-
-    async def _gather(self, method: str, calls: Sequence[Any]) -> list[Any]:
+    async def _gather(self, method: str, calls: Mapping[int, Awaitable[Any]]) -> list[Any]:
+        """Return the answers of ranks, in order; `LearnerLost` names the ranks that are lost."""
+        waiting = {asyncio.ensure_future(call): rank for rank, call in calls.items()}
+        limit_s = self._plan.timeout_s
         try:
-            async with asyncio.timeout(self._plan.timeout_s):
-                return await asyncio.gather(*calls)
-        except ray.exceptions.RayTaskError as error:
-            raise LearnerLost(f"{method} failed in a learner rank: {error}") from error
-        except ray.exceptions.RayError as error:
-            raise LearnerLost(f"a learner rank is gone ({method}): {error}") from error
-        except TimeoutError:
-            raise LearnerLost(
-                f"{method} took more than {self._plan.timeout_s:.0f} s (learner.timeout_s)"
-            ) from None
+            done, late = await asyncio.wait(
+                waiting, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            if late and any(call.exception() for call in done):
+                # A rank that loses another one in a collective often fails before that one's death
+                # is known.
+                done, late = await asyncio.wait(waiting, timeout=BLAME_S)
+            self._raise_first(method, {waiting[call]: call.exception() for call in done})
+            if late:
+                names = ", ".join(str(rank) for rank in sorted(waiting[call] for call in late))
+                raise LearnerLost(
+                    f"{method} took more than {limit_s:g} s (learner.timeout_s) in learner rank "
+                    f"{names}"
+                )
+            return [call.result() for call in waiting]
+        finally:
+            for call in waiting:
+                call.cancel()
+
+    def _raise_first(self, method: str, errors: Mapping[int, BaseException | None]) -> None:
+        """Raise for a rank that is gone, or else for the first one that failed."""
+        failed = {rank: error for rank, error in sorted(errors.items()) if error is not None}
+        gone = {rank: error for rank, error in failed.items() if isinstance(error, RankGone)}
+        for rank, error in (gone or failed).items():
+            if not isinstance(error, RankFailed):
+                raise error
+            what = "is gone" if gone else "failed"
+            raise LearnerLost(f"learner rank {rank} {what} ({method}): {error}") from error

@@ -73,6 +73,13 @@ def _make_token() -> None:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token.path / "token")
 
 
+def this_node() -> str:
+    """Return the node of this process in Ray."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
 END_S = 10.0
 """Seconds that a killed process may take to release its cores and memory."""
 

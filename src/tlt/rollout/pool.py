@@ -146,15 +146,21 @@ class RolloutPool:
     # --- engines ------------------------------------------------------------------------------
 
     async def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all engines at once; return the answers of those that did not die."""
+        """Call a method of all engines at once; return the answers of those that did not fail.
+
+        An engine that fails where others succeed is replaced. If all fail, the call is wrong.
+        """
         handles = list(self._handles.values())
         calls = [handle.call(method, *args) for handle in handles]
         answers = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        refused = [error for error in errors if not isinstance(error, EngineGone)]
+        if refused and len(errors) == len(answers):
+            raise refused[0]
         for handle, answer in zip(handles, answers, strict=True):
-            if isinstance(answer, EngineGone):
-                handle.condemn(f"it did not answer {method}")  # even if it lives: asleep or awake?
-            elif isinstance(answer, BaseException):
-                raise answer
+            if isinstance(answer, BaseException):
+                # Even if it lives: nobody knows whether it has done what it was told.
+                handle.condemn(f"it did not answer {method}: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def call_engine(self, engine: str, method: str) -> None:

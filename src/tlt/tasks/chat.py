@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tlt.errors import ConfigError
+from tlt.tasks.time_limit import time_limit
+
+PROMPT_S = 10.0
+"""Seconds in which a chat template must make a prompt."""
 
 
 class Chat:
@@ -37,23 +41,31 @@ class Chat:
 
     def prompt(self, question: str) -> tuple[int, ...]:
         """Return the prompt of a question, up to where the response begins."""
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            tokens = self._encode(text)
-        except Exception as error:  # a template is a program, and the library checks few settings
-            raise ConfigError(
-                f"{self._where}: its chat template or tokenizer fails on a question "
-                f"({_said(error)}); put chat_template and tokenizer_config.json right, as the "
-                "model's authors publish them"
-            ) from error
+        too_slow = (
+            f"{self._where}: its chat template takes more than {PROMPT_S:g} s for one question; "
+            "put chat_template right, as the model's authors publish it"
+        )
+        with time_limit(PROMPT_S, too_slow):
+            tokens = self._prompt(question)
         if not tokens:
             raise ConfigError(
                 f"{self._where}: its chat template makes an empty prompt; put chat_template right, "
                 "as the model's authors publish it"
             )
         return tokens
+
+    def _prompt(self, question: str) -> tuple[int, ...]:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            )
+            return self._encode(text)
+        except Exception as error:  # a template is a program, and the library checks few settings
+            raise ConfigError(
+                f"{self._where}: its chat template or tokenizer fails on a question "
+                f"({_said(error)}); put chat_template and tokenizer_config.json right, as the "
+                "model's authors publish them"
+            ) from error
 
     def answered(self, question: str, solution: str) -> tuple[tuple[int, ...], int]:
         """Return prompt, solution and end token, and how many of these tokens are the prompt."""

@@ -18,6 +18,7 @@ from typing import Any
 from tlt.config.train import SizesConfig
 from tlt.errors import ConfigError
 from tlt.tasks.tail import HeavyTail
+from tlt.tasks.time_limit import time_limit
 from tlt.tasks.worked import WORKED, worked_solution
 
 SIZE_PARAMETERS: dict[str, tuple[str, str]] = {
@@ -33,6 +34,9 @@ FIXED_PARAMETERS: dict[str, dict[str, Any]] = {
     "gcd": {"max_value": 200},
 }
 """Parameters that `problems` sets besides the size."""
+
+PROBLEM_S = 10.0
+"""Seconds in which a task must make a problem."""
 
 DEFAULT_SIZES = HeavyTail(**SizesConfig().model_dump())
 TASK_SIZES = {"word_problems": HeavyTail(median=2, p95=6, longest=14)}
@@ -167,9 +171,20 @@ def _entries(
 ) -> list[dict[str, Any]]:
     import reasoning_gym
 
+    too_slow = (
+        f"task.parameters: {task} with {dict(parameters)} makes no problem in {PROBLEM_S:g} s; "
+        "smaller values work, e.g. the defaults"
+    )
+    entries = []
     try:
-        dataset = reasoning_gym.create_dataset(task, size=count, seed=seed, **parameters)
-        return [dataset[index] for index in range(count)]
+        with time_limit(PROBLEM_S, too_slow):
+            dataset = reasoning_gym.create_dataset(task, size=count, seed=seed, **parameters)
+        for index in range(count):
+            with time_limit(PROBLEM_S, too_slow):
+                entries.append(dataset[index])
+        return entries
+    except ConfigError:
+        raise
     except _UNUSABLE as error:
         raise ConfigError(
             f"task.parameters: {task} cannot use {dict(parameters)}: "

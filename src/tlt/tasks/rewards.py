@@ -35,6 +35,7 @@ from typing import Any
 from tlt.errors import ConfigError, Terminated
 from tlt.tasks import gym
 from tlt.tasks.gym import Problem, answer_in
+from tlt.tasks.time_limit import OutOfTime, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ MAX_BREAKDOWNS = 5
 LARGEST = 1e15
 """Largest reward: the squares of larger ones, summed in float32, leave no gradient."""
 START_UP_S = 60.0
-"""Seconds a worker may take to start."""
+"""Seconds a worker may take to start, and a user's module to be imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +209,20 @@ def named_function(name: str) -> RewardFunction:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
-    try:
-        module = importlib.import_module(module_name)
-    except (KeyboardInterrupt, Terminated):
-        raise
-    except BaseException as error:  # a user's module may raise anything, and call sys.exit
-        raise ConfigError(
-            f"reward.function: {name!r}: cannot import {module_name}: "
-            f"{type(error).__name__}: {error}; install it, or put it into {here}"
-        ) from error
+    too_slow = (
+        f"reward.function: {name!r}: importing {module_name} takes more than {START_UP_S:g} s; let "
+        "its top level only define things, and do what is slow inside the function"
+    )
+    with time_limit(START_UP_S, too_slow):
+        try:
+            module = importlib.import_module(module_name)
+        except (KeyboardInterrupt, Terminated, OutOfTime):
+            raise
+        except BaseException as error:  # a user's module may raise anything, and call sys.exit
+            raise ConfigError(
+                f"reward.function: {name!r}: cannot import {module_name}: "
+                f"{type(error).__name__}: {error}; install it, or put it into {here}"
+            ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [each for each, value in vars(module).items() if callable(value)]

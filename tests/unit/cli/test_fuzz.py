@@ -118,6 +118,8 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # rewards add their folder
     monkeypatch.setattr("tlt.run.preflight.RewardPool", LightRewards)
+    for limit in ("gym.PROBLEM_S", "rewards.START_UP_S", "chat.PROMPT_S"):
+        monkeypatch.setattr(f"tlt.tasks.{limit}", 2.0)
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
+from tlt.harvest.coordinator import RETRY_S, START_S, Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
 from tlt.harvest.rounds import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
 from tlt.simulate import clock
@@ -37,6 +37,9 @@ class FakeTrainer:
         self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
         self.taken: list[tuple[Any, ...]] = []
+        self.refuses_published = False
+        """Whether the next call with a published drafter and nothing else fails."""
+        self.cannot_be_killed = False
         self._death = asyncio.Event()
 
     async def _alive(self) -> None:
@@ -60,6 +63,9 @@ class FakeTrainer:
         self, base: Weights | None, published: Weights | None, policy: Weights | None
     ) -> None:
         await self._alive()
+        if self.refuses_published and published is not None and base is None and policy is None:
+            self.refuses_published = False
+            raise TrainerFailed("out of memory")
         self.taken.append(tuple(w if w is None else w.blob for w in (base, published, policy)))
         if base is not None:
             assert base.version != self.has, "it has these weights already"
@@ -116,6 +122,8 @@ class FakeTrainer:
         await self._alive()
 
     async def kill(self) -> None:
+        if self.cannot_be_killed:
+            raise ZeroDivisionError("no cluster")
         self.dead, self.working = True, False
         self._death.set()
         await asyncio.sleep(0)
@@ -462,6 +470,74 @@ def test_a_drafter_is_compared_with_the_one_published_meanwhile() -> None:
             await s.needed("b")
 
     run(scene)
+
+
+def test_a_published_drafter_that_did_not_arrive_is_sent_again() -> None:
+    """Otherwise its trainer would compare itself with an older one, and publish what is worse."""
+
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            await asyncio.sleep(1.0)  # earns time to evaluate in
+            evaluated = asyncio.Event()
+
+            async def waits() -> None:
+                await evaluated.wait()
+
+            s["a"].at_evaluation = waits
+            await asyncio.sleep(0.08)
+            assert await s.coordinator.next_version(0.001) is not None
+            s["b"].refuses_published = True
+            s.idle("b")
+            await asyncio.sleep(0.02)  # it trains
+            evaluated.set()
+            version = await s.coordinator.next_version(0.01)
+            assert version is not None
+            await s.needed("a")
+            await asyncio.sleep(0.5)
+            assert not s["b"].refuses_published
+            told = [published for _, published, _ in s["b"].taken[1:] if published is not None]
+            assert told[:1] == [version.weights.blob]
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_a_trainer_that_cannot_be_killed_is_not_said_to_be_gone() -> None:
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            await asyncio.sleep(0.02)
+            s["a"].deaf = True
+            waits = asyncio.create_task(s.coordinator.needed("a"))
+            await asyncio.sleep(0.01)
+            await s["a"].kill()  # dies by itself
+            s["a"].cannot_be_killed = True
+            with pytest.raises(ZeroDivisionError, match="no cluster"):
+                await waits
+
+    run(scene)
+
+
+def test_a_trainer_that_never_starts_is_replaced() -> None:
+    async def never() -> None:
+        await asyncio.sleep(1e9)
+
+    async def scene() -> None:
+        async with Setting(workers="") as s:
+            slow = FakeTrainer("a")
+            slow.start = never  # type: ignore[method-assign]
+            made = iter([slow, FakeTrainer("a")])
+            coordinator = Coordinator(SETTINGS, lambda worker: next(made))
+            coordinator.join("a")
+            await asyncio.sleep(START_S + RETRY_S + 1)
+            assert slow.dead
+            assert coordinator.metrics()["ready"] == 1
+            assert coordinator.tally.faults == 1
+            await coordinator.shutdown()
+            await s.coordinator.shutdown()
+
+    clock.run(asyncio.wait_for(scene(), 2 * START_S))
 
 
 @pytest.mark.parametrize("num_workers", [512])

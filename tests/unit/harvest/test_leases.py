@@ -157,9 +157,19 @@ def test_a_lease_that_was_called_back_before_it_came_is_not_taken_up() -> None:
     holder.end(7)
     assert not holder.begin(7, 10, 0.0)
     assert holder.begin(8, 10, 0.0)
-    assert not holder.begin(8, 10, 0.0), "the same message twice"
+    assert holder.begin(8, 10, 5.0), "the same message twice: the trainer does hold this lease"
     assert holder.holds(8, 9.9)
-    assert not holder.holds(8, 10.0)
+    assert not holder.holds(8, 10.0), "the second message makes the lease no longer"
+    holder.end(8)
+    assert not holder.begin(8, 10, 5.0)
+
+
+def test_a_lease_that_the_trainer_gave_back_is_not_worked_under() -> None:
+    holder = Holder()
+    assert holder.begin(8, 10, 0.0)
+    holder.end_current()
+    assert not holder.holds(8, 1.0)
+    assert holder.begin(9, 10, 1.0)
 
 
 # --- many workers and a bad network ---------------------------------------------------------------

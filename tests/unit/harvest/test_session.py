@@ -75,7 +75,7 @@ class FakeTrainer:
     async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         if self.world.round_error is not None:
             raise self.world.round_error
-        return Evaluation(False, 2.0, 2.0)
+        return Evaluation(self.world.better, 2.0, 2.0)
 
     async def merge(
         self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
@@ -83,7 +83,8 @@ class FakeTrainer:
         return True
 
     async def export(self) -> Any:
-        return 0
+        self.world.num_exported += 1
+        return Blob(self.world.num_exported, self.world.lost_blobs)
 
     async def moments(self) -> Any:
         if self.world.moments_error is not None:
@@ -97,13 +98,26 @@ class FakeTrainer:
         self.stop.set()
 
 
+class Blob:
+    """A reference to weights, which may never come."""
+
+    def __init__(self, number: int, lost: bool) -> None:
+        self.number, self.lost = number, lost
+
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(1e6 if self.lost else 0).__await__()
+        return pack({"w": torch.tensor([float(self.number)])})
+
+
 class World:
     def __init__(self) -> None:
         self.trainers: list[FakeTrainer] = []
         self.round_error: Exception | None = None
         self.release_error: Exception | None = None
         self.moments_error: Exception | None = None
-        self.deaf = self.immortal = False
+        self.deaf = self.immortal = self.better = self.lost_blobs = False
+        self.num_exported = 0
+        self.pool: Any = SimpleNamespace(engines=self.ready)
         self.harvest = self.make()
 
     ready: tuple[str, ...] = tuple(ENGINES)
@@ -113,7 +127,7 @@ class World:
         return Harvest(
             replace(SETTINGS, leases=replace(SETTINGS.leases, min_s=min_s)),
             cast(Any, None),
-            cast(Any, SimpleNamespace(engines=self.ready)),
+            self.pool,
             lambda engine: {},
             on_gpu=False,
             colocated=colocated,
@@ -414,6 +428,82 @@ async def test_a_drafter_to_resume_from_comes_with_its_optimizer(
         await world.harvest.save(tmp_path / "without", to_resume=True)
         assert load_drafter(tmp_path / "without") is not None
         assert "lacks the state of the drafter's optimizer" in caplog.text
+
+
+class SlowSwap:
+    """The part of the pool that takes drafters, when it may."""
+
+    engines = ENGINES
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.begun: list[tuple[int, float]] = []
+        """Number and weights of every drafter that engines were given."""
+
+    async def update_drafter(self, weights: Any, version: int, skip: object) -> list[float]:
+        self.begun.append((version, dict(weights)["w"].item()))
+        await self.may_end.wait()
+        return [0.0]
+
+
+def publishes(world: World, folder: Path) -> SlowSwap:
+    """Let the world's trainers publish all that they learn, to a pool that takes its time."""
+    pool = SlowSwap()
+    start = save_drafter(drafter(), folder / "start", torch.float32)
+    world.harvest._trainer = cast(Any, SimpleNamespace(drafter=str(start)))
+    world.harvest._pool = cast(Any, pool)
+    world.better = True
+    return pool
+
+
+async def test_a_drafter_on_its_way_when_the_coordinator_is_lost_keeps_its_number(
+    tmp_path: Path,
+) -> None:
+    """The next coordinator starts from it: no other drafter gets the same number."""
+
+    async def scene() -> None:
+        async with running() as world:
+            pool = publishes(world, tmp_path)
+            world.idle()
+            await world.until(lambda: pool.begun)
+            world.round_error = ZeroDivisionError("a bug")
+            await world.until(world.is_lost)
+            world.round_error = None
+            await world.all_needed()
+            await asyncio.sleep(0.1)
+            assert len(world.trainers) == len(ENGINES), "the next coordinator waits for the swap"
+            pool.may_end.set()
+            await world.until(world.harvest.metrics)
+            world.idle()
+            await world.until(lambda: len(pool.begun) > 2)
+            numbers = [number for number, _ in pool.begun]
+            assert numbers == sorted(set(numbers)), "a number twice"
+            await world.all_needed()
+
+    await run(scene)
+
+
+async def test_a_published_drafter_that_never_comes_is_waited_for_within_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "FETCH_S", 0.05)
+
+    async def scene() -> None:
+        async with running() as world:
+            pool = publishes(world, tmp_path)
+            pool.may_end.set()
+            world.lost_blobs = True
+            world.idle()
+            await world.until(world.is_lost)
+            world.lost_blobs = False
+            await world.all_needed()
+            await world.until(world.harvest.metrics)
+            world.idle()
+            await world.until(lambda: pool.begun)
+            assert pool.begun[0][0] == 1
+            await world.all_needed()
+
+    await run(scene)
 
 
 class SlowMemory:

@@ -527,3 +527,19 @@ async def test_ten_thousand_samples_over_64_engines() -> None:
 
     per_sample_ms = 1000 * await main() / 10_000
     assert per_sample_ms < 1.0, f"{per_sample_ms:.3f} ms a sample, the fake engines included"
+
+
+async def test_one_engine_that_fails_a_command_is_replaced_and_the_run_goes_on() -> None:
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+        factory.made["engine-0"].refuse_weights = EngineError("no counters here")
+        assert len(await pool.stats()) == 1
+        async with asyncio.timeout(5):
+            while "engine-0.1" not in pool.engines:
+                await asyncio.sleep(0.001)
+        assert len(await pool.stats()) == 2
+        for engine in factory.made.values():
+            engine.refuse_weights = EngineError("no such strategy")
+        with pytest.raises(EngineError, match="no such strategy"):  # the call is wrong
+            await pool.set_strategy({})
+        assert len(pool.engines) == 2

@@ -937,6 +937,51 @@ def test_wrong_runs_are_refused(attempt: Attempt, spoil: Spoil, key: str, way_ou
     assert not (attempt.folder / "out" / "metrics.jsonl").exists()
 
 
+ENDLESS: list[tuple[str, Spoil, str, str]] = [
+    (
+        "a reward module",
+        reward_module("bad_run_endless", "while True:\n    pass\n"),
+        r"reward\.function: 'bad_run_endless:score': importing bad_run_endless takes more than 1 s",
+        r"inside the function",
+    ),
+    (
+        "a reward module that waits, and catches what ends it",
+        reward_module(
+            "bad_run_waits",
+            "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n",
+        ),
+        r"reward\.function: 'bad_run_waits:score': importing bad_run_waits takes more than 1 s",
+        r"inside the function",
+    ),
+    (
+        "a task",
+        settings(
+            *("task={name='chain_sum'}", "task.parameters.min_terms=1000000000"),
+            "task.parameters.max_terms=1000000000",
+        ),
+        r"task\.parameters: chain_sum with .*'min_terms': 1000000000.* makes no problem in 1 s",
+        r"smaller values work",
+    ),
+    (
+        "a chat template",
+        template(b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+        r"policy\.model .*/model: its chat template takes more than 1 s",
+        r"put chat_template right",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "key", "way_out"), [case[1:] for case in ENDLESS], ids=[case[0] for case in ENDLESS]
+)
+def test_what_never_ends_is_refused_in_time(
+    attempt: Attempt, spoil: Spoil, key: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("gym.PROBLEM_S", "rewards.START_UP_S", "chat.PROMPT_S"):
+        monkeypatch.setattr(f"tlt.tasks.{limit}", 1.0)
+    test_wrong_runs_are_refused(attempt, spoil, key, way_out)
+
+
 def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,0 +1,449 @@
+"""A tiny run under one random fault after the other: nothing hangs, grows, or changes the policy.
+
+    python benchmarks/soak.py [--minutes 90] [--every 20] [--seed 0] [--band 2]
+
+`tlt train` of the tiny recipe, with harvest, in a child process. Every `--every` seconds a fault
+comes: a process of the run is killed or stopped (SIGSTOP), the driver is killed, stopped for a
+while or asked to end, the newest checkpoint is damaged, or the learner cannot write large files (a
+limit on its files stands for a full disk). Rewards fail for one response in a hundred, always for
+the same ones. A driver that ended is started again with `--resume`. Every 5 seconds: memory, shared
+memory, open files and processes of the run.
+
+In the end the run is compared with an undisturbed one of the same seed: samples, rewards and every
+bit of the policy. It is resumed from every checkpoint that is left, and compared again. `--band`
+undisturbed runs of other seeds show how far rewards differ by chance.
+Writes benchmarks/results/soak.json and soak.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tlt.observe.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
+RESULT = Path(__file__).parent / "results" / "soak.json"
+SAMPLE_S = 5.0
+LIMIT_S = 300.0
+"""Seconds without an RL step after which the run counts as hung."""
+MARK = "TLT_SOAK"
+"""Environment variable by which processes of a run are known, also when their driver is dead."""
+KILL_DRIVER, END_DRIVER = "kill the driver", "ask the driver to end"
+DAMAGE = "damage the newest checkpoint"
+SETTINGS = (
+    *("sampling.prompts_per_step=8", "sampling.group_size=4", "eval.every_steps=0"),
+    *("checkpoint.every_steps=2", "checkpoint.keep=4", "run.checkpoint_on_term=true"),
+    *("pool.max_restarts=100000", "pool.health_timeout_s=15", "pool.command_timeout_s=30"),
+    *("learner.max_restarts=100000", "learner.timeout_s=40", "engine.stall_timeout_s=20"),
+    *("reward.function=soak_reward:score", "debug.core_group=soak"),
+    *("tlt.enabled=true", "tlt.min_lease_s=0.1", "tlt.session_s=0.5", "tlt.lr=3e-3"),
+)
+REWARD = '''\
+"""A reward that fails for one response in a hundred, always for the same ones."""
+
+import zlib
+
+from tlt.tasks.rewards import exact_score
+
+
+def score(problem, text):
+    if zlib.crc32(f"{problem.problem_id}/{text}".encode()) % 100 == 0:
+        raise ValueError("no reward for this one")
+    return exact_score(problem, text)
+'''
+TIMES = (
+    *("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts", "harvest/"),
+    "rollout/broken_samples",
+    *("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s", "recheck/"),
+    *("rollout/acceptance", "rollout/drafter", "drafter_version", "capture/", "checkpoint/"),
+)
+"""Metrics that follow from time, restarts or drafts."""
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run in a child process, which can be started again."""
+
+    def __init__(self, home: Path, name: str, *settings: str) -> None:
+        self.home, self.name, self.folder = home, name, home / "runs" / name
+        self._settings = [f"run.out=runs/{name}", *SETTINGS, *settings]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts = 0
+        self.mark = uuid.uuid4().hex
+
+    def start(self, *settings: str) -> None:
+        self.starts += 1
+        resume = ["--resume"] if (self.folder / "config.toml").exists() else []
+        command = [sys.executable, "-m", "tlt", "train", str(RECIPE), *self._settings, *settings]
+        with (self.home / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [*command, *resume],
+                cwd=self.home,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {MARK: self.mark},
+            )
+
+    def finish(self, *settings: str) -> None:
+        """Run to the end; fail if that does not work."""
+        self.start(*settings)
+        assert self.process is not None
+        if self.process.wait() != 0:
+            log = (self.home / f"{self.name}.log").read_text()
+            sys.exit(f"{self.name} ended with {self.process.returncode}:\n{log[-2000:]}")
+
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def last_step(self) -> int:
+        """Return the last RL step with a record, by the end of the file alone."""
+        try:
+            with (self.folder / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 2**14))
+                lines = file.read().splitlines(keepends=True)[-2:]
+        except FileNotFoundError:
+            return 0
+        whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
+        return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    def tree(self) -> list[psutil.Process]:
+        """Return the living processes of this run, also those that outlived their driver."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def driver(self) -> psutil.Process | None:
+        if self.process is None or self.process.poll() is not None:
+            return None
+        return psutil.Process(self.process.pid)
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        found = []
+        for process in self.tree():
+            try:
+                alive = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+                if alive and title in " ".join(process.cmdline()):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step-??????"))
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+class Faults:
+    """The faults; each does its worst and returns whether it could."""
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self._run = run
+        self._rng = random.Random(seed)
+        self.kinds: dict[str, Callable[[], bool]] = {
+            "kill an engine": lambda: self._signal("ray::EngineActor", signal.SIGKILL),
+            "kill a learner rank": lambda: self._signal("ray::LearnerActor", signal.SIGKILL),
+            "kill a trainer": lambda: self._signal("ray::TrainerActor", signal.SIGKILL),
+            "kill a reward process": lambda: self._signal("spawn_main", signal.SIGKILL),
+            "stop an engine": lambda: self._signal("ray::EngineActor", signal.SIGSTOP),
+            "stop a learner rank": lambda: self._signal("ray::LearnerActor", signal.SIGSTOP),
+            "stop a trainer": lambda: self._signal("ray::TrainerActor", signal.SIGSTOP),
+            "stop the driver for 5 s": self._pause_driver,
+            KILL_DRIVER: lambda: self._end_driver(signal.SIGKILL),
+            END_DRIVER: lambda: self._end_driver(signal.SIGTERM),
+            DAMAGE: self._damage,
+            "no room for a checkpoint": self._no_room,
+        }
+
+    def one(self) -> str:
+        """Let one fault happen, and return its kind; empty if none is possible now."""
+        kinds = list(self.kinds)
+        self._rng.shuffle(kinds)
+        return next((kind for kind in kinds if self.kinds[kind]()), "")
+
+    def _signal(self, title: str, number: int) -> bool:
+        found = self._run.processes(title)
+        if not found:
+            return False
+        try:
+            self._rng.choice(found).send_signal(number)
+        except psutil.NoSuchProcess:
+            return False
+        return True
+
+    def _pause_driver(self) -> bool:
+        if (driver := self._run.driver()) is None:
+            return False
+        driver.suspend()
+        time.sleep(5)
+        driver.resume()
+        return True
+
+    def _end_driver(self, number: int) -> bool:
+        process = self._run.process
+        if process is None or process.poll() is not None:
+            return False
+        process.send_signal(number)
+        process.wait()
+        return True
+
+    def _damage(self) -> bool:
+        """Damage the newest checkpoint of a run whose driver dies, if another one is left."""
+        if len(self._run.checkpoints()) < 2 or not self._end_driver(signal.SIGKILL):
+            return False
+        newest = self._run.checkpoints()[-1]
+        path = self._rng.choice([p for p in (newest / "learner").rglob("*") if p.is_file()])
+        content = bytearray(path.read_bytes())
+        content[self._rng.randrange(len(content))] ^= 1 << self._rng.randrange(8)
+        path.write_bytes(content)
+        return True
+
+    def _no_room(self) -> bool:
+        """Let no file of a rank grow beyond twice the policy: checkpoints are three times it."""
+        found = self._run.processes("ray::LearnerActor")
+        if not found:
+            return False
+        most = 2 * (self._run.home / "models/tiny-sft/model.safetensors").stat().st_size
+        try:
+            _, hard = found[0].rlimit(resource.RLIMIT_FSIZE)
+            found[0].rlimit(resource.RLIMIT_FSIZE, (most, hard))
+            time.sleep(6)
+            found[0].rlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        except psutil.NoSuchProcess:
+            pass
+        return True
+
+
+# --- what grows -----------------------------------------------------------------------------------
+
+
+def sizes(run: Run) -> dict[str, float]:
+    """Return memory, shared memory, open files and processes of a run."""
+    private = files = processes = 0
+    for process in run.tree():
+        try:
+            with process.oneshot():
+                info = process.memory_info()
+                private += max(0, info.rss - info.shared)
+                files += process.num_fds()
+                processes += 1
+        except psutil.Error:
+            continue
+    shared = sum(
+        path.stat().st_size
+        for folder in Path("/dev/shm").glob(f"tlt-*/{run.name}-*")
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
+    return {
+        "memory_mib": private / 2**20,
+        "shared_mib": shared / 2**20,
+        "files": files,
+        "processes": processes,
+    }
+
+
+def growth(values: Sequence[float]) -> float:
+    """Return the median of the last third over the median of the first."""
+    third = max(1, len(values) // 3)
+    first, last = statistics.median(values[:third]), statistics.median(values[-third:])
+    return last / first if first else float(last > 0)
+
+
+def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
+    """Disturb the run for so many minutes; return what happened."""
+    faults, events, samples = Faults(run, seed), [], []
+    began_s = next_sample_s = time.monotonic()
+    next_fault_s, moved_s, longest_s = began_s + 2 * every_s, began_s, 0.0
+    done, ended = 0, []
+    run.start()
+    while (now_s := time.monotonic()) < began_s + 60 * minutes:
+        assert run.process is not None
+        if (code := run.process.poll()) is not None:
+            last = events[-1]["kind"] if events else ""
+            if last not in (KILL_DRIVER, END_DRIVER, DAMAGE):
+                ended.append({"at_s": round(now_s - began_s, 1), "code": code, "after": last})
+            run.start()
+        if now_s >= next_sample_s:
+            next_sample_s += SAMPLE_S
+            samples.append({"at_s": round(now_s - began_s, 1), **sizes(run)})
+        step = run.last_step()
+        if step != done:
+            longest_s, moved_s, done = max(longest_s, now_s - moved_s), now_s, step
+        if now_s - moved_s > LIMIT_S:
+            sys.exit(f"no RL step in {LIMIT_S:.0f} s; the last faults were {events[-3:]}")
+        if now_s >= next_fault_s:
+            next_fault_s += every_s
+            kind = faults.one()
+            events.append({"at_s": round(now_s - began_s, 1), "step": step, "kind": kind})
+        time.sleep(0.2)
+    if run.process is not None and run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+        run.process.wait()
+    return {
+        "faults": events,
+        "counts": dict(Counter(event["kind"] for event in events)),
+        "samples": samples,
+        "longest_without_step_s": round(max(longest_s, time.monotonic() - moved_s), 1),
+        "ended_by_itself": ended,
+        "starts": run.starts,
+    }
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def lasting(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a record that follow from samples and updates alone."""
+    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
+
+
+def same(one: Run, other: Run) -> dict[str, Any]:
+    """Compare the steps, metrics, samples and policies of two runs."""
+    from safetensors.torch import load_file
+
+    a, b = one.records(), other.records()
+    kept = [
+        {path.name: path.read_text() for path in (run.folder / "samples").iterdir()}
+        for run in (one, other)
+    ]
+    weights = [load_file(run.folder / "policy" / "model.safetensors") for run in (one, other)]
+    return {
+        "steps": [int(record["step"]) for record in a] == [int(record["step"]) for record in b],
+        "metrics": [lasting(record) for record in a] == [lasting(record) for record in b],
+        "samples": kept[0] == kept[1],
+        "policy": weights[0].keys() == weights[1].keys()
+        and all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items()),
+    }
+
+
+def resumed_from_each(run: Run, num_steps: int) -> dict[str, bool]:
+    """Resume copies of a finished run from every checkpoint; return whether each ends the same."""
+    found = {}
+    for checkpoint in run.checkpoints()[:-1]:
+        copy = Run(run.home, f"{run.name}-{checkpoint.name}")
+        shutil.copytree(run.folder, copy.folder)
+        shutil.rmtree(copy.folder / "policy")
+        for newer in [path for path in copy.checkpoints() if path.name > checkpoint.name]:
+            shutil.rmtree(newer)
+        settings = copy.folder / "config.toml"
+        settings.write_text(settings.read_text().replace(f"runs/{run.name}", f"runs/{copy.name}"))
+        copy.finish(f"run.num_steps={num_steps}")
+        found[checkpoint.name] = all(same(run, copy).values())
+        shutil.rmtree(copy.folder)
+    return found
+
+
+def rewards(run: Run) -> list[float]:
+    return [record["reward/mean"] for record in run.records() if "reward/mean" in record]
+
+
+def make_policy(home: Path) -> None:
+    """Make the policy of the recipe, by its own commands."""
+    lines = [line.lstrip("# ") for line in RECIPE.read_text().splitlines() if line.startswith("#")]
+    text = " ".join(lines).replace("\\ ", "")
+    for command in text[text.index("tlt models") : text.index("tlt train")].split("tlt ")[1:]:
+        subprocess.run([sys.executable, "-m", "tlt", *command.split()], cwd=home, check=True)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    from tlt.pictures import pyplot
+
+    figure, axes = pyplot.subplots(4, 1, figsize=(8, 9), constrained_layout=True)
+    for curve in result["band"]:
+        axes[0].plot(range(1, len(curve) + 1), curve, color="0.75", linewidth=1)
+    curve = result["reward"]
+    axes[0].plot(range(1, len(curve) + 1), curve, color="C0", label="under faults")
+    axes[0].set(xlabel="RL step", ylabel="reward")
+    at = [sample["at_s"] / 60 for sample in result["samples"]]
+    panels = (("memory_mib", "memory, MiB"), ("files", "open files"), ("processes", "processes"))
+    for axis, (name, label) in zip(axes[1:], panels, strict=True):
+        axis.plot(at, [sample[name] for sample in result["samples"]], color="C0")
+        for event in result["faults"]:
+            axis.axvline(event["at_s"] / 60, color="C3", linewidth=0.4, alpha=0.5)
+        axis.set(xlabel="minutes", ylabel=label, ylim=(0, None))
+    equal = all(result["same"].values())
+    what = "every bit of samples and policy as undisturbed" if equal else "NOT as undisturbed"
+    figure.suptitle(f"{len(result['faults'])} faults in {result['minutes']:g} minutes: {what}")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=90.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--band", type=int, default=2, help="undisturbed runs of other seeds")
+    parser.add_argument("--home", type=Path, help="folder for models and runs; kept")
+    parser.add_argument("--result", type=Path, default=RESULT)
+    options = parser.parse_args()
+    home = options.home or Path(tempfile.mkdtemp(prefix="tlt-soak-"))
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "soak_reward.py").write_text(REWARD)
+    if not (home / "models" / "tiny-sft").exists():
+        make_policy(home)
+    disturbed = Run(home, "disturbed", "run.num_steps=100000")
+    result = soak(disturbed, options.minutes, options.every, options.seed)
+    num_steps = len(disturbed.records())
+    print(f"{num_steps} RL steps, {len(result['faults'])} faults, {result['starts']} starts")
+    steps = f"run.num_steps={num_steps}"
+    disturbed.finish(steps)  # writes the policy
+    undisturbed = Run(home, "undisturbed", steps)
+    undisturbed.finish()
+    band = [Run(home, f"seed-{n}", steps, f"run.seed={n}") for n in range(1, options.band + 1)]
+    for run in band:
+        run.finish()
+    result |= {
+        "minutes": options.minutes,
+        "every_s": options.every,
+        "num_steps": num_steps,
+        "same": same(disturbed, undisturbed),
+        "resumed_from": resumed_from_each(disturbed, num_steps),
+        "growth": {
+            name: round(growth([sample[name] for sample in result["samples"]]), 3)
+            for name in ("memory_mib", "shared_mib", "files", "processes")
+        },
+        "reward": rewards(disturbed),
+        "band": [rewards(run) for run in (undisturbed, *band)],
+        "provenance": provenance(),
+    }
+    options.result.write_text(json.dumps(result, indent=1) + "\n")
+    plot(result, options.result.with_suffix(".png"))
+    for name in ("counts", "ended_by_itself", "same", "resumed_from", "growth"):
+        print(name, result[name])
+    print("longest without an RL step:", result["longest_without_step_s"], "s")
+    if not all((*result["same"].values(), *result["resumed_from"].values())):
+        sys.exit("the run under faults is another run")
+
+
+if __name__ == "__main__":
+    main()
