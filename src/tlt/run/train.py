@@ -107,7 +107,10 @@ class Training:
             _, done = self._checkpoints.last()
             records = read(self._folder.metrics)
             self._update.gap.recall(r for r in records if r["step"] <= done)
-            await self._go_on_from(done)
+            try:
+                await self._go_on_from(done)
+            except LearnerLost as error:
+                done = await self._revive_learner(error)
         self._log.rewind(done if done else -1)
         if done == 0 and self._config.eval.every_steps:
             watch = Stopwatch()
