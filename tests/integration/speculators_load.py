@@ -61,7 +61,7 @@ def exported(policy: Any, model: Path, folder: Path, changes: dict[str, Any]) ->
     return plan.out
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def compare(policy: Any, folder: Path) -> tuple[int, int]:
     """Return how many drafts of the library and of our module are equal, and their number."""
     config = SpeculatorModelConfig.from_pretrained(folder)

@@ -171,8 +171,10 @@ def _record(source: Path, version: Path) -> dict[str, Any]:
     report = source / "report.json"
     if report.exists():
         measured = read_json(report, "the report of a training run", f"remove {report}")
-        keep = ("data", "acceptance", "num_draft_tokens", "num_held_out_prompts")
-        keep += ("budget_minutes", "provenance")
+        keep = (
+            *("data", "acceptance", "num_draft_tokens", "num_held_out_prompts"),
+            *("budget_minutes", "provenance"),
+        )
         found["measured"] = {key: measured[key] for key in keep if key in measured}
     if (metrics := source / "metrics.jsonl").exists() and version.parent == source:
         found["measured"] = _measured_by_run(metrics)

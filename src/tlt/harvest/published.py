@@ -51,10 +51,8 @@ def save_published(
 ) -> None:
     """Write the published drafter, which has the form of the drafter in `start`, or is that one."""
     import torch
-    from safetensors.torch import save_file
 
-    from tlt.drafter.checkpoint import load_drafter, save_drafter
-    from tlt.harvest.trainer import MOMENTS
+    from tlt.drafter.checkpoint import load_drafter, save_drafter, write_moments
 
     drafter = load_drafter(start)
     if weights is not None:
@@ -65,7 +63,7 @@ def save_published(
     still_new = weights is None and is_new(start)
     (hidden / VERSION).write_text(json.dumps({"version": version, "new": still_new}))
     if moments is not None:
-        save_file(dict(moments), hidden / MOMENTS)
+        write_moments(dict(moments), hidden)
     shutil.rmtree(out, ignore_errors=True)
     hidden.rename(out)
 

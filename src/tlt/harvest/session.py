@@ -30,6 +30,7 @@ from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.published import engine_dtype, save_published
 from tlt.harvest.rounds import TrainerHandle, Version, now_s
 from tlt.rollout.distribution import SWAP_S
 from tlt.rollout.handle import place_of

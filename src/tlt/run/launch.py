@@ -15,6 +15,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, written_out
 from tlt.contracts import ShowProgress
 from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.speculators import plain_config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.coordinator import coordinator_settings
@@ -289,6 +290,15 @@ def _with_drafter(
             seed=config.run.seed,
         )
     return engine.model_copy(update={"drafter": str(start)}), version
+
+
+def _adopt_drafter(config: TrainConfig, source: Path, folder: Path) -> None:
+    import torch
+
+    from tlt.drafter.checkpoint import adopt
+
+    num_layers = _model_config(config).num_hidden_layers
+    adopt(source, folder, getattr(torch, config.policy.dtype), num_layers)
 
 
 def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestSettings:

@@ -36,7 +36,8 @@ from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
 from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
 from tlt.harvest.forecast import TailForecast  # noqa: E402
 from tlt.harvest.leases import LeaseSettings  # noqa: E402
-from tlt.harvest.session import ANSWER_S, VERSION, Harvest  # noqa: E402
+from tlt.harvest.published import VERSION  # noqa: E402
+from tlt.harvest.session import ANSWER_S, Harvest  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 from tlt.learner.actor import LearnerPlan, Rows  # noqa: E402
 from tlt.learner.calls import InOrder, RankFailed, RankGone  # noqa: E402

@@ -227,7 +227,7 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
         else:
             self.start_weight_update()  # type: ignore[attr-defined]
         self.update_weights(update_info)  # type: ignore[attr-defined]
-        self.finish_weight_update()  # type: ignore[attr-defined]
+        self.finish_weight_update()
         if not draft:
             self._renew_drafter()
             self._drop_states()
