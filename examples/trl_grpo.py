@@ -5,7 +5,7 @@
     python examples/trl_grpo.py models/tiny --without
     python examples/trl_grpo.py models/tiny
 
-The first run generates without drafts; both must print the same rewards.
+Both runs print the same rewards: the first one generates without drafts.
 """
 
 import argparse
