@@ -6,7 +6,12 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-.PHONY: setup setup-locked sbom audit fmt lint figures type docs test-unit test-gate test-all check check-all bench clean
+# Environments of their own: for tests inside TRL, and for the library `speculators`.
+TRL_VENV ?= .venv-trl
+SPECULATORS := .venv-speculators
+
+.PHONY: setup setup-locked setup-trl sbom audit fmt lint figures type docs test-unit test-gate test-all \
+	check check-all check-frameworks check-speculators bench clean
 
 setup: $(VENV)/.done
 
@@ -39,6 +44,17 @@ sbom:
 # Known vulnerabilities of the packages in the lock file; says SKIPPED without a network.
 audit:
 	$(BIN)/python .ci/audit.py
+
+# An environment with TRL, on top of the same torch; its own extra `vllm` would replace vLLM.
+setup-trl: $(TRL_VENV)/.done
+
+$(TRL_VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install --quiet --upgrade pip
+	$(TRL_VENV)/bin/pip install --quiet $(TORCH)
+	$(TRL_VENV)/bin/pip install --quiet -e '.[cpu,trl,dev]'
+	$(TRL_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
 
 fmt:
 	$(BIN)/ruff format src tests benchmarks examples docs/hooks.py .ci/*.py
@@ -94,7 +110,6 @@ check-all: lint type docs test-unit test-all audit
 
 # The `speculators` library loads an export. It comes into an environment of its own, which borrows
 # torch and transformers: its plain install would replace torch by a CUDA build.
-SPECULATORS := .venv-speculators
 check-speculators: $(VENV)/.done
 	$(PYTHON) -m venv $(SPECULATORS)
 	$(BIN)/python -c "import site; print(*site.getsitepackages())" \
@@ -136,4 +151,4 @@ bench:
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRL_VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache
