@@ -6,6 +6,7 @@ The test module runs them in processes of their own, with and without `TLT_CONFI
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Sequence
@@ -51,6 +52,10 @@ def _serve(
         pipe.send((True, program(*args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+    finally:
+        # A child of multiprocessing waits for its own children before vLLM's finalizers end them.
+        for engine in multiprocessing.active_children():
+            engine.terminate()
 
 
 def params(**settings: Any) -> Any:

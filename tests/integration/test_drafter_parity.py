@@ -122,7 +122,16 @@ def record(model: str, drafter: str, out: str) -> None:
 
     from tlt.config.rollout import EngineConfig
     from tlt.rollout.vllm.args import engine_args
-    from tlt.rollout.vllm.proposer import SwitchingProposer
+
+    config = EngineConfig(
+        model=model,
+        drafter=drafter,
+        kv_cache_gib=0.25,
+        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": NUM_DRAFTS},
+        engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 256},
+    )
+    llm = LLM(**engine_args(config))
+    from tlt.rollout.vllm.proposer import SwitchingProposer  # numba comes after vLLM's start
 
     drafts: dict[str, list[tuple[int, list[int]]]] = {}
     original = SwitchingProposer.propose
@@ -138,18 +147,10 @@ def record(model: str, drafter: str, out: str) -> None:
         return proposed
 
     SwitchingProposer.propose = propose  # type: ignore[method-assign]
-    config = EngineConfig(
-        model=model,
-        drafter=drafter,
-        kv_cache_gib=0.25,
-        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": NUM_DRAFTS},
-        engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 256},
-    )
-    llm = LLM(**engine_args(config))
     prompts = random_prompts(12, seed=11)
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True),
         use_tqdm=False,
     )
     tokens = {
