@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from registry.core import Doc, Rows, count, figures, ms, percent, table
-from registry.pairs import comparison, interval
+from registry.pairs import comparison, interval, turns
 
 SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 """Scenarios in which all arms are compared with no speculation, and their titles."""
@@ -33,11 +32,6 @@ def parts(*docs: Doc) -> Rows:
         ]
         rows.append([label, *cells])
     return rows
-
-
-def turns(d: Doc, arm: str) -> list[dict[str, Any]]:
-    """Turns of an arm after the warm-up; of the reference, those beside every other arm."""
-    return [t for t in d["turns"] if t["arm"] == arm and t["step"] > d["scenario"]["warm_up"]]
 
 
 def mean(d: Doc, arm: str, metric: str) -> float:

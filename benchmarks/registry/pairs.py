@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
-from registry.core import Doc, Rows, figures, percent, table
-
-MEASURES = ("end_to_end", "rollout", "rollout_per_token")
+from registry.core import Doc, Rows, figures, table
 
 
-def interval(found: Doc, of: str = "median", form: str = "{:.2f}") -> str:
+def interval(found: Doc, of: str = "median") -> str:
     """Return a speed-up with its interval, such as "1.42x (1.39 to 1.46)"."""
-    value, low, high = (form.format(found[key]) for key in (of, f"{of}_low", f"{of}_high"))
+    value, low, high = (f"{found[key]:.2f}" for key in (of, f"{of}_low", f"{of}_high"))
     return f"{value}x ({low} to {high})"
 
 
@@ -36,45 +33,25 @@ def speed_ups(d: Doc) -> Rows:
     return rows
 
 
-def waiting_cores(d: Doc) -> float:
-    """Return how many cores a waiting arm kept busy, in the median."""
-    return statistics.median(
-        used_s / turn["turn_s"] for turn in d["turns"] for used_s in turn["waiting_cpu_s"].values()
-    )
+def turns(d: Doc, arm: str) -> list[dict[str, Any]]:
+    """Turns of an arm after the warm-up; of the reference, those beside every other arm."""
+    return [t for t in d["turns"] if t["arm"] == arm and t["step"] > d["scenario"]["warm_up"]]
 
 
 def drift(d: Doc, arm: str) -> float:
     """Return how many times as long an arm's slowest RL step took per token as its fastest."""
-    counted = [t for t in d["turns"] if t["arm"] == arm and t["step"] > d["scenario"]["warm_up"]]
-    seconds = [t["rollout_s"] / t["output_tokens"] for t in counted]
+    seconds = [t["rollout_s"] / t["output_tokens"] for t in turns(d, arm)]
     return max(seconds) / min(seconds)
-
-
-def memory_gib(d: Doc) -> float:
-    return max(size for group in d["groups"] for size in group.get("memory_gib", {}).values())
-
-
-def half_width(found: Doc) -> float:
-    return (found["median_high"] - found["median_low"]) / 2
 
 
 def comparison(name: str, file: str) -> None:
     """Declare the table `name` and the figures `name.*` of one result file."""
-
-    def of(arm: str, measure: str) -> Any:
-        return lambda d: interval(d["speed_up"][arm][measure], form="{:.3f}")
-
     table(name, file)(speed_ups)
     figures(
         name,
         file,
         {
             "steps": lambda d: str(d["scenario"]["steps"]),
-            "waiting_cores": lambda d: f"{waiting_cores(d):.2f}",
             "drift": lambda d: f"{drift(d, d['scenario']['reference']):.2f}x",
-            "memory": lambda d: f"{memory_gib(d):.1f}",
-            "half_width": lambda d: percent(
-                max(half_width(each["end_to_end"]) for each in d["speed_up"].values())
-            ),
         },
     )

@@ -65,14 +65,20 @@ def load_drafter(
     Published drafters may leave open which hidden states they read; `num_target_layers` then says
     it.
     """
-    config, state = read_drafter(folder, num_target_layers)
+    return build_drafter(folder, *read_drafter(folder, num_target_layers)).to(dtype)
+
+
+def build_drafter(
+    folder: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor]
+) -> Eagle3Drafter:
+    """Return the drafter of `read_drafter`'s answer; refuse tensors that do not fit its config."""
     try:
         drafter = Eagle3Drafter(config)
-        state.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        drafter.load_state_dict(state)
+        all_tokens = {"d2t": torch.zeros(config.draft_vocab_size, dtype=torch.long)}
+        drafter.load_state_dict(all_tokens | dict(tensors))
     except (RuntimeError, TypeError, ValueError, ArithmeticError) as error:
         raise _damaged(folder, error) from error
-    return drafter.to(dtype)
+    return drafter
 
 
 def read_drafter(

@@ -28,7 +28,7 @@ from tlt.drafter.card import card
 from tlt.drafter.checkpoint import (
     STATE,
     WEIGHTS,
-    load_drafter,
+    build_drafter,
     read_drafter,
     read_moments,
     write_files,
@@ -73,8 +73,8 @@ def export(plan: ExportPlan) -> dict[str, Any]:
     version = _version_of(plan.source)
     target_config = read_json(plan.target / "config.json", "the config of a model", WAY_OUT)
     num_layers = target_config.get("num_hidden_layers")
-    load_drafter(version, num_target_layers=num_layers)  # refuses a damaged one
     config, weights = read_drafter(version, num_layers)
+    build_drafter(version, config, weights)  # refuses a damaged one
     for key in ("hidden_size", "vocab_size"):
         if target_config.get(key) != getattr(config, key):
             raise ConfigError(
