@@ -10,8 +10,9 @@ by RL step, in another order each time; so every ratio compares RL steps that ar
 beside each group.
 
 Writes results/e2e/pairs/<name>.json: the speed-ups over the reference with intervals (`pairs.py`),
-whether the arms generated the same samples, and a record of every turn. A complete group with the
-same settings is not run again, unless with `--anew`. The runs are left in runs/e2e/<name>.
+whether the arms generated the same samples and left the same policy, and a record of every turn. A
+complete group with the same settings is not run again, unless with `--anew`. The runs are left in
+runs/e2e/<name>.
 
 `--arms` chooses arms, the reference first. Overrides hold for all arms.
 """
@@ -130,6 +131,7 @@ def run_group(comparison: Comparison, arms: list[str], runs_folder: Path) -> Non
             run.go()
         for run in runs:
             run.finish()
+        group["policy"] = {run.arm: steps.policy(run.out) for run in runs}
         group["complete"] = True
         comparison.write()
 

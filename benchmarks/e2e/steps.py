@@ -41,6 +41,14 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
+def policy(out: Path) -> str:
+    """Return a digest of every bit of the policy that a run left."""
+    found = hashlib.sha256()
+    for path in sorted((out / "policy").glob("*.safetensors")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def decoding(timeline: StepTimeline) -> list[dict[str, Any]]:
     """Return the engine steps of an RL step by arm and batch size, the longest time first.
 

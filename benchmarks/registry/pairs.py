@@ -21,7 +21,14 @@ def speed_ups(d: Doc) -> Rows:
     """One row per arm: paired ratios against the reference, with 95% intervals."""
     arms = d["scenario"]["arms"]
     rows = [[f"against {arms[d['scenario']['reference']]['label']}", "end to end", "rollout"]]
-    rows[0] += ["rollout, all seconds", "pairs", "marked", "rollout without them", "samples"]
+    rows[0] += [
+        "rollout, all seconds",
+        "pairs",
+        "marked",
+        "rollout without them",
+        "samples",
+        "policy",
+    ]
     for arm, found in d["speed_up"].items():
         every, marked = found["every_pair"], len(found["left_out"])
         cells = [interval(every["end_to_end"]), interval(every["rollout"])]
@@ -29,8 +36,19 @@ def speed_ups(d: Doc) -> Rows:
         cells.append(interval(found["rollout"]) if "rollout" in found else "")
         other = f"differ from RL step {found['first_difference']} on"
         cells.append("the same" if found["same_samples"] else other)
+        cells.append(same_policy(d, arm))
         rows.append([arms[arm]["label"], *cells])
     return rows
+
+
+def same_policy(d: Doc, arm: str) -> str:
+    """Say whether an arm's run left the policy of the reference beside it; empty if not known."""
+    reference = d["scenario"]["reference"]
+    for group in d["groups"]:
+        left = group.get("policy", {})
+        if arm in left:
+            return "the same" if left[arm] == left[reference] else "another"
+    return ""
 
 
 def turns(d: Doc, arm: str) -> list[dict[str, Any]]:

@@ -192,13 +192,21 @@ def test_the_record_of_an_rl_step(tmp_path: Path) -> None:
     assert found["samples"] != steps.record(tmp_path / "b", 1)["samples"]
 
 
+def test_a_digest_of_the_policy_that_a_run_left(tmp_path: Path) -> None:
+    for run_name, weights in {"a": b"xy", "b": b"xy", "c": b"xz"}.items():
+        (tmp_path / run_name / "policy").mkdir(parents=True)
+        (tmp_path / run_name / "policy" / "model.safetensors").write_bytes(weights)
+    a, b, c = (steps.policy(tmp_path / name) for name in "abc")
+    assert a == b != c
+
+
 def test_a_complete_group_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     of = scenario.load("tiny")
     first = run.Comparison("tiny", of, anew=False)
     first.groups = [
         {"arms": ["off", "again"], "complete": False},
-        {"arms": ["off", "tlt"], "complete": True},
+        {"arms": ["off", "tlt"], "complete": True, "policy": {"off": "a", "tlt": "b"}},
     ]
     for group in (0, 1):
         for step in (1, 2, 3):
@@ -209,7 +217,7 @@ def test_a_complete_group_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     assert table[0][:2] == ["against no speculation", "end to end"]
     assert table[2][:2] == ["TLT from nothing", "2.00x (2.00 to 2.00)"]
     assert table[2][4:6] == ["2", "0"]
-    assert table[2][-1] == "the same"
+    assert [row[-2:] for row in table[1:]] == [["the same", ""], ["the same", "another"]]
     again = run.Comparison("tiny", of, anew=False)
     assert again.has(["off", "tlt"])
     assert not again.has(["off", "again"])
