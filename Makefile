@@ -146,8 +146,14 @@ bench:
 	$(BIN)/python benchmarks/look_ahead.py --start cool --model models/smollm2
 	$(BIN)/python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft
 	$(BIN)/python benchmarks/e2e/run.py identical
+	$(BIN)/python benchmarks/e2e/run.py words
+	$(BIN)/python benchmarks/simulated_words.py
+	$(BIN)/python benchmarks/e2e/run.py words run.seed=1 --arms off,tlt --name words-seed1
+	$(BIN)/python benchmarks/e2e/run.py words run.seed=2 --arms off,tlt --name words-seed2
 	$(BIN)/python benchmarks/e2e/run.py tail
+	$(BIN)/python benchmarks/e2e/workers.py runs/e2e/tail/0-off runs/e2e/tail/0-tlt
 	$(BIN)/python benchmarks/e2e/run.py equal
+	$(BIN)/python benchmarks/e2e/picture.py
 	bash benchmarks/strategy.sh
 
 clean:

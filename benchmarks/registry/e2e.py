@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 
 from registry.core import Doc, Rows, count, figures, ms, percent, table
-from registry.pairs import comparison, interval, turns
+from registry.pairs import comparison, interval, same_policy, turns
 
 SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 """Scenarios in which all arms are compared with no speculation, and their titles."""
 
-for each in (*SCENARIOS, "identical"):
+SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
+"""Results of the natural lengths, by seed."""
+
+for each in (*SCENARIOS, "equal", "identical"):
     comparison(f"e2e.{each}", f"e2e/pairs/{each}")
 
 
@@ -31,6 +34,25 @@ def parts(*docs: Doc) -> Rows:
             for measure in ("end_to_end", "rollout")
         ]
         rows.append([label, *cells])
+    return rows
+
+
+@table("e2e.seeds", *(f"e2e/pairs/{name}" for name in SEEDS.values()))
+def seeds(*docs: Doc) -> Rows:
+    """One row per seed: rewards with and without TLT, and whether samples and policy are equal."""
+    rows = [["seed", "RL steps", "samples", "mean reward without TLT", "with TLT"]]
+    rows[0] += ["the samples are", "the policy is"]
+    for seed, d in zip(SEEDS, docs, strict=True):
+        of = {arm: [t for t in d["turns"] if t["arm"] == arm] for arm in ("off", "tlt")}
+        samples = sum(len(t["lengths"]) for t in of["tlt"])
+        group = of["tlt"][0]["group"]
+        rewards = [
+            statistics.fmean(t["metrics"]["reward/mean"] for t in found if t["group"] == group)
+            for found in of.values()
+        ]
+        same = "the same" if d["speed_up"]["tlt"]["same_samples"] else "others"
+        cells = [str(len(of["tlt"])), count(samples), *(f"{value:.6f}" for value in rewards)]
+        rows.append([seed, *cells, same, same_policy(d, "tlt")])
     return rows
 
 

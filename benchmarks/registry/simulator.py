@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from registry.core import Doc, Rows, count, figures, limits, percent, table
+from registry.pairs import interval
 
 GROUP_SIZE = 8
 """Samples a prompt, in all runs of benchmarks/simulator.py."""
@@ -37,6 +38,23 @@ figures(
         for kind in ("median", "worst")
     },
 )
+
+ARMS = {"ngram": "n-grams, adaptive", "fixed": "frozen drafter, 3 draft tokens", "tlt": "TLT"}
+
+
+@table("simulated_words", "simulated_words")
+def gains(d: Doc) -> Rows:
+    """One row per arm: the measured speed-up over no speculation beside the predicted one."""
+    rows = [["against no speculation", "rollout, measured", "modelled"]]
+    rows[0] += ["end to end, measured", "modelled"]
+    for arm, row in d["arms"].items():
+        cells = [ARMS[arm]]
+        for measure in ("rollout", "end_to_end"):
+            of = row[measure]
+            cells += [interval(of["measured"]), f"{of['predicted']:.2f}x"]
+        rows.append(cells)
+    return rows
+
 
 NODES = (1, 2, 4, 8)
 NAMES = {"qwen2.5-7b": "7B", "qwen2.5-32b": "32B"}
