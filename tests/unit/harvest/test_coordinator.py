@@ -33,10 +33,13 @@ class FakeTrainer:
         self.fails: Exception | None = None
         self.starved = False
         self.at_evaluation: Callable[[], Awaitable[None]] | None = None
+        self.at_training: Callable[[], Awaitable[None]] | None = None
         self.breaks_off = False
         self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
         self.taken: list[tuple[Any, ...]] = []
+        self.refuses_published = False
+        """Whether the next call with a published drafter and nothing else fails."""
         self.cannot_be_killed = False
         self._death = asyncio.Event()
 
@@ -61,6 +64,9 @@ class FakeTrainer:
         self, base: Weights | None, published: Weights | None, policy: Weights | None
     ) -> None:
         await self._alive()
+        if self.refuses_published and published is not None and base is None and policy is None:
+            self.refuses_published = False
+            raise TrainerFailed("out of memory")
         self.taken.append(tuple(w if w is None else w.blob for w in (base, published, policy)))
         if base is not None:
             assert base.version != self.has, "it has these weights already"
@@ -69,6 +75,8 @@ class FakeTrainer:
     async def train(self, lease: int, seconds: float) -> Trained:
         await self._alive()
         self.asked_s.append(seconds)
+        if self.at_training is not None:
+            await self.at_training()
         if self.fails is not None:
             raise self.fails
         if self.starved:
@@ -462,6 +470,44 @@ def test_a_drafter_is_compared_with_the_one_published_meanwhile() -> None:
             told = [published for _, published, _ in s["b"].taken if published is not None]
             assert told[:1] == [first.weights.blob]
             await s.needed("a", within_s=0.5)
+            await s.needed("b")
+
+    run(scene)
+
+
+def test_a_published_drafter_that_did_not_arrive_is_sent_again() -> None:
+    """Otherwise its trainer would compare itself with an older one, and publish what is worse."""
+
+    async def scene() -> None:
+        async with Setting() as s:
+            s.idle("a")
+            await asyncio.sleep(1.0)  # earns time to evaluate in
+            evaluated, trained = asyncio.Event(), asyncio.Event()
+
+            async def until_evaluated() -> None:
+                await evaluated.wait()
+
+            async def until_trained() -> None:
+                await trained.wait()
+
+            s["a"].at_evaluation, s["b"].at_training = until_evaluated, until_trained
+            await asyncio.sleep(0.08)
+            assert await s.coordinator.next_version(0.001) is not None
+            s.idle("b")  # has the drafter that was published last, and trains
+            await asyncio.sleep(0.01)
+            has = s["b"].taken[-1][1]
+            evaluated.set()
+            version = await s.coordinator.next_version(0.01)
+            assert version is not None
+            assert has != version.weights.blob
+            await s.needed("a")
+            s["b"].refuses_published = True
+            trained.set()  # its result is to be compared with the drafter published meanwhile
+            await asyncio.sleep(0.2)
+            assert not s["b"].refuses_published
+            assert s.coordinator.tally.faults == 1
+            told = [published for _, published, _ in s["b"].taken[1:] if published is not None]
+            assert told[:1] == [version.weights.blob]
             await s.needed("b")
 
     run(scene)
