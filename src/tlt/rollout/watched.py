@@ -67,6 +67,7 @@ class WatchedEngine:
 
     async def stop(self, graceful: bool) -> None:
         """End the engine; go on after the time limit, because its place needs a successor."""
+        self.condemn("it is stopped")  # its last answers would be refusals, and blame the call
         try:
             async with asyncio.timeout(self._limits.health_timeout_s):
                 await self.engine.stop(graceful)
@@ -79,18 +80,27 @@ class WatchedEngine:
         """Return the answer, or raise when the engine is condemned or the time is over."""
         limit_s = limit_s or self._limits.health_timeout_s
         answer = asyncio.ensure_future(call)
+        answer.add_done_callback(_hear)
         condemned = asyncio.ensure_future(self._condemned.wait())
         try:
             both: set[asyncio.Future[Any]] = {answer, condemned}
             await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                return answer.result()
-            if not condemned.done():
+            # First: what an engine says that is being replaced does not count, also if it comes in
+            # the same moment. Its samples may be those of an old policy.
+            if not self._condemned.is_set():
+                if answer.done():
+                    return answer.result()
                 self.condemn(f"no answer to {method} within {limit_s:g} s")
             raise EngineGone(f"{self.name} is replaced: {self._why}")
         finally:
             answer.cancel()
             condemned.cancel()
+
+
+def _hear(answer: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for any more."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 class Progress:

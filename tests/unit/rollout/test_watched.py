@@ -1,9 +1,56 @@
-"""Samples that the pool waits for and no engine has."""
+"""Engines that the pool no longer trusts, and samples that it waits for and no engine has."""
+
+import asyncio
+from typing import Any, cast
 
 import pytest
 
-from tlt.errors import EngineError
-from tlt.rollout.watched import Progress
+from tlt.config.rollout import PoolConfig
+from tlt.errors import EngineError, EngineGone
+from tlt.rollout.watched import Progress, WatchedEngine
+
+
+class Slow:
+    """An engine whose answers come when the test says so."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def take_finished(self) -> Any:
+        return await self.answer
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self.answer
+
+    async def stop(self, graceful: bool) -> None:
+        self.answer.set_exception(EngineError("engine-0 is shut down"))
+
+
+async def under_way(call: Any) -> asyncio.Task[Any]:
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_what_an_engine_says_that_is_being_replaced_does_not_count() -> None:
+    """It may have failed to take the new policy, and then has samples of the old one."""
+    slow = Slow()
+    engine = WatchedEngine("engine-0", cast(Any, slow), PoolConfig(num_engines=1))
+    taking = await under_way(engine.take_finished())
+    engine.condemn("it did not take new weights")
+    slow.answer.set_result(["a sample of the old policy"])
+    with pytest.raises(EngineGone, match="is replaced: it did not take new weights"):
+        await taking
+
+
+async def test_a_stopped_engine_does_not_speak_against_the_call() -> None:
+    """Otherwise new weights that all engines miss, because all are replaced, would be wrong."""
+    engine = WatchedEngine("engine-0", cast(Any, Slow()), PoolConfig(num_engines=1))
+    loading = await under_way(engine.call("update_policy"))
+    await engine.stop(graceful=False)
+    with pytest.raises(EngineGone, match="it is stopped"):
+        await loading
 
 
 def test_a_sample_that_is_missing_twice_is_lost() -> None:
