@@ -17,6 +17,7 @@ from drafter_fixtures import drafter  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from tlt.drafter.checkpoint import MOMENTS, load_drafter, save_drafter  # noqa: E402
+from tlt.errors import EngineError  # noqa: E402
 from tlt.harvest import session  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings  # noqa: E402
@@ -439,8 +440,11 @@ class SlowSwap:
         self.may_end = asyncio.Event()
         self.begun: list[tuple[int, float]] = []
         """Number and weights of every drafter that engines were given."""
+        self.refusal: EngineError | None = None
 
     async def update_drafter(self, weights: Any, version: int, skip: object) -> list[float]:
+        if self.refusal is not None:
+            raise self.refusal
         self.begun.append((version, dict(weights)["w"].item()))
         await self.may_end.wait()
         return [0.0]
@@ -501,6 +505,23 @@ async def test_a_published_drafter_that_never_comes_is_waited_for_within_a_limit
             world.idle()
             await world.until(lambda: pool.begun)
             await world.all_needed()
+
+    await run(scene)
+
+
+async def test_a_drafter_that_all_engines_refuse_turns_harvest_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene() -> None:
+        async with running() as world:
+            publishes(world, tmp_path).refusal = EngineError("another vocabulary")
+            world.idle()
+            await world.until(lambda: not world.harvest.enabled)
+            await world.all_needed()
+            await world.harvest.rollout_ended()
+            await world.until(lambda: all(trainer.dead for trainer in world.trainers))
+            assert "the engines do not take a new drafter" in caplog.text
+            assert len(world.trainers) == len(ENGINES)
 
     await run(scene)
 

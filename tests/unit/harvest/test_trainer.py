@@ -154,6 +154,9 @@ def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
     one.end(2)
     assert one.train(2, LONG_S).num_steps == 0
     assert not one.begin(2, LONG_S)
+    assert one.begin(3, LONG_S)
+    one.release()
+    assert one.train(3, LONG_S).num_steps == 0, "a call that comes late, or twice"
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.export().items())
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("ray")
 from fault_layer import run
 
 from tlt.errors import LearnerLost
+from tlt.learner.actor import LearnerActor
 from tlt.learner.calls import InOrder, RankFailed, RankGone
 from tlt.learner.group import BLAME_S, LearnerGroup
 from tlt.simulate.clock import now_s
@@ -127,3 +128,17 @@ def test_a_call_that_comes_twice_or_too_early_is_refused() -> None:
     with pytest.raises(RankFailed, match=r"call 4 \(step\) came after call 2"):
         calls.check(4, "step")
     calls.check(3, "publish")
+
+
+def test_the_process_of_a_rank_does_nothing_twice() -> None:
+    class Recording(LearnerActor):
+        def accumulate(self, rows: object, rl_step: int) -> None:
+            taken.append(rl_step)
+
+    taken: list[int] = []
+    rank = Recording(cast(Any, None), 0)
+    rank.do(1, "accumulate", [], 7)
+    with pytest.raises(RankFailed, match=r"call 1 \(accumulate\) came after call 1"):
+        rank.do(1, "accumulate", [], 7)
+    rank.do(2, "accumulate", [], 8)
+    assert taken == [7, 8]
