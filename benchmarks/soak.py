@@ -32,6 +32,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ RESULT = Path(__file__).parent / "results" / "soak.json"
 SAMPLE_S = 5.0
 LIMIT_S = 300.0
 """Seconds without an RL step after which the run counts as hung."""
+END_S = 15.0
+"""Seconds after the end of a driver in which all other processes of its run end."""
 MARK = "TLT_SOAK"
 """Environment variable by which processes of a run are known, also when their driver is dead."""
-KILL_DRIVER, END_DRIVER = "kill the driver", "ask the driver to end"
-DAMAGE = "damage the newest checkpoint"
 SETTINGS = (
     *("sampling.prompts_per_step=8", "sampling.group_size=4", "eval.every_steps=0"),
     *("checkpoint.every_steps=2", "checkpoint.keep=4", "run.checkpoint_on_term=true"),
@@ -90,10 +91,13 @@ class Run:
         self._settings = [f"run.out=runs/{name}", *SETTINGS, *settings]
         self.process: subprocess.Popen[bytes] | None = None
         self.starts = 0
+        self.told_to_end = False
+        """Whether a fault has ended the driver, or asked it to end."""
         self.mark = uuid.uuid4().hex
 
     def start(self, *settings: str) -> None:
         self.starts += 1
+        self.told_to_end = False
         resume = ["--resume"] if (self.folder / "config.toml").exists() else []
         command = [sys.executable, "-m", "tlt", "train", str(RECIPE), *self._settings, *settings]
         with (self.home / f"{self.name}.log").open("ab") as log:
@@ -112,6 +116,22 @@ class Run:
         if self.process.wait() != 0:
             log = (self.home / f"{self.name}.log").read_text()
             sys.exit(f"{self.name} ended with {self.process.returncode}:\n{log[-2000:]}")
+
+    def end(self, number: int) -> None:
+        """Send the driver a signal, and wait until it has ended."""
+        assert self.process is not None
+        self.told_to_end = True
+        self.process.send_signal(number)
+        try:
+            self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"the driver has not ended {LIMIT_S:.0f} s after signal {number}")
+
+    def kill(self) -> None:
+        """Kill all processes of the run."""
+        for process in self.tree():
+            with suppress(psutil.Error):
+                process.kill()
 
     def records(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
@@ -178,9 +198,9 @@ class Faults:
             "stop a learner rank": lambda: self._signal("ray::LearnerActor", signal.SIGSTOP),
             "stop a trainer": lambda: self._signal("ray::TrainerActor", signal.SIGSTOP),
             "stop the driver for 5 s": self._pause_driver,
-            KILL_DRIVER: lambda: self._end_driver(signal.SIGKILL),
-            END_DRIVER: lambda: self._end_driver(signal.SIGTERM),
-            DAMAGE: self._damage,
+            "kill the driver": lambda: self._end_driver(signal.SIGKILL),
+            "ask the driver to end": lambda: self._end_driver(signal.SIGTERM),
+            "damage the newest checkpoint": self._damage,
             "no room for a checkpoint": self._no_room,
         }
 
@@ -212,8 +232,7 @@ class Faults:
         process = self._run.process
         if process is None or process.poll() is not None:
             return False
-        process.send_signal(number)
-        process.wait()
+        self._run.end(number)
         return True
 
     def _damage(self) -> bool:
@@ -289,8 +308,8 @@ def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
     while (now_s := time.monotonic()) < began_s + 60 * minutes:
         assert run.process is not None
         if (code := run.process.poll()) is not None:
-            last = events[-1]["kind"] if events else ""
-            if last not in (KILL_DRIVER, END_DRIVER, DAMAGE):
+            if not run.told_to_end:
+                last = events[-1]["kind"] if events else ""
                 ended.append({"at_s": round(now_s - began_s, 1), "code": code, "after": last})
             run.start()
         if now_s >= next_sample_s:
@@ -307,8 +326,8 @@ def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
             events.append({"at_s": round(now_s - began_s, 1), "step": step, "kind": kind})
         time.sleep(0.2)
     if run.process is not None and run.process.poll() is None:
-        run.process.send_signal(signal.SIGTERM)
-        run.process.wait()
+        run.end(signal.SIGTERM)
+    time.sleep(END_S)
     return {
         "faults": events,
         "counts": dict(Counter(event["kind"] for event in events)),
@@ -316,6 +335,7 @@ def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
         "longest_without_step_s": round(max(longest_s, time.monotonic() - moved_s), 1),
         "ended_by_itself": ended,
         "starts": run.starts,
+        "processes_left": len(run.tree()),
     }
 
 
@@ -412,7 +432,10 @@ def main() -> None:
     if not (home / "models" / "tiny-sft").exists():
         make_policy(home)
     disturbed = Run(home, "disturbed", "run.num_steps=100000")
-    result = soak(disturbed, options.minutes, options.every, options.seed)
+    try:
+        result = soak(disturbed, options.minutes, options.every, options.seed)
+    finally:
+        disturbed.kill()
     num_steps = len(disturbed.records())
     print(f"{num_steps} RL steps, {len(result['faults'])} faults, {result['starts']} starts")
     steps = f"run.num_steps={num_steps}"
@@ -438,7 +461,7 @@ def main() -> None:
     }
     options.result.write_text(json.dumps(result, indent=1) + "\n")
     plot(result, options.result.with_suffix(".png"))
-    for name in ("counts", "ended_by_itself", "same", "resumed_from", "growth"):
+    for name in ("counts", "ended_by_itself", "processes_left", "same", "resumed_from", "growth"):
         print(name, result[name])
     print("longest without an RL step:", result["longest_without_step_s"], "s")
     if not all((*result["same"].values(), *result["resumed_from"].values())):
