@@ -6,6 +6,8 @@ import json
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,3 +31,12 @@ def records(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
+    """Wait for something that a run does."""
+    deadline = time.monotonic() + limit(240)
+    while not condition():
+        assert process.poll() is None, f"the run ended while waiting for {what}"
+        assert time.monotonic() < deadline, f"no {what} in time"
+        time.sleep(0.05)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from commands import command, records, tlt
+from commands import command, records, tlt, wait_for
 from listeners import beyond_loopback, listening, reached_from_outside
 from speed import by_size, limit
 from trace_events import check_trace
@@ -163,14 +163,6 @@ def running(policy: Path, name: str, flags: str = "") -> Iterator[subprocess.Pop
             process.kill()
         process.wait()
         log.close()
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], what: str) -> None:
-    deadline = time.monotonic() + limit(240)
-    while not condition():
-        assert process.poll() is None, f"the run ended while waiting for {what}"
-        assert time.monotonic() < deadline, f"no {what} in time"
-        time.sleep(0.05)
 
 
 def wait_for_step(step: int, run: Path, process: subprocess.Popen[bytes]) -> None:

@@ -76,6 +76,18 @@ def test_a_function_that_is_gone_is_found() -> None:
     assert not exists("tlt.gone.Source.batch")
 
 
+def test_tests_that_pages_name_exist() -> None:
+    """The table of faults is only as true as its tests."""
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    there = {name for text in sources for name in re.findall(r"def (test_\w+)\(", text)}
+    for page in PAGES:
+        text = page.read_text()
+        named = set(re.findall(r"`(test_\w+)`", text))
+        assert named <= there, (page.name, named - there)
+        for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
+            assert (ROOT / path).exists(), (page.name, path)
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 200
 

@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 
 import torch
 
+from speed import limit
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec
 from tlt.errors import EngineError, EngineGone
@@ -35,12 +36,13 @@ FAULTS = ("drop", "delay", "duplicate", "fail", "fail_late", "hang")
 LIMITS = PoolConfig(
     num_engines=3,
     prefetch=2,
-    health_timeout_s=0.6,
-    command_timeout_s=0.8,
+    health_timeout_s=limit(0.6),
+    command_timeout_s=limit(0.8),
     max_restarts=100,
 )
-LIMIT_S = 40.0
+LIMIT_S = limit(40.0)
 """Seconds for two rollouts and two weight updates of `AT_ONCE` seeds on a busy machine."""
+NEVER_S = 2 * LIMIT_S
 
 
 class LightCore:
@@ -115,7 +117,7 @@ class Handle:
     async def _through(self, work: Callable[[], Any]) -> Any:
         fault = next(self._faults)
         if fault == "drop":
-            await asyncio.sleep(60)
+            await asyncio.sleep(NEVER_S)
         if fault == "fail":
             raise EngineGone("the call did not arrive")
         if fault == "delay":
@@ -124,7 +126,7 @@ class Handle:
         if fault == "duplicate":
             return await self._in_thread(work)
         if fault == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(NEVER_S)
         if fault == "fail_late":
             raise EngineError("the answer did not arrive")
         return answer

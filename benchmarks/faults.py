@@ -1,0 +1,83 @@
+"""Seeded faults and bad input at full size: how many, how long it takes, and whether all pass.
+
+    python benchmarks/faults.py [--seeds 1000] [--inputs 2000] [rollout] [harvest] [run] [input]
+
+Runs the tests of `make test-all` that draw faults, one part after the other: `rollout`, `harvest`
+and `run` put a layer of faults between the driver and its actors, `input` gives bad input to all
+commands. Writes benchmarks/results/faults.json; parts that are not named keep their record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tlt.observe.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "faults.json"
+LAYERS = ("rollout", "harvest", "run")
+INPUT = "input"
+
+
+def cpu_s() -> float:
+    """Return the seconds of computing of all child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def outcome(output: str) -> dict[str, int]:
+    """Return how many tests passed and failed, from the last line of pytest."""
+    lines = output.strip().splitlines() or [""]
+    return {
+        word: int(found[1]) if (found := re.search(rf"(\d+) {word}", lines[-1])) else 0
+        for word in ("passed", "failed")
+    }
+
+
+def run(part: str, count: int) -> dict[str, Any]:
+    """Run one part, and return its record."""
+    variable = "TLT_FUZZ_INPUTS" if part == INPUT else "TLT_FAULT_SEEDS"
+    name = "cli/test_fuzz.py" if part == INPUT else f"{part}/test_fault_layer.py"
+    tests = f"tests/unit/{name}"
+    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", tests]
+    environment = os.environ | {variable: str(count)}
+    began_s, began_cpu_s = time.monotonic(), cpu_s()
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    sys.stdout.write(done.stdout)
+    return {
+        "command": f"{variable}={count} pytest {tests}",
+        "count": count,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "cpu_seconds": round(cpu_s() - began_cpu_s, 1),
+        **outcome(done.stdout),
+        "exit_code": done.returncode,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=[*LAYERS, INPUT], choices=[*LAYERS, INPUT])
+    parser.add_argument("--seeds", type=int, default=1000, help="of each layer of faults")
+    parser.add_argument("--inputs", type=int, default=2000)
+    options = parser.parse_args()
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"parts": {}}
+    for part in options.parts:
+        source = provenance()
+        found = run(part, options.inputs if part == INPUT else options.seeds)
+        result["parts"][part] = found | {"commit": source["commit"], "date": source["date"]}
+        result["provenance"] = source
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(any(result["parts"][part]["exit_code"] for part in options.parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Runs that share a node: two containers, and two users. A run that is killed disturbs no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from commands import command, records, wait_for
+from speed import limit
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
+NAME = "isolated"
+"""The name of `run.out` of all runs here: their folders in shared memory begin with it."""
+SETTINGS = (
+    f"run.out=runs/{NAME} sampling.prompts_per_step=8 sampling.group_size=4 eval.every_steps=0 "
+    "checkpoint.every_steps=100 pool.num_engines=1 tlt.enabled=true tlt.min_lease_s=0.1 "
+    "tlt.session_s=0.5 tlt.lr=3e-3"
+)
+OTHER_USER = 12345
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are started: the command around `tlt`, their user and their folder."""
+
+    name: str
+    around: Sequence[str]
+    user: int
+    home: Path
+
+    def command(self, num_steps: int) -> list[str]:
+        settings = f"{SETTINGS} run.num_steps={num_steps} debug.core_group={self.name}"
+        return [*self.around, *command(f"train {RECIPE} {settings}")]
+
+    @property
+    def log(self) -> Path:
+        return self.home / "log"
+
+    def num_steps(self) -> int:
+        return len(records(self.home / "runs" / NAME))
+
+    def in_memory(self) -> set[str]:
+        """Return the folders in shared memory of this place's user."""
+        folder = Path(f"/dev/shm/tlt-{self.user}")
+        return {path.name for path in folder.glob(f"{NAME}-*")}
+
+
+@contextmanager
+def running(place: Place, num_steps: int) -> Iterator[subprocess.Popen[bytes]]:
+    environment = os.environ | {"HOME": str(place.home), "USER": place.name}
+    with place.log.open("ab") as log:
+        process = subprocess.Popen(
+            place.command(num_steps), cwd=place.home, stdout=log, stderr=log, env=environment
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def new_place(name: str, policy: Path, tmp_path: Path, around: Sequence[str], user: int) -> Place:
+    """Make a folder with the policy's models, on a disk that only this place sees."""
+    home = tmp_path / name
+    home.mkdir()
+    (home / "models").symlink_to(policy / "models")
+    os.chown(home, user, user)
+    return Place(name, around, user, home)
+
+
+def containers(policy: Path, tmp_path: Path) -> list[Place]:
+    """Return two pid namespaces; the second one dies with the process that made it."""
+    around = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    try:
+        subprocess.run([*around, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine allows no pid namespaces: {error}")
+    names = ("container-1", "container-2")
+    return [new_place(name, policy, tmp_path, around, os.geteuid()) for name in names]
+
+
+def users(policy: Path, tmp_path: Path) -> list[Place]:
+    """Return this user, and one who may read all files, such as Python, and write nobody's."""
+    may = "+dac_read_search"
+    ids = [f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups"]
+    around = ["setpriv", *ids, f"--inh-caps={may}", f"--ambient-caps={may}"]
+    try:
+        subprocess.run([*around, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"only root can be two users: {error}")
+    return [
+        new_place("user-1", policy, tmp_path, [], os.geteuid()),
+        new_place("user-2", policy, tmp_path, around, OTHER_USER),
+    ]
+
+
+def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
+    """Return the process of `tlt train`, which may be a child of the command around it."""
+    outer = psutil.Process(process.pid)
+    return next(p for p in [outer, *outer.children()] if "tlt" in p.cmdline())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users or containers")
+@pytest.mark.parametrize("two", [containers, users], ids=lambda two: two.__name__)
+def test_a_run_beside_others_is_undisturbed(two: object, policy: Path, tmp_path: Path) -> None:
+    assert callable(two)
+    one, other = two(policy, tmp_path)
+    with running(one, num_steps=10_000) as process:
+        wait_for(lambda: one.num_steps() >= 1, process, "RL step 1")
+        mine = one.in_memory()
+        assert mine
+        with running(other, num_steps=10_000) as killed:
+            wait_for(lambda: other.num_steps() >= 1, killed, "RL step 1 of the other run")
+            left = other.in_memory() - mine
+            assert left, "two runs in one folder"
+            for victim in psutil.Process(killed.pid).children(recursive=True):
+                victim.kill()
+        (other.home / "runs").rename(other.home / "killed")
+        before = one.num_steps()
+        with running(other, num_steps=2) as whole:  # removes what the killed one left
+            assert whole.wait(timeout=limit(400)) == 0, other.log.read_text()[-3000:]
+        assert not left & other.in_memory()
+        wait_for(lambda: one.num_steps() >= max(before, 2) + 2, process, "more RL steps")
+        driver(process).send_signal(signal.SIGTERM)
+        assert process.wait(timeout=limit(60)) == 143, one.log.read_text()[-3000:]
+    found = [records(place.home / "runs" / NAME) for place in (one, other)]
+    assert [record["step"] for record in found[0]] == list(range(1, len(found[0]) + 1))
+    assert sum(record["rollout/engine_restarts"] for record in found[0]) == 0
+    assert sum(record["learner/restarts"] for record in found[0]) == 0
+    for name in ("reward/mean", "learner/grad_norm", "learner/gap_mean"):
+        assert [r[name] for r in found[0][:2]] == [r[name] for r in found[1]], name
+    assert not one.in_memory()
