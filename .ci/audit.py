@@ -35,8 +35,12 @@ def verdict(output: str, errors: str) -> tuple[int, str]:
         for package in packages
         for each in package.get("vulns", [])
     ]
-    unknown = [package["name"] for package in packages if "skip_reason" in package]
-    lines = [f"audit: {len(packages)} packages, {len(found)} known vulnerabilities", *found]
+    unknown = {p["name"]: p["skip_reason"] for p in packages if "skip_reason" in p}
+    if len(unknown) == len(packages):  # an index without a database answers so
+        why = next(iter(unknown.values()), "it was given no package")
+        return 0, f"audit: SKIPPED, nothing was looked up: {why[:300]}"
+    num_known = len(packages) - len(unknown)
+    lines = [f"audit: {num_known} packages, {len(found)} known vulnerabilities", *found]
     if unknown:
         lines.append(f"  not looked up: {', '.join(unknown)}")
     return int(bool(found)), "\n".join(lines)

@@ -65,7 +65,14 @@ def test_a_bill_without_a_pinned_torch_is_refused() -> None:
             '{"dependencies": [{"name": "a", "skip_reason": "not on PyPI"}]}',
             "",
             0,
-            r"(?s)0 known.*not looked up: a",
+            "SKIPPED, nothing was looked up: not on PyPI",
+        ),
+        (
+            '{"dependencies": [{"name": "a", "skip_reason": "not on PyPI"}, '
+            '{"name": "b", "version": "1", "vulns": []}]}',
+            "",
+            0,
+            r"(?s)1 packages, 0 known.*not looked up: a",
         ),
     ],
 )
