@@ -104,7 +104,12 @@ class World:
     def __init__(self, seed: int | None, drafter: Path) -> None:
         self.quiet = seed is None
         self.layers = [Layer(f"{seed}/{part}", 0.0, 3.0) for part in ("engine", "rank", "trainer")]
-        self.rng = random.Random(f"{seed}/driver")
+        rng = random.Random(f"{seed}/driver")
+        self.dies_after_s = None if self.quiet or rng.random() < 0.6 else rng.uniform(5, 60)
+        """When the driver is killed, if it is."""
+        self.dies_after_step = 0
+        """The RL step after which the driver is killed; 0 is none."""
+        self.death = asyncio.Event()
         self.drafter = drafter
         self.engines: list[Engine] = []
         self.trainers = Trainers(self.layers[2], self.is_used, KILL_S, Blob)
@@ -122,6 +127,9 @@ class World:
     def step_ended(self, record: Mapping[str, float]) -> None:
         self.layers[0].left = MAX_ENGINE_FAULTS
         assert record.get("harvest/release_s", 0.0) <= RELEASE_S, "harvest keeps the run waiting"
+        if record["step"] == self.dies_after_step:
+            self.dies_after_step = 0
+            self.death.set()
 
     def is_used(self, worker: str) -> bool:
         """Return whether an engine generates at this worker."""
@@ -456,11 +464,17 @@ async def whole_run(world: World, out: Path) -> int:
     """Make a whole run, and return its policy; the driver may die once, and resumes."""
     folder = RunFolder(out)
     folder.path.mkdir(parents=True)
-    deaths = [] if world.quiet or world.rng.random() < 0.6 else [world.rng.uniform(5, 60)]
     for attempt in itertools.count():
         async with driver(world, folder, resume=attempt > 0) as training:
             work = asyncio.ensure_future(training.run(resume=attempt > 0))
-            await asyncio.wait({work}, timeout=deaths.pop() if deaths else None)
+            death = asyncio.ensure_future(world.death.wait())
+            await asyncio.wait(
+                {work, death},
+                timeout=None if attempt else world.dies_after_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            death.cancel()
+            world.death.clear()
             if work.done():
                 work.result()
                 break
@@ -516,3 +530,23 @@ def test_no_step_is_lost_or_done_twice_whatever_fails(
         except BaseException as error:
             raise AssertionError(f"seed {seed}") from error
     assert num_faults
+
+
+def test_a_learner_lost_in_a_resumed_runs_first_weight_sync_is_revived(
+    tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, lost = Rank.publish, []
+
+    async def fails_once(rank: Rank, dtype: str, same_node: bool) -> str | None:
+        if rank.steps and rank.num_exchanges == 1 and not lost:  # it has just been restored
+            lost.append(rank)
+            raise RankFailed("out of memory")
+        return await publish(rank, dtype, same_node)
+
+    expected = run(whole_run(World(None, drafter), tmp_path / "undisturbed"), LIMIT_S)
+    monkeypatch.setattr(Rank, "publish", fails_once)
+    world = World(None, drafter)
+    world.dies_after_step = 4
+    assert run(whole_run(world, tmp_path / "resumed"), LIMIT_S) == expected
+    assert lost
+    assert records(tmp_path / "resumed") == records(tmp_path / "undisturbed")
