@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from tlt.simulate import clock
@@ -67,7 +68,8 @@ class Layer:
         """Deliver a call to the actor, or do not; return its answer, or do not."""
         fault = self.fault()
         if fault == "delay":
-            await asyncio.sleep(self.rng.uniform(0, self._max_delay_s))
+            with suppress(TimeoutError):  # a death is known at once, whatever is on its way
+                await asyncio.wait_for(actor.dead.wait(), self.rng.uniform(0, self._max_delay_s))
         if fault == "die":
             await actor.kill()
         if actor.dead.is_set():

@@ -14,7 +14,7 @@ import torch
 from tlt.hardware import thread_environment
 from tlt.harvest.rounds import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
 from tlt.harvest.trainer import HarvestSettings, HarvestTrainer
-from tlt.node.cluster import end_actors
+from tlt.node.cluster import end_actors, end_with_ray
 from tlt.node.cores import bind_process
 
 P = ParamSpec("P")
@@ -56,6 +56,7 @@ class TrainerActor(HarvestTrainer):
     """A trainer in a process of its own. `end` and the export run in threads beside training."""
 
     def __init__(self, settings: HarvestSettings, cores: tuple[int, ...], on_gpu: bool) -> None:
+        end_with_ray()
         os.nice(19)  # the run comes first, also where the two meet
         if not on_gpu:
             bind_process(cores)

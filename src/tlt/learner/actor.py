@@ -22,7 +22,7 @@ import ray
 from tlt.hardware import thread_environment
 from tlt.learner.batch import TrainSample
 from tlt.learner.calls import InOrder, RankFailed, RankGone
-from tlt.node.cluster import end_actors, this_node
+from tlt.node.cluster import end_actors, end_with_ray, this_node
 from tlt.node.cores import bind_process, claim_cores
 from tlt.node.shared import SharedFolder, run_environment
 from tlt.node.weights import SharedWeights, file_bytes
@@ -110,6 +110,7 @@ class LearnerActor:
 
     def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
         """Meet the other ranks, load the policy, and return this process's id."""
+        end_with_ray()
         if not self._plan.on_gpu:
             self._bind(ranks_here)
         import torch

@@ -15,6 +15,7 @@ import ray
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone
+from tlt.node.cluster import end_with_ray
 from tlt.node.shared import run_environment
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.handle import Spawner
@@ -30,6 +31,7 @@ class EngineActor:
     """An engine in its process. Ray runs these methods in threads of the actor."""
 
     def __init__(self, config: EngineConfig, name: str) -> None:
+        end_with_ray()
         self._engine = RolloutEngine(config, name)
 
     def start(self) -> dict[str, Any]:
