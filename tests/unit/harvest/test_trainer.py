@@ -156,7 +156,7 @@ def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
     assert not one.begin(2, LONG_S)
     assert one.begin(3, LONG_S)
     one.release()
-    assert one.train(3, LONG_S).num_steps == 0, "a call that comes late, or twice"
+    assert one.train(3, 2.0).num_steps == 0, "a call that comes late, or twice"
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.export().items())
 
 
