@@ -191,17 +191,25 @@ def kill_in_rounds(
     name: str,
     victims: Callable[[subprocess.Popen[bytes]], list[psutil.Process]],
     num_whole: int = 1,
+    number: int = signal.SIGKILL,
+    flags: str = "",
 ) -> list[dict[str, float]]:
-    """Kill a victim at a random moment of a run, `ROUNDS` times, and return the run's records."""
+    """Kill a victim at a random moment of a run, `ROUNDS` times, and return the run's records.
+
+    With another signal, the run has to kill it.
+    """
     rng = random.Random(name)
     run = policy / "runs" / name
-    with running(policy, name) as process:
+    hit: list[psutil.Process] = []
+    with running(policy, name, flags) as process:
         for round_ in range(ROUNDS):
             wait_for_step(1 + 4 * round_, run, process)
             wait_for(lambda: len(victims(process)) >= num_whole, process, "a victim")
             time.sleep(rng.uniform(0, 1))
-            rng.choice(victims(process)).kill()
+            hit.append(rng.choice(victims(process)))
+            hit[-1].send_signal(number)
         assert process.wait(timeout=limit(400)) == 0, (policy / f"{name}.log").read_text()[-3000:]
+    assert not psutil.wait_procs(hit, timeout=limit(10))[1], "it outlives the run"
     return records(run)
 
 
@@ -293,6 +301,23 @@ def test_killed_engines_change_nothing(policy: Path, undisturbed: list[dict[str,
     found = kill_in_rounds(policy, "engine", lambda p: children(p, "ray::EngineActor"), 2)
     assert steps_of(found) == list(range(1, STEPS + 1))
     assert sum(r["rollout/engine_restarts"] for r in found) >= ROUNDS - 1
+    assert_same(found, undisturbed)
+
+
+@pytest.mark.parametrize("title", ["EngineActor", "LearnerActor"])
+def test_a_stopped_process_is_replaced_and_changes_nothing(
+    policy: Path, undisturbed: list[dict[str, float]], title: str
+) -> None:
+    """A process that gets SIGSTOP answers nothing, and cannot end by itself."""
+    found = kill_in_rounds(
+        policy,
+        f"stopped-{title}",
+        lambda process: children(process, f"ray::{title}"),
+        number=signal.SIGSTOP,
+        flags=f"pool.health_timeout_s={limit(15):.0f} learner.timeout_s={limit(40):.0f}",
+    )
+    assert steps_of(found) == list(range(1, STEPS + 1))
+    assert sum(r["rollout/engine_restarts"] + r["learner/restarts"] for r in found) >= ROUNDS
     assert_same(found, undisturbed)
 
 
