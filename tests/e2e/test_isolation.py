@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 
 from commands import command, records, wait_for
 from speed import limit
+from tlt.node.shared import remove_abandoned
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
@@ -50,18 +51,18 @@ class Place:
     def num_steps(self) -> int:
         return len(records(self.home / "runs" / NAME))
 
-    def in_memory(self) -> set[str]:
-        """Return the folders in shared memory of this place's user."""
-        folder = Path(f"/dev/shm/tlt-{self.user}")
-        return {path.name for path in folder.glob(f"{NAME}-*")}
+    def runs_in_memory(self) -> set[str]:
+        """Return the ids of runs of this place's user that have folders in shared memory."""
+        folders = Path(f"/dev/shm/tlt-{self.user}").glob(f"{NAME}-*")
+        return {path.name.removeprefix(f"{NAME}-").split("-")[0] for path in folders}
 
 
 @contextmanager
 def running(place: Place, num_steps: int) -> Iterator[subprocess.Popen[bytes]]:
-    environment = os.environ | {"HOME": str(place.home), "USER": place.name}
+    names = {"HOME": str(place.home), "USER": place.name, "LOGNAME": place.name}
     with place.log.open("ab") as log:
         process = subprocess.Popen(
-            place.command(num_steps), cwd=place.home, stdout=log, stderr=log, env=environment
+            place.command(num_steps), cwd=place.home, stdout=log, stderr=log, env=os.environ | names
         )
         try:
             yield process
@@ -109,7 +110,7 @@ def users(policy: Path, tmp_path: Path) -> list[Place]:
 def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
     """Return the process of `tlt train`, which may be a child of the command around it."""
     outer = psutil.Process(process.pid)
-    return next(p for p in [outer, *outer.children()] if "tlt" in p.cmdline())
+    return next(p for p in [outer, *outer.children()] if p.cmdline()[1:3] == ["-m", "tlt"])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users or containers")
@@ -119,19 +120,21 @@ def test_a_run_beside_others_is_undisturbed(two: object, policy: Path, tmp_path:
     one, other = two(policy, tmp_path)
     with running(one, num_steps=10_000) as process:
         wait_for(lambda: one.num_steps() >= 1, process, "RL step 1")
-        mine = one.in_memory()
-        assert mine
+        mine = one.runs_in_memory()
+        assert len(mine) == 1
         with running(other, num_steps=10_000) as killed:
             wait_for(lambda: other.num_steps() >= 1, killed, "RL step 1 of the other run")
-            left = other.in_memory() - mine
-            assert left, "two runs in one folder"
+            left = other.runs_in_memory() - mine
+            assert len(left) == 1
             for victim in psutil.Process(killed.pid).children(recursive=True):
-                victim.kill()
+                with suppress(psutil.NoSuchProcess):
+                    victim.kill()
         (other.home / "runs").rename(other.home / "killed")
         before = one.num_steps()
         with running(other, num_steps=2) as whole:  # removes what the killed one left
             assert whole.wait(timeout=limit(400)) == 0, other.log.read_text()[-3000:]
-        assert not left & other.in_memory()
+        assert not left & other.runs_in_memory()
+        assert mine <= one.runs_in_memory()
         wait_for(lambda: one.num_steps() >= max(before, 2) + 2, process, "more RL steps")
         driver(process).send_signal(signal.SIGTERM)
         assert process.wait(timeout=limit(60)) == 143, one.log.read_text()[-3000:]
@@ -141,4 +144,5 @@ def test_a_run_beside_others_is_undisturbed(two: object, policy: Path, tmp_path:
     assert sum(record["learner/restarts"] for record in found[0]) == 0
     for name in ("reward/mean", "learner/grad_norm", "learner/gap_mean"):
         assert [r[name] for r in found[0][:2]] == [r[name] for r in found[1]], name
-    assert not one.in_memory()
+    remove_abandoned()
+    assert not one.runs_in_memory(), "a process of an ended run holds shared memory"
