@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tlt.cli.diagnosis import Finding, Status, diagnose
@@ -76,7 +77,8 @@ def _print_table(console: Console, findings: list[Finding]) -> None:
     table.add_column("found")
     table.add_column("to fix it")
     for finding in findings:
-        table.add_row(MARKS[finding.status], finding.what, finding.found, finding.fix)
+        cells = map(escape, (finding.what, finding.found, finding.fix))
+        table.add_row(MARKS[finding.status], *cells)
     console.print(table)
 
 
