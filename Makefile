@@ -11,7 +11,7 @@ TRL_VENV ?= .venv-trl
 SPECULATORS := .venv-speculators
 
 .PHONY: setup setup-locked setup-trl sbom audit fmt lint figures type docs test-unit test-gate test-all \
-	check check-all check-frameworks check-speculators bench clean
+	check check-all check-frameworks check-package check-speculators bench clean
 
 setup: $(VENV)/.done
 
@@ -106,7 +106,11 @@ check-frameworks: setup-trl
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate
-check-all: lint type docs test-unit test-all audit
+check-all: lint type docs test-unit test-all check-package audit
+
+# Wheel and sources: built, installed into an empty environment, and run from there.
+check-package:
+	$(BIN)/pytest tests/package
 
 # The `speculators` library loads an export. It comes into an environment of its own, which borrows
 # torch and transformers: its plain install would replace torch by a CUDA build.

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from tlt.tasks.chat import Chat as Chat
     from tlt.tasks.gym import Problem as Problem
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "OFF",

@@ -1,0 +1,68 @@
+"""Check that a tag may become a release, and print its notes.
+
+    python .ci/release.py v0.2.0 > notes.md
+
+A release has one version in all places, a dated section in CHANGELOG.md with nothing left under
+Unreleased, and a section in docs/releases.md, which becomes the notes. Needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def versions(root: Path) -> dict[str, str]:
+    """Return the version that each file names."""
+    found = {
+        "src/tlt/__init__.py": r'^__version__ = "(.+)"$',
+        "CITATION.cff": r'^version: "?([^"\n]+)"?$',
+        "docs/gpu-hour.md": r"`tlt (\d\S*)`",
+    }
+    named = {"pyproject.toml": tomllib.loads((root / "pyproject.toml").read_text())["project"]}
+    version = {name: str(project["version"]) for name, project in named.items()}
+    for name, pattern in found.items():
+        match = re.search(pattern, (root / name).read_text(), re.M)
+        version[name] = match[1] if match else "no version"
+    return version
+
+
+def section(page: str, heading: str) -> str:
+    """Return the text below a heading that starts with these words, or nothing."""
+    found = re.search(rf"^## {re.escape(heading)}[^\n]*\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    return found[1].strip() if found else ""
+
+
+def faults(tag: str, root: Path) -> list[str]:
+    """Return what keeps a tag from becoming a release."""
+    wanted = tag.removeprefix("v")
+    said = [
+        f"{name} says {version}, the tag {tag}; write {wanted}"
+        for name, version in versions(root).items()
+        if f"v{version}" != tag
+    ]
+    changelog = (root / "CHANGELOG.md").read_text()
+    if not re.search(rf"^## \[{re.escape(wanted)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.M):
+        said.append(f"CHANGELOG.md has no section such as: ## [{wanted}] - 2026-12-01")
+    if section(changelog, "[Unreleased]"):
+        said.append(f"CHANGELOG.md has entries under Unreleased; move them to [{wanted}]")
+    if not section((root / "docs" / "releases.md").read_text(), wanted):
+        said.append(f"docs/releases.md has no section such as: ## {wanted}")
+    return said
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("name the tag, e.g. python .ci/release.py v0.2.0")
+    if found := faults(sys.argv[1], ROOT):
+        sys.exit("\n".join(found))
+    notes = section((ROOT / "docs" / "releases.md").read_text(), sys.argv[1].removeprefix("v"))
+    sys.stdout.write(notes + "\n")
+
+
+if __name__ == "__main__":
+    main()

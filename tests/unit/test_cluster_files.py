@@ -1,0 +1,199 @@
+"""The files for Slurm and Kubernetes: the script with stand-ins, the manifest by the recipe."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tlt.config.load import load_config
+from tlt.config.train import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "cluster"
+SCRIPT = FOLDER / "slurm.sh"
+MANIFEST = FOLDER / "rayjob.yaml"
+RECIPE = ROOT / "configs" / "qwen3_32b_math_4nodes.toml"
+
+STAND_INS = {
+    # Runs the command here, as one task on some other node would.
+    "srun": 'echo "srun $*" >> log\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
+    "ray": 'echo "ray $* [$(wc -c < "$RAY_AUTH_TOKEN_PATH")]" >> log\ntouch joined-$$\n',
+    "tlt": """
+echo "tlt $* at $RAY_ADDRESS" >> log
+if [[ $* == *fails* ]]; then exit 7; fi
+if [[ $* == *long* ]]; then
+    trap 'echo "tlt ended in time" >> log; exit 143' TERM
+    touch running
+    while true; do sleep 0.05; done
+fi
+""",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """Return an environment in which Slurm, Ray and TLT are stand-ins that write to `log`."""
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, text in STAND_INS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}")
+        (programs / name).chmod(0o755)
+    (programs / "activate").write_text("")
+    # Two nodes in all: the head, and one `ray start` for all the others.
+    (tmp_path / "ray.py").write_text(
+        "from pathlib import Path\n"
+        "def init(): pass\n"
+        "def nodes(): return [{'Alive': True} for _ in Path().glob('joined-*')]\n"
+    )
+    return {
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(tmp_path),
+        "HOME": str(tmp_path),
+        "TLT_VENV": str(tmp_path / "venv"),
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+
+
+def start(cluster: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["bash", str(SCRIPT), *arguments],
+        cwd=cluster["HOME"],
+        env=cluster,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_slurm_starts_ray_and_then_the_run(cluster: dict[str, str]) -> None:
+    job = start(cluster, "run.toml", "--resume")
+    printed, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, printed
+    log = (Path(cluster["HOME"]) / "log").read_text().splitlines()
+    head = os.uname().nodename
+    rays = [line for line in log if line.startswith("ray ")]
+    assert rays[0].startswith("ray start --head --block --port=6379")
+    assert rays[1].startswith(f"ray start --block --address={head}:6379")
+    assert all(line.endswith("[64]") for line in rays)  # the token is there before Ray is
+    assert f"--exclude={head}" in [line for line in log if line.startswith("srun")][1]
+    assert log[-1].startswith("tlt train run.toml --resume run.checkpoint_on_term=true")
+    assert log[-1].endswith(f"at {head}:6379")
+    assert not list(Path(cluster["HOME"]).glob(".tlt-ray-token*"))
+
+
+def test_a_signal_of_slurm_reaches_the_run(cluster: dict[str, str]) -> None:
+    job = start(cluster, "long.toml")
+    running = Path(cluster["HOME"]) / "running"
+    deadline = time.monotonic() + 120
+    while not running.exists():
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode == 143
+    assert "tlt ended in time" in (Path(cluster["HOME"]) / "log").read_text()
+
+
+def test_a_run_that_fails_fails_the_job(cluster: dict[str, str]) -> None:
+    job = start(cluster, "fails.toml")
+    job.communicate(timeout=120)
+    assert job.returncode == 7
+
+
+def test_slurm_without_a_config_says_what_to_name(cluster: dict[str, str]) -> None:
+    job = start(cluster)
+    printed, _ = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert "sbatch slurm.sh /shared/run.toml" in printed
+
+
+def settings(command: str) -> dict[str, str]:
+    return dict(word.split("=") for word in command.split() if "=" in word)
+
+
+def exists(key: str) -> bool:
+    section, _, name = key.partition(".")
+    schema: Any = TrainConfig.model_fields[section].annotation
+    return name in schema.model_fields
+
+
+def test_the_settings_that_the_script_gives_exist() -> None:
+    line = next(line for line in SCRIPT.read_text().splitlines() if line.startswith("tlt train"))
+    given = settings(line.removesuffix("&"))
+    assert all(map(exists, given))
+    warned_s = int(re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", SCRIPT.read_text(), re.M)[0])
+    assert float(given["run.term_timeout_s"]) < warned_s
+
+
+@pytest.fixture(scope="module")
+def job() -> dict[str, Any]:
+    found = yaml.safe_load(MANIFEST.read_text())
+    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayJob")
+    spec: dict[str, Any] = found["spec"]
+    return spec
+
+
+def test_the_cluster_has_the_gpus_of_the_recipe(job: dict[str, Any]) -> None:
+    cluster = job["rayClusterSpec"]
+    groups = [(1, cluster["headGroupSpec"])]
+    groups += [(group["replicas"], group) for group in cluster["workerGroupSpecs"]]
+    num_gpus = 0
+    for count, group in groups:
+        (container,) = group["template"]["spec"]["containers"]
+        limits = container["resources"]["limits"]
+        assert limits == container["resources"]["requests"]
+        num_gpus += count * int(limits["nvidia.com/gpu"])
+    recipe = load_config(TrainConfig, RECIPE)
+    assert num_gpus == recipe.pool.num_engines * recipe.engine.num_gpus
+
+
+def test_pods_mount_what_they_declare(job: dict[str, Any]) -> None:
+    cluster = job["rayClusterSpec"]
+    recipe = load_config(TrainConfig, RECIPE)
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert set(mounts.values()) == set(volumes)
+        memory = volumes[mounts["/dev/shm"]]["emptyDir"]
+        assert memory["medium"] == "Memory"
+        room = int(memory["sizeLimit"].removesuffix("Gi")) * 2**30
+        store = int(group["rayStartParams"]["object-store-memory"])
+        assert room > store + recipe.capture.capacity_gib * 2**30
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["terminationGracePeriodSeconds"] > recipe.run.term_timeout_s
+        names = {variable["name"] for variable in container["env"]}
+        page = (ROOT / "docs" / "cluster.md").read_text()
+        assert set(re.findall(r"(RAY_\w+)=0", page)) <= names
+
+
+def test_the_job_runs_a_command_that_exists(job: dict[str, Any]) -> None:
+    words = job["entrypoint"].split()
+    assert words[:3] == ["tlt", "train", "/shared/run.toml"]
+    assert all(map(exists, settings(job["entrypoint"])))
+
+
+def test_ray_and_image_are_those_of_the_package(job: dict[str, Any]) -> None:
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (ray,) = (
+        Requirement(text)
+        for text in project["optional-dependencies"]["gpu"]
+        if text.startswith("ray")
+    )
+    cluster = job["rayClusterSpec"]
+    assert ray.specifier.contains(cluster["rayVersion"])
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert container["image"].endswith(f":{project['version']}")
