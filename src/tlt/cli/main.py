@@ -9,7 +9,19 @@ from typing import Annotated, NoReturn
 import typer
 
 import tlt
-from tlt.cli import bench, doctor, drafter, models, report, sft, simulate, train, watch
+from tlt.cli import (
+    bench,
+    demo,
+    doctor,
+    drafter,
+    evaluate,
+    models,
+    report,
+    sft,
+    simulate,
+    train,
+    watch,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,10 +29,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fast, lossless RL training of reasoning LLMs on stock vLLM, Ray and PyTorch.",
 )
+app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
 app.command("sft")(sft.sft)
 app.command("train")(train.train)
+app.command("eval")(evaluate.evaluate)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.add_typer(drafter.app, name="drafter")

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +19,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from tlt.report.view import RunView
+    from tlt.tasks.tail import HeavyTail
 
 LARGEST_SEED = 2**63 - 1
 
@@ -41,10 +44,23 @@ Engines = Annotated[int, number("Engines, each on its own core or GPU.", 1, 100_
 Gpus = Annotated[int, number("GPUs per engine; 0 makes CPU engines.", 0, 10_000)]
 Seed = Annotated[int, number("Seed of problems, lengths, samples and training.", 0, LARGEST_SEED)]
 
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option("--parameter", help="Parameter of the task, such as max_digits=1. Repeatable."),
+]
+Sizes = Annotated[
+    str | None,
+    typer.Option(help="Problem sizes as median,p95,longest; by default those of the task."),
+]
+
 Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
 Compute = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option(help="Dtype of matrix products; auto is bfloat16 if the CPU has it."),
+]
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
 ]
 
 Prompts = Annotated[
@@ -85,6 +101,44 @@ def read_prompts(file: Path, count: int, fewer: str) -> list[str]:
     return texts
 
 
+def read_sizes(text: str | None) -> HeavyTail | None:
+    """Return the problem sizes that `--sizes` names; None for those of the task."""
+    from tlt.errors import ConfigError
+    from tlt.tasks.tail import HeavyTail
+
+    if text is None:
+        return None
+    try:
+        median, p95, longest = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--sizes {text!r} is not three numbers; e.g. 6,30,60") from None
+    return HeavyTail(median, p95, longest)
+
+
+OPTION_OF = {
+    "task.name": "--task",
+    "task.path": "--task",
+    "task.parameters": "--parameter",
+    "task.sizes": "--sizes",
+    "reward.function": "--reward",
+}
+"""Settings of a run, by the option that stands for each in commands without a TOML file."""
+
+
+@contextmanager
+def named_by_options() -> Iterator[None]:
+    """Let errors name the options of a command, not the settings of a run's TOML file."""
+    from tlt.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for setting, option in OPTION_OF.items():
+            text = text.replace(setting, option)
+        raise ConfigError(text) from error
+
+
 def require_plots() -> None:
     """Fail early if the plotting library is missing."""
     from tlt.errors import ConfigError
@@ -108,6 +162,19 @@ def print_findings(console: Console, view: RunView) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def print_json(data: Any) -> None:
+    """Print a result as JSON, which has no word for what is not finite."""
+    typer.echo(json.dumps(_finite(data), indent=1, default=str))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def result_table(title: str) -> Table:

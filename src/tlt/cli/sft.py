@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,17 +12,20 @@ from rich.console import Console
 from tlt.cli.options import (
     Compute,
     Dtype,
+    Json,
     Lr,
+    Parameters,
     RowTokens,
     Seed,
+    Sizes,
+    named_by_options,
     number,
+    print_json,
+    read_sizes,
     result_table,
     say_written,
 )
 from tlt.cli.progress import progress_bar
-
-if TYPE_CHECKING:
-    from tlt.tasks.tail import HeavyTail
 
 
 def sft(
@@ -31,14 +34,8 @@ def sft(
     task: Annotated[
         str, typer.Option(help="Task: chain_sum, gcd, letter_counting or word_problems.")
     ] = "chain_sum",
-    sizes: Annotated[
-        str | None,
-        typer.Option(help="Problem sizes as median,p95,longest; by default those of the task."),
-    ] = None,
-    parameter: Annotated[
-        list[str] | None,
-        typer.Option(help="Parameter of the task, such as max_digits=1. Repeatable."),
-    ] = None,
+    sizes: Sizes = None,
+    parameter: Parameters = None,
     num_problems: Annotated[int, number("Worked solutions to train on.", 1, 10_000_000)] = 3000,
     steps: Annotated[int, number("Optimizer steps.", 1, 100_000_000)] = 300,
     row_tokens: RowTokens = 1024,
@@ -47,6 +44,7 @@ def sft(
     dtype: Dtype = "bfloat16",
     compute: Compute = "auto",
     seed: Seed = 0,
+    as_json: Json = False,
 ) -> None:
     """Train a model to solve a task in written-out steps, as a start for RL."""
     from tlt.config.load import apply_overrides
@@ -54,9 +52,9 @@ def sft(
     from tlt.learner.sft import SftSettings, SftStep
     from tlt.offline.sft import train_policy
 
-    console = Console()
+    console = Console(stderr=as_json)
     history: list[SftStep] = []
-    with progress_bar(console) as show:
+    with named_by_options(), progress_bar(console) as show:
 
         def note(step: SftStep) -> None:
             history.append(step)
@@ -68,7 +66,7 @@ def sft(
             out,
             task=task,
             num_problems=num_problems,
-            sizes=_sizes(sizes),
+            sizes=read_sizes(sizes),
             parameters=apply_overrides({}, parameter or []),
             dtype=dtype,
             settings=SftSettings(
@@ -76,35 +74,33 @@ def sft(
             ),
             on_step=note,
         )
+    tenth = max(1, len(history) // 10)
+    seconds = history[-1].elapsed_s
+    parts: dict[str, dict[str, Any]] = {
+        label: {
+            "loss": sum(s.loss for s in part) / len(part),
+            "accuracy": sum(s.accuracy for s in part) / len(part),
+        }
+        for label, part in (("first tenth", history[:tenth]), ("last tenth", history[-tenth:]))
+    }
+    speed = sum(s.num_tokens for s in history) / seconds
+    if as_json:
+        print_json(
+            {
+                **{"out": str(out), "data": data, "steps": len(history), "seconds": seconds},
+                **{"tokens_per_s": speed, "parts": parts},
+            }
+        )
+        return
     table = result_table(
         f"{data['num_problems']} solutions: median {data['median_tokens']} tokens, "
         f"99th percentile {data['p99_tokens']}, longest {data['longest_tokens']}",
     )
     for heading in ("", "loss", "right tokens", "tokens/s"):
         table.add_column(heading, justify="right" if heading else "left")
-    tenth = max(1, len(history) // 10)
-    seconds = history[-1].elapsed_s
-    for label, part in (("first tenth", history[:tenth]), ("last tenth", history[-tenth:])):
-        table.add_row(
-            label,
-            f"{sum(s.loss for s in part) / len(part):.3f}",
-            f"{sum(s.accuracy for s in part) / len(part):.1%}",
-            f"{sum(s.num_tokens for s in history) / seconds:.0f}",
-        )
+    for label, of in parts.items():
+        table.add_row(label, f"{of['loss']:.3f}", f"{of['accuracy']:.1%}", f"{speed:.0f}")
     console.print(table)
     say_written(
         console, f"{out} after {len(history)} optimizer steps in {seconds / 60:.1f} minutes"
     )
-
-
-def _sizes(text: str | None) -> HeavyTail | None:
-    from tlt.errors import ConfigError
-    from tlt.tasks.tail import HeavyTail
-
-    if text is None:
-        return None
-    try:
-        median, p95, longest = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--sizes {text!r} is not three numbers; e.g. 6,30,60") from None
-    return HeavyTail(median, p95, longest)

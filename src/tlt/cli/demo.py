@@ -1,0 +1,366 @@
+"""`tlt demo`: the same short RL run without and with TLT, on two cores, in five minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tlt.cli.options import Json, number, print_json, result_table, say_written
+from tlt.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tlt.contracts import ShowProgress
+    from tlt.observe.live import Now
+    from tlt.report.view import RunView
+
+STEPS = 10
+LIMIT_S = 300.0
+"""Seconds that the demo may take."""
+MODEL_SHARE, OFF_SHARE = 0.15, 0.55
+"""Shares of the limit after which the model and the first run must be done."""
+REPORT_S = 10.0
+"""Seconds kept for the report, and for a run that ends at its limit."""
+MIN_STEPS = 4
+"""Fewest RL steps of a run that is ended at its limit."""
+END_S = 40.0
+"""Seconds that an interrupted run may take to end; more than its own limit."""
+SHARED_GIB = 0.5
+"""Room in shared memory for hidden states and weights."""
+NEEDED = {
+    "torch": "cpu",
+    "vllm": "cpu",
+    "ray": "cpu",
+    "transformers": "train",
+    "reasoning_gym": "train",
+    "pebble": "train",
+}
+"""Libraries that the demo uses, by the extra that brings them."""
+
+LINE: dict[str, Any] = {"highlight": False, "soft_wrap": True}
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="New folder for model, runs and report.")] = Path(
+        "runs/demo"
+    ),
+    steps: Annotated[
+        int | None,
+        number(
+            f"RL steps of each run; by default {STEPS}, or as many as fit into five minutes.",
+            2,
+            10_000,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a tiny model twice, without and with TLT, and show the gain and what made it.
+
+    Needs two CPU cores and no network, and takes at most five minutes.
+    """
+    from tlt.report.page import as_html
+    from tlt.report.view import look_at
+
+    _check(out)
+    console = Console(stderr=as_json)
+    clock = Clock(time.monotonic(), LIMIT_S if steps is None else None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run under way, too
+    with progress_bar(console) as show:
+        model = _model(out, clock, show)
+        settings = _settings(out, model)
+        off = Job("off", settings, out / "off", steps or STEPS)
+        done = off.run(console, show, (MODEL_SHARE, OFF_SHARE), clock)
+        tlt = Job("tlt", settings, out / "tlt", done, ("tlt.enabled=true",))
+        tlt.run(console, show, (OFF_SHARE, 1.0), clock)
+    views = [look_at(job.out) for job in (off, tlt)]
+    page = out / "report.html"
+    page.write_text(as_html(views))
+    found = _found(views, out) | {"seconds": time.monotonic() - clock.started_s}
+    if as_json:
+        print_json(found | {"report": str(page)})
+        return
+    _show(console, found)
+    commands = [shlex.join(["tlt", *job.arguments]) for job in (off, tlt)]
+    console.print("The two runs were:", **LINE)
+    for command in commands:
+        console.print(f"  {command}", markup=False, **LINE)
+    say_written(console, f"{page}: open it in a browser")
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When the demo started, and how long it may take; None for as long as it needs."""
+
+    started_s: float
+    limit_s: float | None
+
+    def left_s(self, share: float) -> float:
+        """Return the seconds until this share of the limit is over."""
+        if self.limit_s is None:
+            return float("inf")
+        room_s = share * self.limit_s - (REPORT_S if share == 1.0 else 0.0)
+        return self.started_s + room_s - time.monotonic()
+
+
+# --- before the runs ------------------------------------------------------------------------------
+
+
+def _check(out: Path) -> None:
+    """Refuse what would fail minutes later, in the words of this command."""
+    from tlt.errors import ConfigError
+
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"tlt demo needs {', '.join(missing)}, not installed here; run: pip install "
+            "'tlt-rl[cpu,train]'"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        what = "holds an earlier demo" if (out / "demo.toml").exists() else "is not empty"
+        raise ConfigError(
+            f"--out {out} {what}; remove it, or name a new folder, e.g. --out {out}-2"
+        )
+    if len(os.sched_getaffinity(0)) < 2:
+        raise ConfigError(
+            "tlt demo needs two CPU cores, one for each engine, and this process has one; allow it "
+            "more, e.g. docker run --cpus=2 or taskset -c 0,1"
+        )
+    shared = Path("/dev/shm")
+    free_gib = shutil.disk_usage(shared).free / 2**30 if shared.exists() else 0.0
+    if free_gib < SHARED_GIB:
+        raise ConfigError(
+            f"tlt demo needs {SHARED_GIB:g} GiB in /dev/shm, which has {free_gib:.2f} free; give "
+            "the container more, e.g. docker run --shm-size=2g"
+        )
+
+
+def _model(out: Path, clock: Clock, show: ShowProgress) -> Path:
+    """Make a tiny model, and teach it to write something that looks like an answer."""
+    from tlt.learner.sft import SftSettings, SftStep
+    from tlt.models import tiny
+    from tlt.offline.sft import train_policy
+    from tlt.tasks.tail import HeavyTail
+
+    def note(step: SftStep) -> None:
+        show("teaching a tiny model to answer", MODEL_SHARE * step.progress, 1)
+
+    show("making a tiny model", 0, 1)
+    raw = tiny.make(out / "tiny")
+    model = out / "model"
+    train_policy(
+        raw,
+        model,
+        task="gcd",
+        num_problems=2000,
+        sizes=HeavyTail(2, 2, 2),
+        parameters={"max_value": 9},
+        dtype="float32",
+        settings=SftSettings(120, 2048, 2e-3, clock.left_s(MODEL_SHARE), 0, "float32"),
+        on_step=note,
+    )
+    shutil.rmtree(raw)
+    return model
+
+
+def _settings(out: Path, model: Path) -> Path:
+    """Write the settings of the runs, with the folders of this demo."""
+    text = files("tlt.cli").joinpath("demo.toml").read_text()
+    for named, path in (("runs/demo/off", out / "off"), ("runs/demo/model", model)):
+        # A string of JSON is one of TOML, whatever the folders are called.
+        text = text.replace(json.dumps(named), json.dumps(str(path)))
+    path = out / "demo.toml"
+    path.write_text(text)
+    return path
+
+
+# --- the runs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One `tlt train`, in a process of its own."""
+
+    name: str
+    settings: Path
+    out: Path
+    num_steps: int
+    changes: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        folder = f"run.out={json.dumps(str(self.out))}"
+        steps = f"run.num_steps={self.num_steps}"
+        return ["train", str(self.settings), folder, steps, *self.changes]
+
+    def run(
+        self, console: Console, show: ShowProgress, shares: tuple[float, float], clock: Clock
+    ) -> int:
+        """Train until all RL steps are done or the time is over; return how many were done."""
+        log = self.out.with_suffix(".log")
+        begin, end = shares
+        begun_s = time.monotonic()
+        ended_early = False
+        show(f"{self.name}: starting engines and learner", begin, 1)
+        with _process([sys.executable, "-m", "tlt", *self.arguments], log) as process:
+            while process.poll() is None:
+                time.sleep(0.5)
+                now = _live(self.out)
+                done = _done(now)
+                if not ended_early and clock.left_s(end) <= 0 and done >= MIN_STEPS:
+                    ended_early = True
+                    process.terminate()
+                if now is not None:
+                    show(f"{self.name}: {now.what}", begin + (end - begin) * _share(now), 1)
+            code = process.returncode
+        done = _num_steps(self.out)
+        if (code and not ended_early) or done < 1:
+            _fail(self.name, code, log)
+        seconds = time.monotonic() - begun_s
+        early = ", all that five minutes have room for" if ended_early else ""
+        console.print(f"{self.name}: {done} RL steps in {seconds:.0f} s{early}", **LINE)
+        return done
+
+
+@contextlib.contextmanager
+def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that writes to a log; end it if this one leaves early."""
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
+        try:
+            yield child
+        finally:
+            if child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+
+
+def _live(run: Path) -> Now | None:
+    from tlt.errors import ConfigError
+    from tlt.observe.live import read_live
+
+    with contextlib.suppress(ConfigError):
+        return read_live(run / "live.json")
+    return None
+
+
+def _done(now: Now | None) -> int:
+    return int(now.record.get("step", 0)) if now is not None else 0
+
+
+def _share(now: Now) -> float:
+    """Return how much of a run is done."""
+    within = now.done / now.total if now.total > 0 and "generating" in now.what else 0.0
+    return min(1.0, (_done(now) + 0.8 * within) / max(1, now.num_steps))
+
+
+def _num_steps(run: Path) -> int:
+    from tlt.observe.record import read_metrics
+
+    path = run / "metrics.jsonl"
+    return len(read_metrics(path)) if path.exists() else 0
+
+
+def _fail(name: str, code: int, log: Path) -> NoReturn:
+    """Say what the run itself said last."""
+    from tlt.errors import EngineError
+
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("error: ")), (lines or [""])[-1])
+    raise EngineError(
+        f"the run {name!r} of the demo ended with exit code {code}: "
+        f"{said.removeprefix('error: ')[:500]}; `tlt doctor` says what is wrong with this machine, "
+        f"and {log} has the whole output"
+    )
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+def _found(views: list[RunView], out: Path) -> dict[str, Any]:
+    from tlt.report import gain
+
+    off, tlt = views
+    found = gain.gain(off, tlt)
+    data = gain.as_data(found, gain.drafting(tlt), gain.leases(tlt))
+    data["drift"] = gain.drift(found) if found else ""
+    data["samples"] = _same_samples(out / "off", out / "tlt")
+    return data
+
+
+def _same_samples(off: Path, tlt: Path) -> dict[str, int]:
+    """Count the samples that both runs wrote down, and those with the same text."""
+    compared = same = 0
+    for file in sorted((off / "samples").glob("*.jsonl")):
+        other = tlt / "samples" / file.name
+        if other.exists():
+            pairs = zip(_responses(file), _responses(other), strict=False)
+            outcomes = [mine == yours for mine, yours in pairs]
+            compared, same = compared + len(outcomes), same + sum(outcomes)
+    return {"compared": compared, "same": same}
+
+
+def _responses(file: Path) -> list[str]:
+    return [json.loads(line)["response"] for line in file.read_text().splitlines()]
+
+
+def _show(console: Console, found: Mapping[str, Any]) -> None:
+    console.print(f"[bold]{escape(found['verdict'])}[/]", **LINE)
+    if found["drift"]:
+        rollout = found["gain"]["rollout"]
+        console.print(
+            f"The rollout alone: {rollout['median']:.2f}x ({rollout['low']:.2f} to "
+            f"{rollout['high']:.2f}). {found['drift']}",
+            **LINE,
+        )
+    console.print(_drafts_table(found["drafts"]))
+    if idle := found["leases"]:
+        console.print(
+            f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "
+            f"{idle['training_s'] + idle['idle_s']:.0f} idle seconds and published "
+            f"{idle['published']:.0f} better ones; the last accepts {idle['held_out_length']:.2f} "
+            "tokens per draft on held-out samples.",
+            **LINE,
+        )
+    samples = found["samples"]
+    if samples["compared"]:
+        console.print(
+            f"Samples: {samples['same']} of {samples['compared']} are the same text in both runs.",
+            **LINE,
+        )
+
+
+def _drafts_table(drafts: Mapping[str, Mapping[str, float]]) -> Table:
+    from tlt.report.gain import DRAFTERS
+
+    table = result_table("what made it: the run with TLT, by who drafted")
+    for heading in ("", "engine seconds", "tokens", "tokens per draft", "share of tokens saved"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, of in drafts.items():
+        plain = name == "off"
+        table.add_row(
+            DRAFTERS[name],
+            f"{of['seconds']:.1f}",
+            f"{of['tokens']:,.0f}",
+            "-" if plain else f"{of['acceptance_length']:.2f}",
+            "-" if plain else f"{of['saved_share']:.0%}",
+        )
+    return table

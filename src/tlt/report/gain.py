@@ -1,0 +1,158 @@
+"""How much faster one run is than another, whether that is more than noise, and what made it.
+
+Pure: computed from two `RunView`s of runs with the same work. Both runs must have generated with
+the same lengths and seeds, so that their RL steps are pairs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tlt.contracts import Arm
+from tlt.report.view import RunView, arms, harvest, reclaimed
+
+RESAMPLES = 2000
+LEVEL = 0.95
+MIN_PAIRS = 3
+"""Fewest pairs of RL steps that say something about noise."""
+
+DRAFTERS = {"off": "no drafts", "ngram": "n-grams", "eagle3": "EAGLE-3 drafter"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The median of paired ratios, and the range that holds it with 95% confidence."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How many times as fast as the base a run is, over the RL steps after the first."""
+
+    num_pairs: int
+    step: Ratio
+    rollout: Ratio
+    update: Ratio
+    """The policy update, which is the same work in both runs: any difference is noise."""
+    step_s: tuple[float, float]
+    """Median seconds of an RL step of base and run."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the gain is larger than what chance and the machine's drift explain."""
+        drift = max(self.update.median, 1 / self.update.median)
+        return self.num_pairs >= MIN_PAIRS and self.step.low > 1 and self.step.median > drift
+
+    @property
+    def is_loss(self) -> bool:
+        drift = min(self.update.median, 1 / self.update.median)
+        return self.num_pairs >= MIN_PAIRS and self.step.high < 1 and self.step.median < drift
+
+
+def gain(base: RunView, other: RunView) -> Gain | None:
+    """Compare the RL steps that both runs have, without the first; None if there are none."""
+    theirs = {record["step"]: record for record in other.records}
+    pairs = [(mine, theirs[mine["step"]]) for mine in base.records if mine["step"] in theirs]
+    names = ("time/step_s", "time/rollout_s", "time/update_s")
+    pairs = [p for p in pairs[1:] if all(r.get(name, 0.0) > 0 for r in p for name in names)]
+    if not pairs:
+        return None
+    step, rollout, update = (paired([(a[name], b[name]) for a, b in pairs]) for name in names)
+    middle = tuple(median(pair[place]["time/step_s"] for pair in pairs) for place in (0, 1))
+    return Gain(len(pairs), step, rollout, update, (middle[0], middle[1]))
+
+
+def paired(values: Sequence[tuple[float, float]]) -> Ratio:
+    """Return the median of the ratios and its bootstrap interval, over pairs of seconds."""
+    ratios = [a / b for a, b in values]
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+    low, high = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
+    last = RESAMPLES - 1
+    return Ratio(median(ratios), medians[round(low * last)], medians[round(high * last)])
+
+
+def drafting(view: RunView) -> dict[str, dict[str, float]]:
+    """Return seconds, tokens, drafts, accepted tokens and their share by drafter, in all arms."""
+    names = ("seconds", "tokens", "drafts", "accepted")
+    found: dict[str, dict[str, float]] = {}
+    for arm, of in arms(view).items():
+        total = found.setdefault(Arm.parse(arm).drafter, dict.fromkeys(names, 0.0))
+        for name in names:
+            total[name] += of[name]
+    accepted = sum(of["accepted"] for of in found.values())
+    for of in found.values():
+        of["acceptance_length"] = 1 + of["accepted"] / of["drafts"] if of["drafts"] else 1.0
+        of["saved_share"] = of["accepted"] / accepted if accepted else 0.0
+    return {name: found[name] for name in DRAFTERS if name in found}
+
+
+def leases(view: RunView) -> dict[str, float]:
+    """Return what idle workers did for the drafter; empty for a run without harvest."""
+    totals = harvest(view)
+    if not totals:
+        return {}
+    lengths = [r["harvest/held_out_length"] for r in view.records if "harvest/held_out_length" in r]
+    return {
+        **reclaimed(view),
+        "published": totals["published"],
+        "trained_tokens": totals["trained_tokens"],
+        "held_out_length": lengths[-1] if lengths else 0.0,
+    }
+
+
+def verdict(found: Gain | None) -> str:
+    """Return the gain in words, or that it is within noise."""
+    if found is None:
+        return "The runs have no RL step to compare: the first one loads and compiles."
+    base_s, other_s = found.step_s
+    measured = (
+        f"{found.step} over {found.num_pairs} pairs of equal RL steps, {other_s:.1f} s instead of "
+        f"{base_s:.1f} s"
+    )
+    if found.is_clear:
+        return f"TLT made RL steps {found.step.median:.2f}x as fast: {measured}."
+    if found.is_loss:
+        return f"TLT made RL steps slower here: {measured}."
+    if found.num_pairs < MIN_PAIRS:
+        return f"Too few RL steps to tell a gain from noise: {measured}."
+    return f"The gain is within noise on this machine: {measured}."
+
+
+def drift(found: Gain) -> str:
+    """Return in words how much the machine's speed changed between the runs."""
+    return (
+        f"The policy update is the same work in both runs: it was {found.update} as fast in the "
+        "second, which is noise of the machine."
+    )
+
+
+def as_data(
+    found: Gain | None, drafts: Mapping[str, Mapping[str, float]], idle: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return everything, ready for JSON."""
+
+    def range_of(ratio: Ratio) -> dict[str, float]:
+        return {"median": ratio.median, "low": ratio.low, "high": ratio.high}
+
+    measured: dict[str, Any] = {"num_pairs": 0}
+    if found is not None:
+        measured = {
+            "num_pairs": found.num_pairs,
+            "step": range_of(found.step),
+            "rollout": range_of(found.rollout),
+            "update": range_of(found.update),
+            "step_s": {"off": found.step_s[0], "tlt": found.step_s[1]},
+            "is_clear": found.is_clear,
+        }
+    return {"gain": measured, "verdict": verdict(found), "drafts": drafts, "leases": idle}

@@ -1,0 +1,179 @@
+"""`tlt demo` without engines: its settings, its refusals, and its verdict on two runs."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import made_up_folder
+
+from tlt.cli import demo
+from tlt.cli.main import run
+from tlt.config.load import check, load_config
+from tlt.config.train import TrainConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def tlt(*arguments: str) -> tuple[int, str, str]:
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            run(list(arguments))
+        except SystemExit as end:
+            code = end.code
+    return int(code or 0), output.getvalue(), errors.getvalue()
+
+
+def test_the_demo_is_the_recipe_of_the_quickstart(tmp_path: Path) -> None:
+    mine = tomllib.loads(demo._settings(tmp_path, tmp_path / "model").read_text())
+    recipe = tomllib.loads((ROOT / "configs" / "tiny_tail_cpu.toml").read_text())
+    for section in ("capture", "metrics", "checkpoint"):
+        mine.pop(section)
+    recipe["run"]["out"] = str(tmp_path / "off")
+    recipe["policy"]["model"] = str(tmp_path / "model")
+    assert mine == recipe
+
+
+@pytest.mark.parametrize("name", ["plain", 'a "b" [c]', "ä\\b"])
+def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
+    out = tmp_path / name
+    out.mkdir()
+    path = demo._settings(out, out / "model")
+    job = demo.Job("tlt", path, out / "tlt", 3, ("tlt.enabled=true",))
+    settings = load_config(TrainConfig, path, job.arguments[2:])
+    assert settings.run.out == str(out / "tlt")
+    assert settings.policy.model == str(out / "model")
+    assert settings.run.num_steps == 3
+    assert settings.tlt.enabled
+    check(TrainConfig, settings.model_dump(), "demo")
+
+
+def test_an_earlier_demo_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").write_text("")
+    code, _, errors = tlt("demo", "--out", str(tmp_path))
+    assert code == 2
+    assert "holds an earlier demo; remove it, or name a new folder, e.g. --out" in errors
+
+
+def test_one_core_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.cli.demo.os.sched_getaffinity", lambda _: {0})
+    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
+    assert code == 2
+    assert "needs two CPU cores" in errors
+    assert not (tmp_path / "new").exists()
+
+
+def test_missing_libraries_are_named_with_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tlt.cli.demo.find_spec", lambda name: None if name == "ray" else name)
+    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
+    assert code == 2
+    assert "needs ray, not installed here; run: pip install 'tlt-rl[cpu,train]'" in errors
+
+
+def test_little_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"free": 64 * 2**20})
+    monkeypatch.setattr("tlt.cli.demo.shutil.disk_usage", lambda _: usage)
+    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
+    assert code == 2
+    assert "/dev/shm, which has 0.06 free" in errors
+    assert "--shm-size" in errors
+
+
+class FakeRun:
+    """A `tlt train` that is over at once; `steps` and `seconds` are those of its rollouts."""
+
+    def __init__(self, seconds: Mapping[str, float], code: int = 0) -> None:
+        self.seconds, self.code = seconds, code
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: list[str], **_: Any) -> Any:
+        self.commands.append(command)
+        out = Path(command[5].partition("=")[2].strip('"'))
+        steps = int(command[6].partition("=")[2])
+        if not self.code:
+            seconds = self.seconds[out.name]
+            made_up_folder(
+                out,
+                steps=steps,
+                config={"tlt": {"enabled": out.name == "tlt"}},
+                arms=(("off", 2.0, 16, 600, 0), ("ngram:3", seconds - 2.0, 2, 200, 150)),
+                time__rollout_s=seconds,
+            )
+            (out / "samples").mkdir()
+            rows = [json.dumps({"response": f"{step}"}) + "\n" for step in range(3)]
+            (out / "samples" / "step-000001.jsonl").write_text("".join(rows))
+        text = "error: no room; make some\n" if self.code else "done\n"
+        code = f"import sys; sys.stdout.write({text!r}); sys.exit({self.code})"
+        return subprocess.Popen([sys.executable, "-c", code], **_)
+
+
+@pytest.fixture
+def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(out: Path, clock: Any, show: Any) -> Path:
+        out.mkdir(parents=True)
+        return out / "model"
+
+    monkeypatch.setattr(demo, "_model", made)
+
+
+def with_runs(monkeypatch: pytest.MonkeyPatch, runs: FakeRun) -> None:
+    """Let the demo start these runs; everything else of `subprocess` stays."""
+
+    class Subprocess:
+        Popen = staticmethod(runs)
+        TimeoutExpired = subprocess.TimeoutExpired
+
+    monkeypatch.setattr(demo, "subprocess", Subprocess)
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_the_gain_and_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRun({"off": 20.0, "tlt": 10.0})
+    with_runs(monkeypatch, runs)
+    monkeypatch.setenv("COLUMNS", "160")
+    code, output, errors = tlt("demo", "--out", str(tmp_path / "d"), "--steps", "5")
+    assert code == 0, errors
+    text = " ".join(output.split())
+    assert "TLT made RL steps 1.73x as fast" in text
+    assert "The rollout alone: 2.00x" in text
+    assert "n-grams 40.0 1,000 4.00 100%" in text
+    assert "Samples: 3 of 3 are the same text in both runs." in text
+    assert (tmp_path / "d" / "report.html").read_text().startswith("<!doctype html>")
+    assert [command[7:] for command in runs.commands] == [[], ["tlt.enabled=true"]]
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_no_gain_is_called_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_runs(monkeypatch, FakeRun({"off": 10.0, "tlt": 10.0}))
+    code, output, _ = tlt("demo", "--out", str(tmp_path / "d"), "--steps", "5", "--json")
+    assert code == 0
+    found = json.loads(output)
+    assert "within noise" in found["verdict"]
+    assert not found["gain"]["is_clear"]
+    assert found["samples"] == {"compared": 3, "same": 3}
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_runs(monkeypatch, FakeRun({}, code=2))
+    code, _, errors = tlt("demo", "--out", str(tmp_path / "d"))
+    assert code == 2
+    assert "the run 'off' of the demo ended with exit code 2: no room; make some" in errors
+    assert "off.log" in errors
+
+
+def test_the_time_for_the_runs_is_limited() -> None:
+    import time
+
+    clock = demo.Clock(time.monotonic() - 170, 300.0)
+    assert clock.left_s(demo.OFF_SHARE) < 0 < clock.left_s(1.0) < 300 - 170
+    assert demo.Clock(0.0, None).left_s(1.0) == float("inf")

@@ -1,0 +1,84 @@
+"""The gain of one run over another: more than noise or not, and what made it."""
+
+from pathlib import Path
+
+import pytest
+from made_up import made_up_folder
+
+from tlt.report.gain import Gain, Ratio, drafting, gain, leases, paired, verdict
+from tlt.report.view import look_at
+
+ARMS = (("off", 2.0, 16, 600, 0), ("ngram:3", 3.0, 4, 300, 100), ("eagle3:4", 3.0, 1, 400, 300))
+
+
+def measured(step: Ratio, update: float = 1.0, num_pairs: int = 9) -> Gain:
+    return Gain(num_pairs, step, step, Ratio(update, update, update), (6.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (measured(Ratio(1.5, 1.3, 1.7)), "TLT made RL steps 1.50x as fast"),
+        (measured(Ratio(1.1, 0.9, 1.3)), "within noise"),
+        (measured(Ratio(1.1, 1.05, 1.2), update=1.2), "within noise"),
+        (measured(Ratio(1.1, 1.05, 1.2), update=0.8), "within noise"),
+        (measured(Ratio(1.5, 1.3, 1.7), num_pairs=2), "Too few RL steps"),
+        (measured(Ratio(0.8, 0.7, 0.9)), "slower here"),
+        (measured(Ratio(0.9, 0.8, 0.95), update=0.8), "within noise"),
+        (None, "no RL step to compare"),
+    ],
+)
+def test_a_gain_counts_only_if_noise_does_not_explain_it(found: Gain | None, words: str) -> None:
+    assert words in verdict(found)
+
+
+def test_pairs_of_equal_ratios_leave_no_doubt() -> None:
+    assert paired([(3.0, 2.0), (6.0, 4.0), (1.5, 1.0)]) == Ratio(1.5, 1.5, 1.5)
+
+
+def test_the_interval_is_as_wide_as_the_ratios_differ() -> None:
+    found = paired([(1.0, 1.0), (1.1, 1.0), (2.0, 1.0), (1.2, 1.0), (0.9, 1.0)])
+    assert found.median == 1.1
+    assert found.low < 1.0
+    assert found.high == 2.0
+
+
+def test_two_runs_are_compared_without_their_first_step(tmp_path: Path) -> None:
+    off = look_at(made_up_folder(tmp_path / "off", steps=5))
+    tlt = look_at(made_up_folder(tmp_path / "tlt", steps=4, time__rollout_s=5.0))
+    off.records[0]["time/step_s"] = 1e6  # loads and compiles
+    found = gain(off, tlt)
+    assert found is not None
+    assert found.num_pairs == 3
+    assert found.rollout == Ratio(2.0, 2.0, 2.0)
+    assert found.update == Ratio(1.0, 1.0, 1.0)
+    assert found.step.median == pytest.approx(13.7 / 8.7)
+    assert found.is_clear
+
+
+def test_runs_of_one_step_cannot_be_compared(tmp_path: Path) -> None:
+    off = look_at(made_up_folder(tmp_path / "off", steps=1))
+    assert gain(off, off) is None
+
+
+def test_every_drafter_gets_its_share(tmp_path: Path) -> None:
+    view = look_at(made_up_folder(tmp_path / "run", arms=ARMS, steps=1))
+    found = drafting(view)
+    assert list(found) == ["off", "ngram", "eagle3"]
+    assert found["ngram"]["saved_share"] == 0.25
+    assert found["eagle3"]["saved_share"] == 0.75
+    assert found["eagle3"]["acceptance_length"] == 4.0
+    assert found["off"]["tokens"] == 1200  # both engines
+
+
+def test_leases_are_those_of_harvest(tmp_path: Path) -> None:
+    plain = look_at(made_up_folder(tmp_path / "plain"))
+    assert leases(plain) == {}
+    run = made_up_folder(
+        tmp_path / "run", config={"tlt": {"enabled": True}}, steps=2, harvest__used_s=4.0,
+        harvest__published=1, harvest__held_out_length=1.7,
+    )  # fmt: skip
+    found = leases(look_at(run))
+    assert found["published"] == 2
+    assert found["held_out_length"] == 1.7
+    assert found["training_s"] == 10.0
