@@ -36,6 +36,8 @@ LIMIT_S = 300.0
 """Seconds that the demo may take."""
 MODEL_SHARE, OFF_SHARE = 0.15, 0.55
 """Shares of the limit after which the model and the first run must be done."""
+MIN_MODEL_S = 5.0
+"""Fewest seconds of training for the model, however long its start took."""
 REPORT_S = 10.0
 """Seconds kept for the report, and for a run that ends at its limit."""
 MIN_STEPS = 4
@@ -164,6 +166,7 @@ def _model(out: Path, clock: Clock, show: ShowProgress) -> Path:
     show("making a tiny model", 0, 1)
     raw = tiny.make(out / "tiny")
     model = out / "model"
+    budget_s = max(MIN_MODEL_S, clock.left_s(MODEL_SHARE))
     train_policy(
         raw,
         model,
@@ -172,7 +175,7 @@ def _model(out: Path, clock: Clock, show: ShowProgress) -> Path:
         sizes=HeavyTail(2, 2, 2),
         parameters={"max_value": 9},
         dtype="float32",
-        settings=SftSettings(120, 2048, 2e-3, clock.left_s(MODEL_SHARE), 0, "float32"),
+        settings=SftSettings(120, 2048, 2e-3, budget_s, 0, "float32"),
         on_step=note,
     )
     shutil.rmtree(raw)

@@ -11,10 +11,12 @@ import typer
 import tlt
 from tlt.cli import (
     bench,
+    data,
     demo,
     doctor,
     drafter,
     evaluate,
+    init,
     models,
     report,
     sft,
@@ -25,13 +27,14 @@ from tlt.cli import (
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Fast, lossless RL training of reasoning LLMs on stock vLLM, Ray and PyTorch.",
 )
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(models.app, name="models")
+app.add_typer(data.app, name="data")
+app.command("init")(init.init)
 app.command("sft")(sft.sft)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)

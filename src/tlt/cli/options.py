@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -126,7 +126,7 @@ OPTION_OF = {
 
 
 @contextmanager
-def named_by_options() -> Iterator[None]:
+def named_by_options(options: Mapping[str, str] = OPTION_OF) -> Iterator[None]:
     """Let errors name the options of a command, not the settings of a run's TOML file."""
     from tlt.errors import ConfigError
 
@@ -134,7 +134,7 @@ def named_by_options() -> Iterator[None]:
         yield
     except ConfigError as error:
         text = str(error)
-        for setting, option in OPTION_OF.items():
+        for setting, option in options.items():
             text = text.replace(setting, option)
         raise ConfigError(text) from error
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tlt.cli.options import command_line, result_table, say_written
+from tlt.cli.options import Json, command_line, print_json, result_table, say_written
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -39,17 +39,23 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in run.out.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Check settings, model and data; start nothing.")
+        bool,
+        typer.Option("--check", "--dry-run", help="Check settings, model and data; start nothing."),
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a policy with RL for run.num_steps RL steps."""
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig, written_out
 
     settings = written_out(load_config(TrainConfig, config, overrides or []))
-    console = Console()
+    console = Console(stderr=as_json)
     if check:
-        _check(console, settings, resume)
+        places = check_run(console, settings, resume, show=not as_json)
+        if as_json:
+            steps = settings.run.num_steps
+            print_json({"config": str(config), "num_steps": steps, "memory": memory_data(places)})
+            return
         console.print(f"[green]ok[/] {escape(str(config))}: {settings.run.num_steps} steps")
         return
     from tlt.run.launch import launch
@@ -69,10 +75,13 @@ def train(
 
     with progress_bar(console) as show:
         records = launch(settings, resume, command_line(), show, show_record)
-    _report(console, settings.run.out, records)
+    _report(console, settings.run.out, records, as_json)
 
 
-def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
+def check_run(
+    console: Console, settings: TrainConfig, resume: bool, show: bool = True
+) -> list[Place]:
+    """Check a run without starting it; show its memory plan, and return it."""
     from tlt.rollout.runner import ROUNDS_BY_BATCH, rounds_by_batch
     from tlt.run.folder import RunFolder
     from tlt.run.inputs import check_inputs, with_local_models
@@ -91,6 +100,8 @@ def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
         )
     if resume:
         check_inputs(Path(settings.run.out), settings)
+    if not show:
+        return places
     if places:
         console.print(_memory_table(places))
     if rounds_by_batch(settings.engine.num_gpus):
@@ -101,6 +112,21 @@ def _check(console: Console, settings: TrainConfig, resume: bool) -> None:
             "and node.host_gib",
             **LINE,
         )
+    return places
+
+
+def memory_data(places: list[Place]) -> list[dict[str, Any]]:
+    """Return the memory plan, ready for JSON."""
+    return [
+        {
+            "place": place.name,
+            "need_bytes": place.need,
+            "capacity_bytes": place.capacity,
+            "parts": dict(place.parts),
+            "note": place.note,
+        }
+        for place in places
+    ]
 
 
 def _memory_table(places: list[Place]) -> Table:
@@ -120,14 +146,24 @@ def _memory_table(places: list[Place]) -> Table:
     return table
 
 
-def _report(console: Console, out: str, records: list[dict[str, float]]) -> None:
+def _report(
+    console: Console, out: str, records: list[dict[str, float]], as_json: bool = False
+) -> None:
     import importlib.util
 
     from tlt.observe.summary import stage_table, summary
 
     folder = Path(out)
     steps = [record for record in records if "reward/mean" in record]
+    if importlib.util.find_spec("matplotlib") is not None:
+        from tlt.report.plot import plot_run
+
+        plot_run(records, folder / "run.png", folder.name)
     found = summary(steps)["reward"]
+    if as_json:
+        stages = [{"stage": s, "median_s": m, "share": share} for s, m, share in stage_table(steps)]
+        print_json(summary(steps) | {"out": out, "stages": stages})
+        return
     table = result_table(f"{len(steps)} RL steps: where the seconds of a step go")
     for heading in ("stage", "median s", "share"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
@@ -139,8 +175,4 @@ def _report(console: Console, out: str, records: list[dict[str, float]]) -> None
         f"{found['last_fifth']:.3f} (last fifth)",
         highlight=False,
     )
-    if importlib.util.find_spec("matplotlib") is not None:
-        from tlt.report.plot import plot_run
-
-        plot_run(records, folder / "run.png", folder.name)
     say_written(console, f"{folder}: metrics.jsonl, samples/, policy/, run.png")

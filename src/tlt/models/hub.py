@@ -38,8 +38,8 @@ def model_folder(name: str | Path) -> Path:
     return local_folder(name, "model")
 
 
-def local_folder(name: str | Path, key: str) -> Path:
-    """Return the folder that `key` names, downloaded if it is an id of the Hub."""
+def local_folder(name: str | Path, key: str, files: tuple[str, ...] = FILES) -> Path:
+    """Return the folder that `key` names; these files are downloaded if it is an id of the Hub."""
     if (found := hub_id(name)) is None:
         return Path(name)
     repo_id, revision = found
@@ -58,7 +58,7 @@ def local_folder(name: str | Path, key: str) -> Path:
         ) from error
     what = f"{key} = {str(name)!r} is no folder here"
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(FILES)))
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(files)))
     except GatedRepoError:
         why = "the Hub asks for consent to its licence; give it on the model's page, run `hf auth "
         why += "login`, and try again"

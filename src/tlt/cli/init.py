@@ -1,0 +1,128 @@
+"""`tlt init`: from a model, data and hardware to the TOML file of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from tlt.cli.options import Json, named_by_options, number, print_json, say_written
+from tlt.cli.train import LINE, check_run, memory_data
+
+if TYPE_CHECKING:
+    from tlt.run.recipe import Hardware
+
+OPTIONS = {"policy.model": "--model", "task.path": "--data", "task.name": "--data"}
+"""Settings, by the option of this command that stands for each."""
+
+
+def init(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, or id of the Hub such as Qwen/Qwen3-8B.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="File of problems, .jsonl or .parquet, or a task such as gcd."),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="here, cpu, or GPUs by number and memory in GB: 8x80, or 4x8x80 for four nodes."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="TOML file to write.")] = Path("run.toml"),
+    run_out: Annotated[
+        str | None, typer.Option(help="Folder of the run; by default runs/ and the file's name.")
+    ] = None,
+    steps: Annotated[int, number("RL steps of the run.", 1, 100_000_000)] = 200,
+    as_json: Json = False,
+) -> None:
+    """Write the settings of a run that fits your hardware, and check them.
+
+    Asks for what is not given, if there is a terminal to ask at.
+    """
+    from tlt.config.load import load_config
+    from tlt.config.train import TrainConfig, written_out
+    from tlt.errors import ConfigError
+    from tlt.models.folder import read_settings
+    from tlt.models.hub import hub_id, local_folder
+    from tlt.run import recipe
+
+    if out.suffix != ".toml":
+        raise ConfigError(f"--out {out} should end in .toml; e.g. {out.with_suffix('.toml')}")
+    if out.exists():
+        raise ConfigError(f"--out {out} exists; remove it, or name another file")
+    console = Console(stderr=as_json)
+    here = _here()
+    name = model or _ask("--model", "Model folder, or id of the Hub", "Qwen/Qwen3-8B")
+    problems = data or _ask("--data", "File of problems (.jsonl, .parquet), or a task", "gcd")
+    asked = hardware or _ask(
+        "--hardware", f"Hardware: here ({here}), cpu, or GPUs such as 8x80", "here"
+    )
+    chosen = recipe.parse_hardware(asked, here, len(os.sched_getaffinity(0)))
+    from_hub = hub_id(name) is not None
+    folder = local_folder(name, "--model", ("config.json",))
+    way_out = "name a Hugging Face folder, or an id of the Hub such as Qwen/Qwen3-8B"
+    read_settings(folder, "--model", way_out)
+    task = recipe.task_of(problems)
+    tree, places = recipe.choose(name, folder, task, chosen, run_out or f"runs/{out.stem}", steps)
+    header = [
+        f"{name} on {problems}, {chosen}. Made by `tlt init`; all settings: docs/configuration.md.",
+        "",
+        f"  tlt train {out} --check",
+        f"  tlt train {out}",
+        f"  tlt watch {tree['run']['out']}",
+        "",
+        *recipe.plan_lines(places),
+    ]
+    text = recipe.as_toml(tree, header)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    try:
+        settings = written_out(load_config(TrainConfig, out))
+        if not from_hub:
+            with named_by_options(OPTIONS):
+                places = check_run(console, settings, resume=False, show=not as_json)
+    except ConfigError:
+        out.unlink()
+        raise
+    if as_json:
+        print_json({"path": str(out), "settings": tree, "memory": memory_data(places)})
+        return
+    say_written(console, str(out))
+    if from_hub:
+        console.print(
+            f"[yellow]only planned[/]: weights and data are checked by tlt train {escape(str(out))}"
+            " --check, which downloads the model",
+            **LINE,
+        )
+    console.print(f"next: tlt train {out} --check, then without --check", markup=False, **LINE)
+
+
+def _here() -> Hardware:
+    """Return what this machine has: its GPUs, or else its cores."""
+    from tlt.hardware import this_machine
+    from tlt.run.recipe import Hardware
+
+    machine = this_machine()
+    host_gib = machine.host_bytes // 2**30 if machine.host_bytes else None
+    if not machine.num_gpus:
+        return Hardware(cores=len(os.sched_getaffinity(0)), host_gib=host_gib)
+    gpu_gib = machine.gpu_bytes // 2**30 if machine.gpu_bytes else None
+    return Hardware(gpus=machine.num_gpus, gpu_gib=gpu_gib, host_gib=host_gib)
+
+
+def _ask(option: str, question: str, example: str) -> str:
+    """Ask at the terminal; refuse if there is none."""
+    from tlt.errors import ConfigError
+
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"{option} is missing, and there is no terminal to ask at; e.g. {example}"
+        )
+    return str(typer.prompt(question, default=example, err=True))
