@@ -93,7 +93,7 @@ def demo(
         tlt.run(console, show, (OFF_SHARE, 1.0), clock)
     views = [look_at(job.out) for job in (off, tlt)]
     page = out / "report.html"
-    page.write_text(as_html(views))
+    page.write_text(as_html(views, page))
     found = _found(views, out) | {"seconds": time.monotonic() - clock.started_s}
     if as_json:
         print_json(found | {"report": str(page)})

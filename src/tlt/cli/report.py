@@ -62,5 +62,5 @@ def report(
         for name, svg in files(views).items():
             (pictures / name).write_text(svg)
     page = out or runs[-1] / "report.html"
-    page.write_text(as_html(views))
+    page.write_text(as_html(views, page))
     say_written(console, str(page))

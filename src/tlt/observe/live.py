@@ -10,9 +10,10 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,6 +25,10 @@ from tlt.spans import State
 logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
+AFTER_ROLLOUT = ("reward_wait", "update", "sync", "other")
+"""Stages of every RL step after its rollout."""
+NUM_STEPS = 5
+"""RL steps that the forecast of a step's end is the median of."""
 
 
 class Activity(StrEnum):
@@ -56,6 +61,25 @@ class Now(BaseModel):
     remaining_s: float | None
     workers: dict[str, WorkerNow]
     record: dict[str, Annotated[float, Field(allow_inf_nan=True)]]
+
+
+def step_remaining_s(now: Now, records: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the seconds to the end of the RL step, from how the last ones went; None if unknown.
+
+    Checkpoints and evaluations, which only some RL steps have, are not counted.
+    """
+    if not now.what.startswith("step ") or now.what.startswith("step eval"):
+        return None
+    after = [
+        sum(record.get(f"time/{stage}_s", 0.0) for stage in AFTER_ROLLOUT)
+        for record in records[-NUM_STEPS:]
+        if record.get("time/update_s", 0.0) > 0
+    ]
+    if not after:
+        return None
+    if now.what.endswith(Activity.GENERATING):
+        return None if now.remaining_s is None else now.remaining_s + median(after)
+    return max(0.0, median(after) - (now.at_s - now.since_s))
 
 
 def read_live(path: Path) -> Now | None:

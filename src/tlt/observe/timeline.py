@@ -21,6 +21,8 @@ from tlt.errors import ConfigError
 from tlt.spans import STATES, Span, State, covered
 
 MAX_BYTES = 64 * 2**20
+LATEST_BYTES = 4 * 2**20
+"""Most bytes at the end of a file that `read_latest` reads."""
 MAX_STEP_SPANS = 4096
 """Most spans of all engines in an RL step; with many engines each gets fewer."""
 MIN_ENGINE_SPANS = 8
@@ -249,6 +251,26 @@ def read_timeline(path: Path) -> list[StepTimeline]:
                 "timeline"
             )
     return [step for step in steps if step is not None]
+
+
+def read_latest(path: Path, count: int, max_bytes: int = LATEST_BYTES) -> list[StepTimeline]:
+    """Return the last RL steps of a file that may be large, or is just being written.
+
+    Lines that cannot be read are left out.
+    """
+    try:
+        with path.open("rb") as file:
+            header = file.readline()
+            start = max(len(header), os.fstat(file.fileno()).st_size - max_bytes)
+            file.seek(start)
+            lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    if start > len(header):
+        lines = lines[1:]  # its beginning was not read
+    names = _names(header.decode(errors="replace"))
+    steps = [_step_of(line, names) for line in lines[-count - 1 :]]
+    return [step for step in steps if step is not None][-count:]
 
 
 def _step_of(line: str, names: Mapping[int, str]) -> StepTimeline | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from xml.etree.ElementTree import Element, tostring
 
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
@@ -43,8 +47,11 @@ def as_json(views: Sequence[RunView]) -> str:
     return json.dumps({"runs": runs, "comparisons": comparisons}, indent=2)
 
 
-def as_html(views: Sequence[RunView]) -> str:
-    """Return the page: the comparison of several runs, then each run."""
+def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
+    """Return the page: findings, the comparison of several runs, then each run.
+
+    `page` is the file to write it to, from which links lead to the runs' timelines.
+    """
     title = f"TLT: {', '.join(view.name for view in views)}"
     head = element(
         "head",
@@ -53,11 +60,12 @@ def as_html(views: Sequence[RunView]) -> str:
         element("title", title),
         element("style", STYLE),
     )
-    parts = _comparison(views) if len(views) > 1 else []
+    parts = [part for view in views for part in _findings(view, len(views) > 1, page)]
+    parts += _comparison(views) if len(views) > 1 else []
     for view, charts in zip(views, charts_of(views), strict=True):
         parts += _run(view, charts)
-    page = element("html", head, element("body", element("h1", title), *parts), lang="en")
-    return f"<!doctype html>{tostring(page, encoding='unicode', method='html')}\n"
+    whole = element("html", head, element("body", element("h1", title), *parts), lang="en")
+    return f"<!doctype html>{tostring(whole, encoding='unicode', method='html')}\n"
 
 
 def pictures(views: Sequence[RunView]) -> dict[str, str]:
@@ -114,8 +122,38 @@ def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:
     return [
         element("h2", view.name),
         element("p", f"{found['num_steps']} RL steps, {minutes:.1f} minutes."),
-        *(_finding(finding) for finding in findings(view)),
         element("div", *sections, class_="grid"),
+    ]
+
+
+def _findings(view: RunView, several: bool, page: Path | None) -> list[Element]:
+    """Return what `tlt watch` and `tlt doctor --run` say about a run, and its timeline."""
+    heading = f"What holds {view.name} back" if several else "What holds the run back"
+    return [
+        element("h2", heading),
+        *(_finding(finding) for finding in findings(view)),
+        *_timeline(view, page),
+    ]
+
+
+def _timeline(view: RunView, page: Path | None) -> list[Element]:
+    """Return the way to the run's timeline; nothing for a run without one."""
+    if view.folder is None or not view.timelines:
+        return []
+    file = view.folder / "timeline.json"
+    target = str(file.resolve())
+    with contextlib.suppress(ValueError):  # on another drive
+        target = os.path.relpath(file.resolve(), (page or file).resolve().parent)
+    return [
+        element(
+            "p",
+            element("span", "Every second of every worker: open "),
+            element("a", "timeline.json", href=quote(target), download=""),
+            element("span", " at "),
+            element("code", "https://ui.perfetto.dev"),
+            element("span", "."),
+            class_="note",
+        )
     ]
 
 

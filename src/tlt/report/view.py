@@ -17,7 +17,13 @@ from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.observe.record import read_lengths, read_metrics
 from tlt.observe.summary import Record, series, stage_table, summary
-from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline, worker_seconds
+from tlt.observe.timeline import (
+    LEARNER,
+    StepTimeline,
+    read_latest,
+    read_timeline,
+    worker_seconds,
+)
 from tlt.spans import Span
 
 TAIL_SHARE = 1 / 8
@@ -37,6 +43,8 @@ class RunView:
     lengths: list[int]
     """Tokens of every response."""
     timelines: list[StepTimeline] = field(default_factory=list)
+    folder: Path | None = None
+    """Folder of the run; None for a run that is not on disk."""
 
     def setting(self, key: str, default: Any = None) -> Any:
         """Return a setting of the run by its dotted name."""
@@ -48,8 +56,8 @@ class RunView:
         return found
 
 
-def look_at(folder: Path) -> RunView:
-    """Read a run that has finished at least one RL step."""
+def look_at(folder: Path, latest: int | None = None) -> RunView:
+    """Read a run that has finished at least one RL step; only its latest RL steps if asked for."""
     metrics = folder / "metrics.jsonl"
     if not (folder / "config.toml").exists() or not metrics.exists():
         raise ConfigError(
@@ -57,7 +65,7 @@ def look_at(folder: Path) -> RunView:
             "give the folder that run.out named, e.g. runs/tiny"
         )
     records = read_metrics(metrics)
-    steps = [record for record in records if record["step"] > 0]
+    steps = [record for record in records if record["step"] > 0][-latest if latest else 0 :]
     if not steps:
         raise ConfigError(f"the run in {folder} has not finished a step yet; try again later")
     lengths_file = folder / "lengths.jsonl"
@@ -69,8 +77,13 @@ def look_at(folder: Path) -> RunView:
         config=config,
         records=steps,
         all_records=records,
-        lengths=[tokens for of_step in by_step for tokens in of_step],
-        timelines=read_timeline(folder / "timeline.json"),
+        lengths=[tokens for of_step in by_step[-latest if latest else 0 :] for tokens in of_step],
+        timelines=(
+            read_latest(folder / "timeline.json", latest)
+            if latest
+            else read_timeline(folder / "timeline.json")
+        ),
+        folder=folder,
     )
 
 

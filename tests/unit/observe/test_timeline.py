@@ -14,6 +14,7 @@ from tlt.observe.timeline import (
     StepTimeline,
     TimelineLog,
     max_engine_spans,
+    read_latest,
     read_timeline,
     step_timeline,
     worker_seconds,
@@ -205,3 +206,23 @@ def test_a_long_run_keeps_its_latest_steps(tmp_path: Path) -> None:
     assert steps == list(range(steps[0], 200))
     assert len(steps) > 5
     assert not math.isnan(check_trace(path)["engine-0"]["generating"])
+
+
+def test_the_latest_steps_are_read_from_the_end_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    assert read_latest(path, 3) == []
+    log = TimelineLog(path, ["engine-0"])
+    log.rewind(-1)
+    assert read_latest(path, 3) == []
+    for step in range(1, 8):
+        rows = {"engine-0": [generating(10.0 * step, 10.0 * step + 4)]}
+        stages = [("rollout", 10.0 * step, 10.0 * step + 5)]
+        log.append(step_timeline(step, 10.0 * step, 10.0 * step + 10, stages, rows, {}))
+    whole = read_timeline(path)
+    assert read_latest(path, 3) == whole[-3:]
+    assert read_latest(path, 100) == whole
+    size = len(path.read_text().splitlines()[-1])
+    assert read_latest(path, 100, max_bytes=int(2.5 * size)) == whole[-2:]
+    with path.open("a") as file:
+        file.write('{"ph": "B"')  # just being written
+    assert read_latest(path, 3) == whole[-3:]

@@ -153,6 +153,29 @@ def test_the_page_stands_alone(make: Run) -> None:
     assert "@import" not in html
 
 
+def test_the_page_opens_with_findings_and_leads_to_the_timelines(make: Run) -> None:
+    runs = [make("off", time__reward_wait_s=9.0), make("a b")]
+    html = as_html([look_at(run) for run in runs], runs[1] / "report.html")
+    assert html.index("What holds off back") < html.index("Speed-up over off")
+    assert html.index(findings(look_at(runs[0]))[0].says[:40]) < html.index("Speed-up over off")
+    assert html.count('class="finding"') == sum(len(findings(look_at(run))) for run in runs)
+    assert 'href="../off/timeline.json"' in html
+    assert 'href="timeline.json"' in html
+    elsewhere = as_html([look_at(runs[1])], runs[0] / "page.html")
+    assert 'href="../a%20b/timeline.json"' in elsewhere
+    assert "What holds the run back" in elsewhere
+
+
+def test_the_latest_steps_alone(make: Run) -> None:
+    folder = make(steps=6)
+    view = look_at(folder, latest=2)
+    assert [record["step"] for record in view.records] == [5, 6]
+    assert [timeline.step for timeline in view.timelines] == [5, 6]
+    assert len(view.lengths) == 2 * 16
+    whole = look_at(folder)
+    assert whole.timelines[-2:] == view.timelines
+
+
 def test_a_run_without_a_timeline_has_a_page_too(make: Run) -> None:
     folder = make()
     (folder / "timeline.json").unlink()
