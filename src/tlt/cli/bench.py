@@ -17,13 +17,16 @@ from tlt.cli.options import (
     Dtype,
     Engines,
     Gpus,
+    Json,
     MaxTokens,
     Prompts,
     Seed,
     Temperature,
     TopP,
     command_line,
+    named_by_options,
     number,
+    print_json,
     read_prompts,
     require_plots,
     result_table,
@@ -89,6 +92,7 @@ def rollout(
     out: Annotated[Path, typer.Option(help="Folder for rollout.json and rollout.png.")] = Path(
         "runs/bench-rollout"
     ),
+    as_json: Json = False,
 ) -> None:
     """Generate one workload in several modes, interleaved: the same lengths or the same seeds."""
     import asyncio
@@ -106,7 +110,7 @@ def rollout(
     from tlt.tasks.rewards import exact_score
     from tlt.tasks.tail import HeavyTail
 
-    console = Console()
+    console = Console(stderr=as_json)
     require_plots()
     modes = tuple(
         bench.Mode.parse(text, drafter is not None) for text in mode or _default_modes(drafter)
@@ -122,7 +126,8 @@ def rollout(
     model, drafter = _local_models(model, drafter)
     chat = Chat(str(model))
     difficulty = HeavyTail(size, size, size) if size else None
-    made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
+    with named_by_options():
+        made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
     prompts = [chat.prompt(problem.question) for problem in made]
     arguments: dict[str, Any] = {
         "dtype": compute_dtype(on_gpu=gpus > 0),  # vLLM would take bfloat16 on any CPU
@@ -161,6 +166,9 @@ def rollout(
     plot_running(result, out / "rollout.png")
     for text in result["decisions"].keys() & LEARNING:
         plot_decisions(result["decisions"][text], text, out / f"{text}.png")
+    if as_json:
+        print_json(result)
+        return
     console.print(_table(result))
     say_written(console, f"{out}/rollout.json and {out}/rollout.png")
 
@@ -180,6 +188,7 @@ def strategy(
     out: Annotated[Path, typer.Option(help="Folder for strategy.json and strategy.png.")] = Path(
         "runs/bench-strategy"
     ),
+    as_json: Json = False,
 ) -> None:
     """Replay strategies on recorded step times, and compare them with the best arm.
 
@@ -192,7 +201,7 @@ def strategy(
     from tlt.observe.provenance import provenance
     from tlt.tasks.tail import HeavyTail
 
-    console = Console()
+    console = Console(stderr=as_json)
     require_plots()
     tables = {}
     if recorded is not None:
@@ -210,7 +219,8 @@ def strategy(
                 table, replay.contenders(table), [lengths[:limit] for lengths in work], range(seeds)
             )
             results[name] = rows
-            console.print(_strategy_table(name, rows))
+            if not as_json:
+                console.print(_strategy_table(name, rows))
     out.mkdir(parents=True, exist_ok=True)
     report = {
         "provenance": provenance(command_line()),
@@ -219,6 +229,9 @@ def strategy(
     }
     (out / "strategy.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_replay(results, out / "strategy.png")
+    if as_json:
+        print_json(report)
+        return
     say_written(console, f"{out}/strategy.json and {out}/strategy.png")
 
 
@@ -249,9 +262,7 @@ def same(
     num_gpus: Annotated[
         int, number("GPUs of each engine; both engines use the same ones.", 0, 10_000)
     ] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Show that drafts do not change samples: generate with and without, and compare all tokens.
 

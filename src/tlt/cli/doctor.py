@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tlt.cli.diagnosis import Finding, Status, diagnose
-from tlt.cli.options import command_line, number, print_findings, say_written
+from tlt.cli.options import Json, command_line, number, print_findings, print_json, say_written
 
 if TYPE_CHECKING:
     from tlt.doctor.isolated import Check, Result
@@ -36,6 +36,7 @@ def doctor(
         list[str] | None, typer.Option(help="Name of a check of --gpu to run; may be repeated.")
     ] = None,
     limit_s: Annotated[float, number("Seconds that a check of --gpu may take.", 1, 1e7)] = 600.0,
+    as_json: Json = False,
     models: Annotated[
         Path | None, typer.Option(hidden=True, help="Folder that holds policy and drafter.")
     ] = None,
@@ -47,22 +48,35 @@ def doctor(
 
     With --gpu, test real engines on the GPU and write a report to attach to an issue.
     """
-    console = Console()
+    console = Console(stderr=as_json)
     if run is not None:
+        from tlt.report.findings import findings as of_run
         from tlt.report.view import look_at
 
-        print_findings(console, look_at(run))
+        view = look_at(run)
+        if as_json:
+            found = [{"kind": f.kind, "says": f.says, "change": f.change} for f in of_run(view)]
+            print_json({"run": view.name, "findings": found})
+            return
+        print_findings(console, view)
         return
     if gpu:
         _check_device(console, device, out, only or [], limit_s, models)
         return
     findings = _diagnose(console)
-    _print_table(console, findings)
     broken = [f for f in findings if f.status is Status.BAD]
+    if as_json:
+        print_json({"findings": _as_data(findings), "to_fix": len(broken)})
+        raise typer.Exit(1 if broken else 0)
+    _print_table(console, findings)
     if broken:
         console.print(f"[red]{len(broken)} to fix[/] before rollouts can run here")
         raise typer.Exit(1)
     console.print("[green]rollouts with speculation can run here[/]")
+
+
+def _as_data(findings: list[Finding]) -> list[dict[str, str]]:
+    return [asdict(finding) | {"status": finding.status.value} for finding in findings]
 
 
 def _diagnose(console: Console) -> list[Finding]:
@@ -103,7 +117,7 @@ def _check_device(
         "torch": found,
         "nvidia_smi": machine.smi(),
         "environment": machine.environment(),
-        "findings": [asdict(f) | {"status": f.status.value} for f in findings],
+        "findings": _as_data(findings),
     }
     num_gpus = len(found["devices"]) if device == "gpu" else 0
     results = report.run_checks(

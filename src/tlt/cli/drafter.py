@@ -15,6 +15,7 @@ from tlt.cli.options import (
     Dtype,
     Engines,
     Gpus,
+    Json,
     Lr,
     MaxTokens,
     Prompts,
@@ -22,7 +23,9 @@ from tlt.cli.options import (
     Seed,
     Temperature,
     command_line,
+    named_by_options,
     number,
+    print_json,
     read_prompts,
     require_plots,
     result_table,
@@ -61,6 +64,7 @@ def train(
     dtype: Dtype = "bfloat16",
     compute: Compute = "auto",
     seed: Seed = 0,
+    as_json: Json = False,
 ) -> None:
     """Train a drafter on the policy's own responses, and measure its acceptance length."""
     import asyncio
@@ -76,11 +80,12 @@ def train(
     from tlt.observe.provenance import provenance
     from tlt.offline.drafter import DrafterPlan, train_drafter
 
-    console = Console()
+    console = Console(stderr=as_json)
     require_plots()
     name, model = str(model), local_folder(model, "--model")
     init = None if init is None else local_folder(init, "--init")
-    tokens = _prompts(str(model), task, prompts, num_samples + num_held_out, seed)
+    with named_by_options():
+        tokens = _prompts(str(model), task, prompts, num_samples + num_held_out, seed)
     head_room = draft_tokens + 1
     plan = DrafterPlan(
         engine=EngineConfig(
@@ -120,6 +125,9 @@ def train(
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_training(report, out / "report.png")
     export_drafter(ExportPlan(source=out, target=model, target_name=name, out=out / "drafter"))
+    if as_json:
+        print_json(report)
+        return
     console.print(_table(report))
     say_written(console, f"{out}/drafter, {out}/report.json and {out}/report.png")
 

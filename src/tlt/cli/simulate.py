@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json as json_library
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +13,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tlt.cli.options import require_plots, result_table, say_written
+from tlt.cli.options import Json, print_json, require_plots, result_table, say_written
 from tlt.cli.progress import progress_bar
 
+SCENARIO = "name a scenario's TOML file, or give settings such as cluster.num_engines=8"
 COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "rollout")
 
 
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs with a timeline.")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.json"),
+    as_json: Json = False,
 ) -> None:
     """Model a machine from its runs, for `tlt simulate`."""
     from tlt.contracts import OFF
@@ -29,6 +32,9 @@ def calibrate(
 
     found = learn([look_at(run) for run in runs])
     found.save(out)
+    if as_json:
+        print_json(asdict(found))
+        return
     console = Console()
     engine = found.engine
     console.print(
@@ -86,7 +92,7 @@ def simulate(
     results: list[dict[str, Any]] = []
     engine_ends: dict[str, Any] = {}
     for point in itertools.product(*grid):
-        tree = read_toml(scenario) if scenario is not None else {}
+        tree = read_toml(scenario, SCENARIO) if scenario is not None else {}
         where = "scenario" if scenario is None else str(scenario)
         config = check(ScenarioConfig, apply_overrides(tree, [*changes, *point]), where)
         records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))

@@ -65,17 +65,19 @@ def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S
     return check(schema, apply_overrides(read_toml(path), overrides), str(path))
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file; raise a `ConfigError` that names the file if that fails."""
+RUN_FILE = "name a run's TOML file, such as one that `tlt init` writes"
+"""The way out for a command that reads the settings of a run."""
+
+
+def read_toml(path: Path, way_out: str = RUN_FILE) -> dict[str, Any]:
+    """Read a TOML file; raise a `ConfigError` with a way out that names the file if that fails."""
     try:
         return tomllib.loads(path.read_bytes().decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from error
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         kind = "is a folder" if isinstance(error, IsADirectoryError) else "does not exist"
-        raise ConfigError(
-            f"{path} {kind}; name a run's TOML file, such as one of configs/"
-        ) from error
+        raise ConfigError(f"{path} {kind}; {way_out}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); allow reading it") from error
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits

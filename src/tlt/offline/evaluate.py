@@ -144,10 +144,10 @@ def evaluate(plan: EvalPlan, show: ShowProgress) -> dict[str, Any]:
     """Generate, score, and return the result as plain data."""
     from pathlib import Path
 
-    chat = Chat(plan.model, "MODEL")
+    chat = Chat(plan.model, "RUN_OR_MODEL")
     work = requests(plan, chat)
     longest = max(len(of[0].prompt_token_ids) for of in work)
-    settings = read_settings(Path(plan.model), "MODEL", "name a Hugging Face folder")
+    settings = read_settings(Path(plan.model), "RUN_OR_MODEL", "name a Hugging Face folder")
     engine = engine_config(plan, longest, settings.get("max_position_embeddings"))
     started_s = time.monotonic()
     samples = generate(plan, engine, work, show)

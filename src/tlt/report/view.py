@@ -62,7 +62,7 @@ def look_at(folder: Path, latest: int | None = None) -> RunView:
     if not (folder / "config.toml").exists() or not metrics.exists():
         raise ConfigError(
             f"{folder} holds no run of `tlt train` (no config.toml and metrics.jsonl in it); "
-            "give the folder that run.out named, e.g. runs/tiny"
+            f"give the folder that run.out named, e.g. {_run_in(folder) or 'runs/tiny'}"
         )
     records = read_metrics(metrics)
     steps = [record for record in records if record["step"] > 0][-latest if latest else 0 :]
@@ -85,6 +85,15 @@ def look_at(folder: Path, latest: int | None = None) -> RunView:
         ),
         folder=folder,
     )
+
+
+def _run_in(folder: Path) -> Path | None:
+    """Return a run below a folder, such as one of several that a user keeps together."""
+    try:
+        inside = sorted(folder.glob("*/metrics.jsonl"))
+    except OSError:
+        return None
+    return inside[-1].parent if inside else None
 
 
 # --- numbers --------------------------------------------------------------------------------------
