@@ -1,0 +1,261 @@
+"""`tlt eval` without engines: pass@k and its intervals, the problems, and refusals."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+pytest.importorskip("torch")
+pytest.importorskip("reasoning_gym")
+
+from tlt.cli.main import run
+from tlt.contracts import Sample, SampleRequest
+from tlt.errors import ConfigError
+from tlt.models import tiny
+from tlt.offline import evaluate
+from tlt.offline.evaluate import interval, ks, pass_at
+from tlt.tasks.chat import Chat
+from tlt.tasks.gym import Problem
+from tlt.tasks.rewards import Reward
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_samples", "passed"), [(1, 0), (4, 1), (5, 2), (6, 6), (7, 5)])
+def test_pass_at_k_counts_all_draws_of_k_samples(num_samples: int, passed: int) -> None:
+    outcomes = [True] * passed + [False] * (num_samples - passed)
+    for k in range(1, num_samples + 1):
+        draws = list(itertools.combinations(outcomes, k))
+        expected = sum(any(draw) for draw in draws) / len(draws)
+        assert pass_at(num_samples, passed, k) == pytest.approx(expected)
+
+
+def test_single_passes_have_wilsons_interval() -> None:
+    found = interval([1.0] * 8 + [0.0] * 2)
+    assert found.value == 0.8
+    assert found.low == pytest.approx(0.4902, abs=1e-3)
+    assert found.high == pytest.approx(0.9433, abs=1e-3)
+
+
+def test_all_right_or_all_wrong_leaves_a_doubt() -> None:
+    assert interval([1.0] * 10).low == pytest.approx(1 / (1 + 1.96**2 / 10), abs=1e-6)
+    assert interval([0.0] * 10).high == pytest.approx(1 - 1 / (1 + 1.96**2 / 10), abs=1e-6)
+    assert interval([1.0]).low < 0.3
+
+
+def test_values_that_vary_less_have_a_narrower_interval() -> None:
+    wide, narrow = interval([0.0, 1.0] * 20), interval([0.4, 0.6] * 20)
+    assert wide.value == narrow.value
+    assert narrow.high - narrow.low < (wide.high - wide.low) / 3
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """Problems of different difficulty, four samples each."""
+    draw = random.Random(0)
+    hits = 0
+    for _ in range(400):
+        values = []
+        for _ in range(40):
+            chance = draw.choice((0.1, 0.5, 0.9))
+            values.append(sum(draw.random() < chance for _ in range(4)) / 4)
+        found = interval(values)
+        hits += found.low <= 0.5 <= found.high
+    assert 0.92 <= hits / 400 <= 0.985
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+)
+def test_the_ks_of_the_table(num_samples: int, expected: list[int]) -> None:
+    assert ks(num_samples) == expected
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def tlt(*arguments: str) -> tuple[int, str, str]:
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        pytest.raises(SystemExit) as end,
+    ):
+        run(list(arguments))
+    return int(end.value.code or 0), output.getvalue(), errors.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("model") / "tiny", hidden_size=64, num_layers=3)
+
+
+class FakeEngine:
+    """Answers the first samples of every problem with this text, and the others with none."""
+
+    text = "<answer>4</answer>"
+    right = 1
+    seen: list[SampleRequest]
+
+    def __init__(self, config: Any, name: str) -> None:
+        self._chat = Chat(config.model)
+        self._waiting: list[SampleRequest] = []
+        type(self).seen = []
+
+    def __enter__(self) -> "FakeEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def report(self) -> None: ...
+
+    def call(self, method: str, argument: Any) -> Any:
+        if method == "submit":
+            self._waiting += argument
+            self.seen.extend(argument)
+            return None
+        done, self._waiting = self._waiting[:3], self._waiting[3:]
+        return [self._sample(request) for request in done]
+
+    def _sample(self, request: SampleRequest) -> Sample:
+        place = int(request.sample_id.partition("/")[2])
+        text = self.text if place < self.right else "none"
+        tokens = self._chat._encode(text)
+        return Sample(request.sample_id, tokens, (), "stop", "e", 0, 0.0, 0.0, 0.0)
+
+
+class LightRewards:
+    def __init__(self, function: Callable[[Problem, str], float], *limits: float) -> None:
+        self._function = function
+
+    async def score(self, problem: Problem, text: str) -> Reward:
+        return Reward(float(self._function(problem, text)))
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(evaluate, "ChildEngine", FakeEngine)
+    monkeypatch.setattr(evaluate, "RewardPool", LightRewards)
+
+
+def problems(count: int, path: str = "sums.jsonl") -> str:
+    rows = [{"question": f"{n} + {4 - n}?", "answer": "4"} for n in range(count)]
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_model_on_a_file(model: Path) -> None:
+    arguments = ("eval", str(model), "--task", problems(10), "--reward", "exact")
+    code, output, errors = tlt(*arguments, "--samples", "2", "--json")
+    assert code == 0, errors
+    found = json.loads(output)
+    assert found["num_problems"] == 10
+    assert found["pass_at"]["1"]["value"] == 0.5
+    assert found["pass_at"]["2"]["value"] == 1.0
+    assert 0.7 < found["pass_at"]["2"]["low"] < 1.0
+    assert found["faults"] == 0
+    seeds = {request.sampling.seed for request in FakeEngine.seen}
+    assert len(seeds) == 20
+    code, output, _ = tlt(*arguments, "--samples", "2")
+    assert "pass@k" in output
+    assert "50.0%" in output
+    assert "sums.jsonl" in output
+
+
+def test_two_engines_share_the_problems(model: Path) -> None:
+    code, output, errors = tlt(
+        *("eval", str(model), "--task", problems(5), "--reward", "exact", "--json"),
+        *("--engines", "2", "--samples", "1"),
+    )
+    assert code == 0, errors
+    assert json.loads(output)["pass_at"]["1"]["value"] == 1.0
+
+
+def run_folder(model: Path, **changes: Any) -> Path:
+    """Write a run that has ended."""
+    folder = Path("run")
+    folder.mkdir()
+    tree = {
+        "run": {"out": "run", "num_steps": 1},
+        "policy": {"model": str(model)},
+        "task": {"name": "gcd", "parameters": {"max_value": 9}},
+        "reward": {"function": "exact"},
+        "sampling": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 20, "temperature": 0.7},
+    }
+    (folder / "config.toml").write_text(tomli_w.dumps(tree | changes))
+    (folder / "policy").symlink_to(model)
+    return folder
+
+
+def test_a_run_is_measured_on_what_it_held_out(model: Path) -> None:
+    run_folder(model, eval={"every_steps": 5, "num_problems": 12})
+    code, output, errors = tlt("eval", "run", "--samples", "1", "--json")
+    assert code == 0, errors
+    found = json.loads(output)
+    assert found["problems"] == "12 held-out problems of the run"
+    assert found["temperature"] == 0.7
+    assert FakeEngine.seen[0].sampling.max_tokens == 20
+
+
+def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
+    task = {"path": problems(9)}
+    run_folder(model, task=task, eval={"every_steps": 5, "num_problems": 3})
+    code, _, errors = tlt("eval", "run", "--samples", "1", "--json")
+    assert code == 0, errors
+    chat = Chat(str(model))
+    expected = {chat.prompt(f"{n} + {4 - n}?") for n in (6, 7, 8)}
+    assert {request.prompt_token_ids for request in FakeEngine.seen} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "RUN_OR_MODEL = 'nowhere' holds no config.json"),
+        (["."], ". is neither a run (no config.toml) nor a model (no config.json); give"),
+        (["M"], "--task is missing: a model alone has no problems; e.g. --task gcd"),
+        (["M", "--task", "gdc"], "--task: reasoning-gym has no task 'gdc'; e.g. gcd"),
+        (["M", "--task", "none.jsonl"], "--task: none.jsonl does not exist; give"),
+        (["M", "--task", "gcd", "--parameter", "x=1"], "--parameter: x is no parameter of gcd"),
+        (["M", "--task", "gcd", "--sizes", "1"], "--sizes '1' is not three numbers; e.g."),
+        (["M", "--task", "gcd", "--reward", "mine"], "--reward: 'mine' is not gym, exact, math"),
+        (["M", "--task", "gcd", "--temperature", "0"], "4 equal samples of every problem; give"),
+        (["M", "--task", "gcd", "--max-tokens", "99999"], "but the model takes 4096; e.g. --max"),
+        (["run", "--parameter", "x=1"], "--parameter and --sizes go with --task; without"),
+        (["unfinished"], "unfinished holds no policy yet: the run has not ended; wait"),
+        (["all"], "held out no problems (eval.every_steps = 0)"),
+    ],
+)
+def test_mistakes_name_the_option(model: Path, arguments: Sequence[str], words: str) -> None:
+    run_folder(model)
+    settings = Path("run", "config.toml").read_text()
+    Path("unfinished").mkdir()
+    Path("unfinished", "config.toml").write_text(settings)
+    Path("all").mkdir()
+    Path("all", "policy").symlink_to(model)
+    no_task = settings.replace('name = "gcd"', f'path = "{problems(3)}"').partition(
+        "[task.parameters]"
+    )
+    rest = no_task[2].partition("\n[")
+    Path("all", "config.toml").write_text(no_task[0] + "[" + rest[2])
+    code, _, errors = tlt("eval", *(str(model) if a == "M" else a for a in arguments))
+    assert code == 2, errors
+    assert words in " ".join(errors.split())
+
+
+def test_a_context_too_short_for_the_prompt_is_refused() -> None:
+    plan = evaluate.EvalPlan("m", [], lambda *_: 1.0, 1, 10)
+    with pytest.raises(ConfigError, match="use a model with a longer context"):
+        evaluate.engine_config(plan, 100, 64)
+    assert evaluate.engine_config(plan, 100, None).engine_args["max_model_len"] > 110
+    assert not math.isnan(interval([0.5]).low)
