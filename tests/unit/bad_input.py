@@ -44,6 +44,10 @@ SHORT = [
 """A scenario that takes little time."""
 
 
+INIT = ["--hardware", "cpu", "--steps", "2"]
+EVAL = ["--problems", "2", "--samples", "1", "--max-tokens", "8", "--json"]
+
+
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """A command line, and what a refusal of it must name."""
@@ -72,6 +76,25 @@ class World:
         path.write_text(tomli_w.dumps(tree))
         return path
 
+    def table(self, folder: Path, suffix: str) -> Path:
+        """Write a table of problems."""
+        rows = [{"question": f"{n} + 0?", "answer": n} for n in range(20)]
+        path = folder / f"table{suffix}"
+        if suffix == ".csv":
+            lines = ["question,answer", *(f"{row['question']},{row['answer']}" for row in rows)]
+        else:
+            lines = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def ended(self, folder: Path) -> Path:
+        """Write a run that has ended, and so has a policy."""
+        run = folder / "ended"
+        run.mkdir()
+        shutil.copy(self.settings(folder), run / "config.toml")
+        copied(self.model, run / "policy")
+        return run
+
     def sound(self, folder: Path) -> Iterator[list[str]]:
         """Yield command lines that work."""
         run = copied(self.run, folder / "run")
@@ -86,6 +109,12 @@ class World:
         out = str(folder / "exported")
         yield ["drafter", "export", drafter, "--model", str(self.model), "--out", out]
         yield from (command(run, folder) for command in RUN_COMMANDS)
+        model, data = str(self.model), str(self.table(folder, ".csv"))
+        yield ["data", "jsonl", data, "--out", str(folder / "made" / "rows.jsonl")]
+        rows = str(folder / "made" / "rows.jsonl")
+        yield ["init", "--model", model, "--data", rows, *INIT, "--out", str(folder / "i.toml")]
+        yield ["eval", model, "--task", rows, *EVAL]
+        yield ["eval", str(self.ended(folder)), *EVAL]
 
 
 def sound_world(folder: Path) -> World:
@@ -163,7 +192,9 @@ RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
     lambda run, folder: ["report", str(run), str(run), "--pictures", str(folder / "pictures")],
     lambda run, folder: ["calibrate", str(run), "--out", str(folder / "made.json")],
     lambda run, folder: ["doctor", "--run", str(run)],
+    lambda run, folder: ["doctor", "--run", str(run), "--json"],
     lambda run, folder: ["watch", str(run), "--once"],
+    lambda run, folder: ["watch", str(run), "--json"],
     lambda run, folder: [
         *("simulate", "num_steps=2", "--from-run", str(run), "--json", "--out", str(folder / "s")),
     ],
@@ -410,9 +441,53 @@ def odd_paths(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["calibrate", str(world.run), "--out", text],
             ["simulate", *SHORT, "--json", "--out", str(made)],
             ["drafter", "export", text, "--model", str(world.model), "--out", str(folder / "d")],
+            ["eval", text, "--task", "gcd", *EVAL],
+            ["eval", str(world.model), "--task", f"{text}.jsonl", *EVAL],
+            ["init", "--model", text, "--data", "gcd", *INIT, "--out", str(folder / "i.toml")],
+            ["init", "--model", str(world.model), "--data", text, *INIT],
+            ["data", "jsonl", text, "--out", str(folder / "rows.jsonl")],
+            ["demo", "--out", str(made)],
         )
     )
     return Attempt(arguments, (text[:40] or ".", path.name, "file", "config.toml"))
+
+
+def starters(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil what `tlt init`, `tlt data` and `tlt eval` are given."""
+    odd = written(strange(draw)).replace("\0", "")
+    model, out = str(world.model), str(folder / draw.choice(("i.toml", "i.toml", "i", "é.toml")))
+    hardware = draw.choice(("cpu", "here", "8x80", "9999x999x9999", "1x1", "0x0", odd))
+    table = world.table(folder, draw.choice((".csv", ".jsonl")))
+    harm_file(draw, table)
+    rows = str(folder / "rows.jsonl")
+    arguments = draw.choice(
+        (
+            ["init", "--model", model, "--data", "gcd", "--hardware", hardware, "--out", out],
+            ["init", "--model", model, "--data", odd, *INIT, "--out", out],
+            ["init", "--model", model, "--data", str(table), *INIT, "--out", out],
+            ["data", "jsonl", str(table), "--out", rows],
+            ["data", "jsonl", str(table), "--extract", "boxed", "--out", rows],
+            ["data", "jsonl", str(table), "--question", odd, "--out", rows],
+            ["eval", model, "--task", str(table), *EVAL],
+            ["eval", model, "--task", odd, *EVAL],
+            ["eval", model, "--task", "gcd", "--parameter", f"max_value={odd}", *EVAL],
+            ["eval", model, "--task", "gcd", "--sizes", odd, *EVAL],
+            ["eval", model, "--task", "gcd", "--reward", odd, *EVAL],
+        )
+    )
+    options = [each for each in arguments if each.startswith("--")]
+    names = (*options, *(each.removeprefix("--") for each in options), table.name, "host", odd[:40])
+    return Attempt(arguments, names)
+
+
+def ended_run(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil a run that `tlt eval` measures."""
+    run = world.ended(folder)
+    policy = sorted(path for path in (run / "policy").iterdir() if path.suffix == ".json")
+    path = draw.choice((run / "config.toml", run / "config.toml", *policy))
+    harm_file(draw, path)
+    names = ("config.toml", "RUN_OR_MODEL", "ended", *TrainConfig.model_fields, "--")
+    return Attempt(["eval", str(run), *EVAL], names)
 
 
 def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
@@ -493,6 +568,8 @@ KINDS: dict[str, tuple[Callable[[random.Random, World, Path], Attempt], float]] 
     "reward_module": (reward_module, 0.04),
     "run_folder": (run_folder, 0.14),
     "resumed_run": (resumed_run, 0.04),
-    "odd_paths": (odd_paths, 0.04),
+    "odd_paths": (odd_paths, 0.06),
+    "starters": (starters, 0.06),
+    "ended_run": (ended_run, 0.04),
 }
 """Every kind of input, and its share of all inputs."""

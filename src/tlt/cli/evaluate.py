@@ -191,7 +191,9 @@ def _problems(
     function = reward_function(reward or name, from_file)
     if from_file:
         if parameters or sizes:
-            raise ConfigError("--parameter and --sizes go with a task's name, not with a file")
+            raise ConfigError(
+                "--parameter and --sizes go with a task's name, not with a file; leave them out"
+            )
         text = BOXED if instruction is None else instruction
         config = TaskConfig(path=task, instruction=text)
         rows = read_problems(config)[: count or None]
@@ -223,7 +225,10 @@ def _held_out(
             "give others, e.g. --task test.jsonl"
         )
     if from_file and count is not None and count > held_out:
-        raise ConfigError(f"--problems {count} is more than the {held_out} that the run held out")
+        raise ConfigError(
+            f"--problems {count} is more than the {held_out} that the run held out; give at most "
+            f"{held_out}, or others with --task"
+        )
     change = {} if instruction is None else {"instruction": instruction}
     task = run.task.model_copy(update=change)
     made = open_source(task, run.run.seed, held_out).held_out(count or held_out)

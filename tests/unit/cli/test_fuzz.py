@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from bad_input import KINDS, Attempt, World, sound_world
 from damage import harm_file
 
 from tlt.cli.main import run
+from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError
 from tlt.run.folder import RunFolder
 from tlt.tasks.gym import Problem
@@ -60,6 +62,27 @@ class LightRewards:
             return Reward(0.0, "error", repr(error))
 
     def close(self) -> None: ...
+
+
+class LightEngine:
+    """Generates nothing, at once: no engine starts."""
+
+    def __init__(self, *_: object) -> None:
+        self._waiting: list[SampleRequest] = []
+
+    def __enter__(self) -> "LightEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def report(self) -> None: ...
+
+    def call(self, method: str, argument: Any) -> list[Sample]:
+        if method == "submit":
+            self._waiting += argument
+            return []
+        done, self._waiting = self._waiting, []
+        return [Sample(r.sample_id, (5,), (), "stop", "e", 0, 0.0, 0.0, 0.0) for r in done]
 
 
 @contextlib.contextmanager
@@ -117,7 +140,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # rewards add their folder
-    monkeypatch.setattr("tlt.run.preflight.RewardPool", LightRewards)
+    for place in ("run.preflight", "offline.evaluate"):
+        monkeypatch.setattr(f"tlt.{place}.RewardPool", LightRewards)
+    monkeypatch.setattr("tlt.offline.evaluate.ChildEngine", LightEngine)
     for limit in ("gym.PROBLEM_S", "rewards.START_UP_S", "chat.PROMPT_S"):
         monkeypatch.setattr(f"tlt.tasks.{limit}", 2.0)
     monkeypatch.setenv("COLUMNS", "200")
