@@ -243,8 +243,14 @@ class Job:
 
 @contextlib.contextmanager
 def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that writes to a log; end it if this one leaves early."""
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as child:
+    """Start a process that writes to a log; end it if this one leaves early.
+
+    It has a session of its own: Ctrl-C reaches this process alone, which then asks it once to end.
+    """
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True) as child,
+    ):
         try:
             yield child
         finally:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import comb, sqrt
+from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -142,8 +143,6 @@ def engine_config(plan: EvalPlan, longest_prompt: int, context: int | None) -> E
 
 def evaluate(plan: EvalPlan, show: ShowProgress) -> dict[str, Any]:
     """Generate, score, and return the result as plain data."""
-    from pathlib import Path
-
     chat = Chat(plan.model, "RUN_OR_MODEL")
     work = requests(plan, chat)
     longest = max(len(of[0].prompt_token_ids) for of in work)

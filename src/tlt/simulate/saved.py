@@ -28,7 +28,13 @@ class Saved:
 
 
 def saved(view: RunView) -> Saved | None:
-    """Compare a run's rollouts with plain decoding; None if its timeline says too little."""
+    """Compare a run's rollouts with plain decoding.
+
+    None if the run has no drafts, or its timeline says too little.
+    """
+    rows = (spans for timeline in view.timelines[1:] for spans in timeline.rows.values())
+    if not any(span.drafts for spans in rows for span in spans):
+        return None
     try:
         engine = fit(observations(view))
     except ValueError:

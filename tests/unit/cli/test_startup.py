@@ -1,5 +1,6 @@
-"""`import tlt` and `tlt --help` are quick and import no heavy library."""
+"""`import tlt`, `tlt --help` and completion are quick and import no heavy library."""
 
+import os
 import subprocess
 import sys
 import time
@@ -29,3 +30,28 @@ def test_light(code: str) -> None:
         best = min(best, time.perf_counter() - started)
         assert "HEAVY []" in done.stdout
     assert best < 1.0
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tlt tr", ["train"]),
+        ("tlt data ", ["gsm8k", "math", "jsonl"]),
+        ("tlt train --d", ["--dry-run"]),
+        ("tlt bench s", ["strategy", "same"]),
+    ],
+)
+def test_the_shell_completes(typed: str, offered: list[str]) -> None:
+    words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv = ['tlt']; from tlt.cli.main import main; main()",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=dict(os.environ) | words | {"_TLT_COMPLETE": "complete_bash"},
+    )
+    assert done.stdout.split() == offered

@@ -1,0 +1,101 @@
+"""Every command that prints a table prints it as JSON, too."""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up import made_up_folder
+from typer.main import get_command
+
+from tlt.cli.diagnosis import Finding, Status
+from tlt.cli.main import app, run
+
+WITHOUT_TABLE = {"models smollm2", "models tiny", "drafter export"}
+"""Commands that only say which files they wrote."""
+ARMS = (
+    *(("off", 2.0, 16, 600, 0), ("off", 2.0, 8, 300, 0), ("off", 1.0, 4, 120, 0)),
+    *(("ngram:3", 1.0, 4, 300, 150), ("eagle3:4", 2.0, 2, 400, 250), ("off", 1.0, 2, 60, 0)),
+    *(("eagle3:4", 1.0, 1, 200, 120), ("off", 1.0, 1, 40, 0)),
+)
+
+
+def commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    inside = getattr(command, "commands", None)
+    if inside is None:
+        yield name.strip(), command
+        return
+    for each, of in inside.items():
+        yield from commands(of, f"{name} {each}")
+
+
+def tlt(*arguments: str) -> tuple[int, str, str]:
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        pytest.raises(SystemExit) as end,
+    ):
+        run(list(arguments))
+    return int(end.value.code or 0), output.getvalue(), errors.getvalue()
+
+
+def test_every_command_with_a_table_has_the_option() -> None:
+    found = {
+        name
+        for name, command in commands(get_command(app))
+        if not any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert found == WITHOUT_TABLE
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return made_up_folder(
+        tmp_path / "run", arms=ARMS, learner__tokens=800.0, prompt__mean_tokens=50.0
+    )
+
+
+def test_a_calibration(folder: Path) -> None:
+    code, output, errors = tlt("calibrate", str(folder), "--json")
+    assert code == 0, errors
+    assert json.loads(output) == json.loads(Path("calibration.json").read_text())
+
+
+def test_the_findings_of_a_run(folder: Path) -> None:
+    code, output, _ = tlt("doctor", "--run", str(folder), "--json")
+    assert code == 0
+    assert json.loads(output)["findings"][0]["change"]
+
+
+def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Finding(Status.OK, "Python", "3.11"), Finding(Status.BAD, "Ray", "none", "pip ...")]
+    monkeypatch.setattr("tlt.cli.doctor.diagnose", lambda: found)
+    code, output, _ = tlt("doctor", "--json")
+    assert code == 1
+    data = json.loads(output)
+    assert data["to_fix"] == 1
+    assert data["findings"][1] == {
+        **{"status": "bad", "what": "Ray", "found": "none", "fix": "pip ..."}
+    }
+
+
+def test_a_replay_of_strategies(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, output, errors = tlt(
+        *("bench", "strategy", "--requests", "4", "--rollouts", "1", "--seeds", "1"),
+        *("--longest", "500", "--out", str(tmp_path / "out"), "--json"),
+    )
+    assert code == 0, errors
+    assert json.loads(output)["results"]
+
+
+def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+    from tlt.cli.options import print_json
+
+    print_json({"a": [float("nan"), 1.5], "b": {"c": float("inf")}, "d": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}, "d": "x"}
