@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -321,14 +322,16 @@ def _same_samples(off: Path, tlt: Path) -> dict[str, int]:
     for file in sorted((off / "samples").glob("*.jsonl")):
         other = tlt / "samples" / file.name
         if other.exists():
-            pairs = zip(_responses(file), _responses(other), strict=False)
-            outcomes = [mine == yours for mine, yours in pairs]
-            compared, same = compared + len(outcomes), same + sum(outcomes)
+            mine, yours = _responses(file), _responses(other)
+            compared += mine.total()
+            same += (mine & yours).total()
     return {"compared": compared, "same": same}
 
 
-def _responses(file: Path) -> list[str]:
-    return [json.loads(line)["response"] for line in file.read_text().splitlines()]
+def _responses(file: Path) -> Counter[tuple[str, str]]:
+    """Return the problems and responses of an RL step, whichever ended first."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return Counter((row["problem"], row["response"]) for row in rows)
 
 
 def _show(console: Console, found: Mapping[str, Any]) -> None:

@@ -109,7 +109,8 @@ class FakeRun:
                 time__rollout_s=seconds,
             )
             (out / "samples").mkdir()
-            rows = [json.dumps({"response": f"{step}"}) + "\n" for step in range(3)]
+            order = range(3) if out.name == "off" else (2, 0, 1)  # as they ended
+            rows = [json.dumps({"problem": "p", "response": f"{n}"}) + "\n" for n in order]
             (out / "samples" / "step-000001.jsonl").write_text("".join(rows))
         text = "error: no room; make some\n" if self.code else "done\n"
         code = f"import sys; sys.stdout.write({text!r}); sys.exit({self.code})"
