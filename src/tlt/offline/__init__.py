@@ -1,1 +1,1 @@
-"""Commands that train outside of an RL run: `tlt sft` and `tlt drafter train`."""
+"""Commands that work outside of an RL run: `tlt sft`, `tlt drafter train` and `tlt eval`."""
