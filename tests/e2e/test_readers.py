@@ -30,6 +30,8 @@ def test_what_readers_type_works(tmp_path: Path) -> None:
     for command in found:
         if "tiny_gcd" in command:
             command += " run.num_steps=2"  # test_train.py runs all of it
+        if command == "demo":
+            command += " --steps 2"  # test_demo.py looks at what it says
         printed[command] = tlt(command, tmp_path)
     assert "rollouts with speculation can run here" in printed.get(
         "doctor", tlt("doctor", tmp_path)
