@@ -344,20 +344,29 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
             **LINE,
         )
     console.print(_drafts_table(found["drafts"]))
-    if idle := found["leases"]:
-        console.print(
-            f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "
-            f"{idle['training_s'] + idle['idle_s']:.0f} idle seconds and published "
-            f"{idle['published']:.0f} better ones; the last accepts {idle['held_out_length']:.2f} "
-            "tokens per draft on held-out samples.",
-            **LINE,
-        )
+    if found["leases"]:
+        console.print(_leases(found["leases"]), **LINE)
     samples = found["samples"]
     if samples["compared"]:
         console.print(
             f"Samples: {samples['same']} of {samples['compared']} are the same text in both runs.",
             **LINE,
         )
+
+
+def _leases(idle: Mapping[str, float]) -> str:
+    whole_s = idle["training_s"] + idle["idle_s"]
+    if not idle["training_s"]:
+        return f"Leases: none; workers were idle for {whole_s:.0f} s, never long enough at a time."
+    text = (
+        f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of {whole_s:.0f} "
+        f"idle seconds; better drafters published: {idle['published']:.0f}"
+    )
+    if idle["published"]:
+        text += (
+            f", the last with {idle['held_out_length']:.2f} tokens per draft on held-out samples"
+        )
+    return f"{text}."
 
 
 def _drafts_table(drafts: Mapping[str, Mapping[str, float]]) -> Table:

@@ -2,17 +2,23 @@
 
 The model is fitted to the run's timeline. It says how long plain decoding of the same tokens, with
 as many requests, would have taken. The slowest engine ends a rollout, so it is what counts.
+
+Where drafts pay, a run hardly ever decodes plainly. Then the time of an engine step without drafts
+is extrapolated from draft lengths, and what drafting costs at any length counts as part of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlt.contracts import OFF
 from tlt.observe.timeline import LEARNER, StepTimeline
 from tlt.report.view import RunView, rollouts
 from tlt.simulate.calibrate import observations, prompt_tokens
 from tlt.simulate.model import EngineModel, fit
+
+MIN_PLAIN_S = 1.0
+"""Fewest seconds of plain decoding that the model of it is fitted to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ def saved(view: RunView) -> Saved | None:
     if not any(span.drafts for spans in rows for span in spans):
         return None
     try:
-        engine = fit(observations(view))
+        engine = _engine(view)
     except ValueError:
         return None
     prompt = prompt_tokens(view)
@@ -47,6 +53,15 @@ def saved(view: RunView) -> Saved | None:
             measured_s += max((measured for measured, _ in engines), default=0.0)
             plain_s += max((plain for _, plain in engines), default=0.0)
     return Saved(measured_s, plain_s) if measured_s > 0 and plain_s > 0 else None
+
+
+def _engine(view: RunView) -> EngineModel:
+    """Fit the model; a `ValueError` says that the engine steps are too few."""
+    found = observations(view)
+    if sum(o.weight for o in found if o.arm == OFF) >= MIN_PLAIN_S:
+        return fit(found)
+    engine = fit(o for o in found if o.arm != OFF)
+    return replace(engine, step=engine.step + engine.drafting, drafting=0.0)
 
 
 def _seconds(

@@ -91,8 +91,8 @@ def test_little_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 class FakeRun:
     """A `tlt train` that is over at once; `steps` and `seconds` are those of its rollouts."""
 
-    def __init__(self, seconds: Mapping[str, float], code: int = 0) -> None:
-        self.seconds, self.code = seconds, code
+    def __init__(self, seconds: Mapping[str, float], code: int = 0, endless: bool = False) -> None:
+        self.seconds, self.code, self.endless = seconds, code, endless
         self.commands: list[list[str]] = []
 
     def __call__(self, command: list[str], **_: Any) -> Any:
@@ -114,6 +114,14 @@ class FakeRun:
             (out / "samples" / "step-000001.jsonl").write_text("".join(rows))
         text = "error: no room; make some\n" if self.code else "done\n"
         code = f"import sys; sys.stdout.write({text!r}); sys.exit({self.code})"
+        if self.endless:
+            now = {
+                **{"at_s": 0.0, "num_steps": 10, "what": "step 6: generating", "done": 1.0},
+                **{"total": 2.0, "since_s": 0.0, "remaining_s": None, "workers": {}},
+                "record": {"step": float(steps)},
+            }
+            (out / "live.json").write_text(json.dumps(now))
+            code = "import signal; signal.pause()"
         return subprocess.Popen([sys.executable, "-c", code], **_)
 
 
@@ -170,6 +178,48 @@ def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert code == 2
     assert "the run 'off' of the demo ended with exit code 2: no room; make some" in errors
     assert "off.log" in errors
+
+
+@pytest.mark.usefixtures("_no_model")
+def test_a_slow_machine_makes_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that would not end are ended at their time, and what they did is compared."""
+    runs = FakeRun({"off": 20.0, "tlt": 10.0}, endless=True)
+    with_runs(monkeypatch, runs)
+    monkeypatch.setattr(demo, "LIMIT_S", 1.0)
+    code, output, errors = tlt("demo", "--out", str(tmp_path / "d"))
+    assert code == 0, errors
+    assert output.count("all that five minutes have room for") == 2
+    assert "TLT made RL steps" in output
+    assert runs.commands[1][6] == f"run.num_steps={demo.STEPS}"
+
+
+def test_how_much_of_a_run_is_done() -> None:
+    from tlt.observe.live import Now
+
+    now = Now(
+        at_s=0.0, num_steps=10, what="step 5: generating", done=32, total=64, since_s=0.0,
+        remaining_s=None, workers={}, record={"step": 4.0},
+    )  # fmt: skip
+    assert demo._share(now) == pytest.approx(0.44)
+    assert demo._share(now.model_copy(update={"record": {}})) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("idle", "words"),
+    [
+        ({"training_s": 0.0, "idle_s": 9.0, "published": 0}, "Leases: none; workers were idle"),
+        (
+            {"training_s": 6.0, "idle_s": 3.0, "published": 0},
+            "for 6 of 9 idle seconds; better drafters published: 0.",
+        ),
+        (
+            {"training_s": 6.0, "idle_s": 3.0, "published": 2, "held_out_length": 2.5},
+            "published: 2, the last with 2.50 tokens per draft on held-out samples.",
+        ),
+    ],
+)
+def test_leases_in_words(idle: dict[str, float], words: str) -> None:
+    assert words in demo._leases(idle)
 
 
 def test_the_time_for_the_runs_is_limited() -> None:
