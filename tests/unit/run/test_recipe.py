@@ -168,6 +168,25 @@ def test_what_is_not_given_is_asked_for(model: Path, monkeypatch: pytest.MonkeyP
     assert tomllib.loads(Path("run.toml").read_text())["task"] == {"name": "gcd"}
 
 
+def test_of_a_model_on_the_hub_only_its_settings_are_read(
+    outline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def download(*arguments: Any) -> Path:
+        asked.append(arguments)
+        return outline
+
+    monkeypatch.setattr("tlt.models.hub.local_folder", download)
+    code, output, errors = tlt(
+        *("init", "--model", "Qwen/Qwen3-8B", "--data", "gcd", "--hardware", "8x80"),
+    )
+    assert code == 0, errors
+    assert asked == [("Qwen/Qwen3-8B", "--model", ("config.json",))]
+    assert tomllib.loads(Path("run.toml").read_text())["policy"]["model"] == "Qwen/Qwen3-8B"
+    assert "only planned" in output
+
+
 def test_names_with_quotes_are_toml() -> None:
     tree: dict[str, Any] = {"run": {"out": 'a "b" \\ ü', "num_steps": 3}, "tlt": {"enabled": True}}
     assert tomllib.loads(as_toml(tree, ["a", "", "b"])) == tree
