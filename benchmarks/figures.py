@@ -51,6 +51,8 @@ MEASURED = re.compile(
 GIVEN = {
     "benchmarks/README.md": {"22 minutes": "the budget that `tlt sft` was given"},
     "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
+    "docs/commands.md": {"at most five minutes": "limit of cli/demo.py"},
+    "docs/quickstart.md": {"at most five minutes": "limit of cli/demo.py"},
     "docs/operations.md": {
         "above 64 MiB": "limit of observe/timeline.py",
         "Up to 512 MiB": "limit of states/writer.py",
