@@ -248,9 +248,12 @@ def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
 
     It has a session of its own: Ctrl-C reaches this process alone, which then asks it once to end.
     """
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1"}  # all that the runs need is here
     with (
         log.open("wb") as output,
-        subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True) as child,
+        subprocess.Popen(
+            command, stdout=output, stderr=output, start_new_session=True, env=quiet
+        ) as child,
     ):
         try:
             yield child
