@@ -120,7 +120,7 @@ check-speculators: $(VENV)/.done
 		> $$($(SPECULATORS)/bin/python -c "import site; print(site.getsitepackages()[0])")/tlt.pth
 	$(SPECULATORS)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 \
 		loguru datasets dill multiprocess xxhash pandas python-dateutil pytz tzdata
-	$(SPECULATORS)/bin/python tests/integration/speculators_load.py
+	PYTHONPATH=src $(SPECULATORS)/bin/python tests/integration/speculators_load.py
 
 # The committed figures; see benchmarks/README.md. Needs a quiet machine.
 bench:
