@@ -196,6 +196,47 @@ def swaps(model: str, newer: str, prompts: Sequence[Sequence[int]]) -> dict[str,
     return found
 
 
+def records(model: str, newer: str, prompts: Sequence[Sequence[int]], folder: str) -> Any:
+    """Store the states of all samples of two policies, of which the second comes from outside."""
+    import torch
+    from vllm import LLM
+
+    from tlt.drafter.checkpoint import drafter_weights, load_drafter
+    from tlt.node.weights import SharedWeights
+
+    llm = LLM(model, **ENGINE)
+    buffer = {"folder": folder, "capacity_bytes": 2**26, "max_sample_tokens": 256}
+    llm.collective_rpc("tlt_record", args=(buffer,))
+    found: dict[str, Any] = {"first": tokens_of(llm, prompts, temperature=0)}
+    llm.collective_rpc("tlt_policy_changed")
+    found["second"] = tokens_of(llm, prompts[:2], temperature=0)
+    controller = llm.llm_engine.engine_core.engine_core.scheduler.controller
+    drafter = load_drafter(Path(newer))
+    tensors = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
+    before = controller.drafter_version
+    with SharedWeights(tensors.items()) as weights:
+        llm.collective_rpc("tlt_swap_drafter", args=(weights.manifest(),))
+    found["swaps"] = controller.drafter_version - before
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker._writer.drain()
+    store = worker._writer.buffer
+    found["stored"] = [
+        (entry.rl_step, tuple(store.read(entry.name).token_ids_T.tolist()))
+        for entry in store.entries()
+    ]
+    return found
+
+
+def starts_with_dummy_weights(model: str) -> Any:
+    """Return whether the drafter's weights are those of its folder."""
+    from vllm import LLM
+
+    llm = LLM(model, **ENGINE, load_format="dummy")
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    drafter = worker._runner.draft_model
+    return {name: float(tensor.norm()) for name, tensor in drafter.named_parameters()}
+
+
 def _louder(model: str) -> list[tuple[str, Any]]:
     """Return the weights of a model with another final norm, so that it says other things."""
     import torch

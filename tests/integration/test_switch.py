@@ -144,6 +144,33 @@ def test_a_drafter_is_swapped_and_the_policy_stays(
     assert found["report again"]["drafter_faults"] == []
 
 
+def test_an_engine_stores_the_states_of_its_samples_by_itself(
+    tiny: Path, fresh_drafter: Path, expected: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    found = run(
+        programs.records,
+        *(str(tiny), str(fresh_drafter), PROMPTS, str(tmp_path / "states")),
+        TLT_CONFIG=f"drafter={fresh_drafter}",
+        **ONE_PROCESS,
+    )
+    assert found["first"] == expected
+    whole = [(*prompt, *tokens) for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    assert sorted(found["stored"]) == sorted(
+        [*((0, text) for text in whole), *((1, text) for text in whole[:2])]
+    )
+    assert found["swaps"] == 1, "the strategy hears of a new drafter"
+
+
+def test_a_drafter_is_loaded_where_the_policy_comes_later(tiny: Path, fresh_drafter: Path) -> None:
+    from tlt.drafter.checkpoint import load_drafter
+
+    config = f"drafter={fresh_drafter}"
+    norms = run(programs.starts_with_dummy_weights, str(tiny), TLT_CONFIG=config, **ONE_PROCESS)
+    there = load_drafter(fresh_drafter).fc.weight.norm().item()
+    (name,) = (name for name in norms if name.endswith("fc.weight"))
+    assert norms[name] == pytest.approx(there, rel=1e-3)
+
+
 def test_an_engine_that_samples_wrongly_does_not_start(tiny: Path) -> None:
     said = run(programs.broken_sampler, str(tiny), TLT_CONFIG=NGRAMS, **ONE_PROCESS)
     assert "failed TLT's self-test" in said

@@ -93,6 +93,10 @@ def wire(
     config = _engine_config(settings, given, on_gpu)
     args = engine_args(config)
     changes = {key: args[key] for key in _WRITTEN if key in args and key not in given}
+    drafts = changes.get("speculative_config")
+    if given.get("load_format") == "dummy" and drafts and settings.drafter is not None:
+        # The program loads its policy later. Nobody would load the drafter.
+        changes["speculative_config"] = drafts | {"draft_load_config": {"load_format": "auto"}}
     ours = args["additional_config"][CONFIG_KEY] | {"embedded": True}
     changes["additional_config"] = {**extra, CONFIG_KEY: ours}
     if on_gpu:

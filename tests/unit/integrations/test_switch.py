@@ -118,6 +118,16 @@ def test_the_programs_graphs_and_weight_transfer_stay(drafter: str) -> None:
     assert "weight_transfer_config" not in changes
 
 
+def test_a_drafter_is_loaded_although_the_program_loads_its_policy_later(drafter: str) -> None:
+    """Frameworks that send the policy start engines with dummy weights; drafters come from disk."""
+    speculative = wired(f"drafter={drafter}", load_format="dummy").changes["speculative_config"]
+    assert speculative["draft_load_config"] == {"load_format": "auto"}
+    assert "draft_load_config" not in wired(f"drafter={drafter}").changes["speculative_config"]
+    assert (
+        "draft_load_config" not in wired(NGRAMS, load_format="dummy").changes["speculative_config"]
+    )
+
+
 def test_the_programs_additional_config_stays() -> None:
     assert wired(NGRAMS, additional_config={"mine": 1}).changes["additional_config"]["mine"] == 1
 

@@ -49,6 +49,28 @@ class EmbeddedWorker:
                 f"without {plugin.SWITCH_VARIABLE}, and see `tlt doctor`"
             )
 
+    # --- hidden states ------------------------------------------------------------------------
+
+    _keeps_all = False
+    """Whether the worker stores the states of all samples by itself."""
+    _num_policies = 0
+    """Policies that the program loaded: the RL step of the samples to come."""
+
+    def tlt_record(self, buffer: dict[str, Any]) -> None:
+        """Store the hidden states of all samples from now on, each when it has ended."""
+        self.tlt_capture(buffer)  # type: ignore[attr-defined]
+        self._keeps_all = True
+
+    def _keep_ended(self, scheduler_output: Any) -> None:
+        """Store the states of samples that ended in earlier engine steps; drop all others."""
+        if not self._keeps_all:
+            return
+        whole = getattr(scheduler_output, "tlt_whole", {})
+        for name, text in whole.items():
+            self.tlt_keep_states(name, name, self._num_policies, text)  # type: ignore[attr-defined]
+        for name in scheduler_output.finished_req_ids - whole.keys():
+            self._recorder.drop(name)  # type: ignore[attr-defined]
+
     # --- weights ------------------------------------------------------------------------------
 
     def tlt_swap_drafter(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +110,7 @@ class EmbeddedWorker:
         self._renew_drafter()  # type: ignore[attr-defined]
         self._drop_states()  # type: ignore[attr-defined]
         self._watch.expect_present()  # type: ignore[attr-defined]
+        self._num_policies += 1
 
     # vLLM's own ways to load a policy make that call themselves.
 

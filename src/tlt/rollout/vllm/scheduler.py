@@ -18,12 +18,15 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from tlt.errors import EngineError
 from tlt.rollout.vllm import arm_metrics
 from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
+
+WHOLE = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
 
 
 class _Adaptive:
@@ -39,6 +42,9 @@ class _Adaptive:
         self._sends_texts = settings["runner"] == "v2" and settings["ngram"] is not None
         self._ended: dict[str, tuple[int, list[int]]] = {}
         """Length of the prompt, and text, of each request that ended since the last engine step."""
+        self._whole: dict[str, list[int]] = {}
+        """Text of each whole sample that ended since the last engine step, in an engine of another
+        program: its workers store hidden states themselves."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.controller.schedule_started()
@@ -65,12 +71,16 @@ class _Adaptive:
             self._records.append(record)
         if self._ended:
             scheduler_output.tlt_ended, self._ended = self._ended, {}
+        if self._whole:
+            scheduler_output.tlt_whole, self._whole = self._whole, {}
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._sends_texts:
             text = list(request.all_token_ids)
             self._ended[request.request_id] = (request.num_prompt_tokens, text)
+        if self._is_embedded and request.status in WHOLE:
+            self._whole[request.request_id] = list(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

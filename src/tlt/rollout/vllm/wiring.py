@@ -58,6 +58,7 @@ def install(wire: Wire) -> None:
     create_engine_config.tlt = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
     _check_requests()
+    _notice_swaps()
     arm_metrics.install()
 
 
@@ -107,6 +108,22 @@ def _check_requests() -> None:
         verify(self, model_config, speculative_config, *args, **kwargs)
 
     SamplingParams.verify = verify_for_drafts
+
+
+def _notice_swaps() -> None:
+    """Tell the strategy of an engine about drafter swaps, which reach only the workers."""
+    from vllm.v1.engine.core import EngineCore
+
+    call = EngineCore.collective_rpc
+
+    @functools.wraps(call)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = call(self, method, *args, **kwargs)
+        if method == "tlt_swap_drafter":
+            self.scheduler.controller.drafter_version += 1
+        return results
+
+    EngineCore.collective_rpc = collective_rpc
 
 
 def _asked_for(params: Any) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
         self._rechecks -= scheduler_output.finished_req_ids
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
         if self._recorder is not None:
+            self._keep_ended(scheduler_output)
             self._record(scheduler_output)
         self._runner.end_step()
         return output
