@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
 
-# Environments of their own: for tests inside TRL, and for the library `speculators`.
+# Environments of their own: for tests inside TRL and verl, and for the library `speculators`.
 TRL_VENV ?= .venv-trl
+VERL_VENV ?= .venv-verl
 SPECULATORS := .venv-speculators
 
-.PHONY: setup setup-locked setup-trl sbom audit fmt lint figures type docs test-unit test-gate test-all \
+.PHONY: setup setup-locked setup-trl setup-verl sbom audit fmt lint figures type docs test-unit test-gate test-all \
 	check check-all check-frameworks check-package check-speculators bench clean
 
 setup: $(VENV)/.done
@@ -54,6 +55,19 @@ $(TRL_VENV)/.done: pyproject.toml
 	$(TRL_VENV)/bin/pip install --quiet $(TORCH)
 	$(TRL_VENV)/bin/pip install --quiet -e '.[cpu,trl,dev]'
 	$(TRL_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
+	touch $@
+
+# An environment with verl. It pins an older transformers than vLLM 0.32 needs, so it comes without
+# its dependencies; the extra `verl` has them.
+setup-verl: $(VERL_VENV)/.done
+
+$(VERL_VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/pip install --quiet --upgrade pip
+	$(VERL_VENV)/bin/pip install --quiet $(TORCH)
+	$(VERL_VENV)/bin/pip install --quiet -e '.[cpu,verl,dev]'
+	$(VERL_VENV)/bin/pip install --quiet --no-deps verl==0.9.1
+	$(VERL_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
 
 fmt:
@@ -101,8 +115,9 @@ test-all:
 	TLT_FUZZ_INPUTS=2000 $(BIN)/pytest tests/unit/cli/test_fuzz.py
 
 # TLT inside other frameworks, in environments of their own; not part of the gate.
-check-frameworks: setup-trl
-	$(TRL_VENV)/bin/pytest tests/frameworks
+check-frameworks: setup-trl setup-verl
+	$(TRL_VENV)/bin/pytest tests/frameworks/test_trl.py
+	$(VERL_VENV)/bin/pytest tests/frameworks/test_verl.py
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate
@@ -161,4 +176,4 @@ bench:
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache

@@ -110,10 +110,12 @@ def test_commands_exist(page: Path) -> None:
         assert {w for w in words if w.startswith("--")} <= options | {"--help"}, words
 
 
-def test_the_settings_that_the_trl_page_maps_to_exist() -> None:
-    page = (ROOT / "docs" / "trl.md").read_text()
-    table = page.split("## From GRPOConfig to `tlt train`")[1].split("## ")[0]
-    keys = re.findall(r"`([a-z]+)\.([a-z_]+)`", table)
+@pytest.mark.parametrize(("name", "of"), [("trl", "GRPOConfig"), ("verl", "verl")])
+def test_the_settings_that_a_page_maps_to_exist(name: str, of: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    table = page.split(f"## From {of} to `tlt train`")[1].split("## ")[0]
+    ours = "\n".join(row.split("|")[2] for row in table.splitlines() if row.startswith("|"))
+    keys = re.findall(r"`([a-z]+)\.([a-z_]+)`", ours)
     assert len(keys) > 20
     for section, key in keys:
         schema: Any = TrainConfig.model_fields[section].annotation

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from tlt.harvest.published import engine_dtype, save_published
 from tlt.harvest.rounds import TrainerHandle, Version, now_s
 from tlt.rollout.distribution import SWAP_S
 from tlt.rollout.handle import place_of
-from tlt.rollout.pool import RolloutPool
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +83,29 @@ class RunHarvest(Protocol):
     async def stop(self) -> None: ...
 
 
+class Engines(Protocol):
+    """The engines of a run, as harvest sees them; a `RolloutPool` has these methods."""
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines that are ready."""
+        ...
+
+    async def call_engine(self, engine: str, method: str) -> None:
+        """Let an engine `sleep` or `wake`."""
+        ...
+
+    async def update_drafter(
+        self, weights: NewWeights, version: int, skip: Collection[str] = ()
+    ) -> list[float]:
+        """Load a drafter into all engines but those to skip; return the seconds of each."""
+        ...
+
+    async def refresh_drafter(self, engine: str) -> None:
+        """Load the last drafter into an engine that was skipped."""
+        ...
+
+
 class NoHarvest:
     """A run without harvest: every call does nothing."""
 
@@ -115,7 +137,7 @@ class Harvest:
         self,
         settings: CoordinatorSettings,
         trainer: HarvestSettings,
-        pool: RolloutPool,
+        pool: Engines,
         place: Callable[[str], Mapping[str, Any]],
         on_gpu: bool,
         colocated: bool = True,

@@ -23,24 +23,13 @@ from transformers import TrainerCallback
 
 from tlt.config.train import CaptureConfig, TltConfig
 from tlt.drafter.checkpoint import load_drafter
-from tlt.drafter.trainer import TrainerSettings
 from tlt.errors import ConfigError
-from tlt.hardware import compute_dtype
-from tlt.harvest.published import engine_dtype, is_new, make_drafter, save_published, version_of
+from tlt.harvest.published import engine_dtype, save_published, version_of
 from tlt.harvest.rounds import EVALUATED_SHARE, Weights
-from tlt.harvest.trainer import (
-    AVERAGED_STEPS,
-    DRAFTER_LR,
-    EMBEDDING,
-    HEAD,
-    NEW_AVERAGED_STEPS,
-    NEW_DRAFTER_LR,
-    HarvestSettings,
-    HarvestTrainer,
-)
+from tlt.harvest.trainer import EMBEDDING, HEAD, HarvestTrainer
 from tlt.integrations.hosted import HostedEngine
-from tlt.node.shared import SharedFolder, run_id, user_folder
-from tlt.states.buffer import BufferSettings
+from tlt.integrations.training import buffer_settings, harvest_settings, new_drafter
+from tlt.node.shared import SharedFolder
 
 __all__ = ["CaptureConfig", "TLTCallback", "TltConfig", "new_drafter"]
 
@@ -48,14 +37,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "drafter"
 """Folder of the drafter beside a saved model."""
-
-
-def new_drafter(model: str, out: str, dtype: str = "bfloat16", seed: int = 0) -> str:
-    """Write an untrained drafter for a model folder unless `out` has one; return `out`."""
-    if not (Path(out) / "config.json").exists():
-        on_gpu = torch.cuda.is_available()
-        make_drafter(Path(model), Path(out), None, on_gpu, dtype, seed)
-    return out
 
 
 class TLTCallback(TrainerCallback):
@@ -78,10 +59,18 @@ class TLTCallback(TrainerCallback):
         self._engine = HostedEngine(generation.llm)
         self._share = train_share
         self._settings = tlt or TltConfig()
-        buffer = _buffer(capture or CaptureConfig())
+        buffer = buffer_settings(capture or CaptureConfig())
         with torch.random.fork_rng():  # the run draws the same numbers as without TLT
             self.drafter_trainer = HarvestTrainer(
-                _harvest_settings(self._engine, buffer, self._settings, trainer),
+                harvest_settings(
+                    self._engine.drafter,
+                    self._engine.policy,
+                    buffer,
+                    self._settings,
+                    trainer.temperature,
+                    trainer.args.seed,
+                    on_gpu=trainer.accelerator.device.type == "cuda",
+                ),
                 trainer.accelerator.device,
             )
         self._engine.record(buffer)
@@ -229,46 +218,6 @@ def _generation_of(trainer: Any) -> Any:
             "a drafter of its own, and the parts of one engine need the same; use 1"
         )
     return generation
-
-
-def _buffer(capture: CaptureConfig) -> BufferSettings:
-    return BufferSettings(
-        folder=str(user_folder(Path(capture.folder)) / f"{run_id()}-samples"),
-        capacity_bytes=int(capture.capacity_gib * 2**30),
-        max_sample_tokens=capture.max_sample_tokens,
-    )
-
-
-def _harvest_settings(
-    engine: HostedEngine, buffer: BufferSettings, tlt: TltConfig, trainer: Any
-) -> HarvestSettings:
-    untrained = is_new(engine.drafter)
-    on_gpu = trainer.accelerator.device.type == "cuda"
-    return HarvestSettings(
-        drafter=str(engine.drafter),
-        policy=str(_folder_of(engine.policy)),
-        buffer=buffer,
-        trainer=TrainerSettings(
-            num_draft_tokens=tlt.num_draft_tokens,
-            row_tokens=tlt.row_tokens,
-            lr=tlt.lr or (NEW_DRAFTER_LR if untrained else DRAFTER_LR),
-            averaged_steps=NEW_AVERAGED_STEPS if untrained else AVERAGED_STEPS,
-            temperature=trainer.temperature,
-            bfloat16=compute_dtype(on_gpu=on_gpu) == "bfloat16",
-            seed=trainer.args.seed,
-        ),
-        held_out_tokens=tlt.held_out_tokens,
-        untrained=untrained,
-    )
-
-
-def _folder_of(model: str) -> Path:
-    """Return the folder of a model, which may be in the cache of the Hub."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True))
 
 
 def _noting_ends(

@@ -1,0 +1,53 @@
+"""The worker's half of TLT inside verl: what happens when verl loads a policy into an engine.
+
+verl loads the policy through a worker extension of its own, about which vLLM's ways to load a
+policy know nothing. This extension tells TLT's worker of it, and keeps the policy's embedding and
+head for the drafter's trainers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from tlt.harvest.trainer import EMBEDDING, HEAD
+from tlt.node.shared import SharedFolder
+
+ENDS = "ends.safetensors"
+"""File of a policy's embedding and head."""
+
+
+class WorkerExtension(vLLMColocateWorkerExtension):
+    """verl's worker extension, for an engine that runs with TLT."""
+
+    _folder: SharedFolder | None = None
+    """Folder for the policy's ends, in the engine that hands them to trainers."""
+    _ends: dict[str, torch.Tensor] | None = None
+    """Embedding and head of the policy that is being loaded."""
+
+    def tlt_share_ends(self, folder: str) -> None:
+        """Write embedding and head of every later policy to a folder in shared memory."""
+        self._folder = SharedFolder.join(Path(folder))
+
+    def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
+        """Load a policy as verl does, and tell TLT's worker of it."""
+        self._ends = {} if self._folder is not None else None
+        super().update_weights_from_ipc(*args, **kwargs)
+        if self._folder is not None and self._ends:
+            hidden = self._folder.path / f".{ENDS}"
+            save_file(self._ends, hidden)
+            hidden.rename(self._folder.path / ENDS)
+        self._ends = None
+        self.tlt_policy_changed()
+
+    def _update_weights(self, weights: Any, *args: Any, **kwargs: Any) -> None:
+        super()._update_weights(weights, *args, **kwargs)
+        if self._ends is not None:
+            for name, tensor in weights:
+                if name in (EMBEDDING, HEAD):
+                    # verl reuses the memory of a bucket for the next one.
+                    self._ends[name] = tensor.detach().to("cpu", copy=True).contiguous()
