@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pandas
+from datasets import Dataset
 
 from tlt.integrations.training import new_drafter
 
@@ -34,7 +34,7 @@ def main(model: str, num_steps: int, out: Path, without: bool, settings: list[st
         {"prompt": [{"role": "user", "content": q}], "data_source": "own", "reward_model": truth}
         for q in QUESTIONS * num_steps
     ]
-    pandas.DataFrame(rows).to_parquet(out / "prompts.parquet")
+    Dataset.from_list(rows).to_parquet(out / "prompts.parquet")
     overrides = {
         "algorithm.adv_estimator": "grpo",
         **{f"data.{kind}_files": out / "prompts.parquet" for kind in ("train", "val")},

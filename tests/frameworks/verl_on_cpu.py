@@ -40,7 +40,7 @@ DEVICE.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[attr-def
 
 
 @PlatformRegistry.register(platform="cpu")
-class PlatformCPU(PlatformBase):
+class PlatformCPU(PlatformBase):  # type: ignore[misc]
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = DEVICE

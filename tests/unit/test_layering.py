@@ -65,7 +65,7 @@ COMPOSED = {ROOT / "rollout" / "vllm" / "plugin.py": {"integrations"}}
 """The entry point that vLLM loads: it joins vLLM's half of the switch with the switch."""
 ON_RAY = {
     *(ROOT / "learner" / "group.py", ROOT / "harvest" / "session.py"),
-    ROOT / "integrations" / "verl.py",
+    ROOT / "integrations" / "replicas.py",
 }
 """The driver's handles on actors."""
 HEAVY = {"torch", "vllm", "ray", "transformers", "numpy"}

@@ -14,33 +14,32 @@ import torch
 from safetensors.torch import save_file
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from tlt.harvest.trainer import EMBEDDING, HEAD
 from tlt.node.shared import SharedFolder
-
-ENDS = "ends.safetensors"
-"""File of a policy's embedding and head."""
+from tlt.rollout.vllm.watch import EMBEDDING, HEAD
 
 
 class WorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension, for an engine that runs with TLT."""
 
     _folder: SharedFolder | None = None
-    """Folder for the policy's ends, in the engine that hands them to trainers."""
+    _file: Path | None = None
+    """File for the policy's ends, in the engine that hands them to trainers."""
     _ends: dict[str, torch.Tensor] | None = None
     """Embedding and head of the policy that is being loaded."""
 
-    def tlt_share_ends(self, folder: str) -> None:
-        """Write embedding and head of every later policy to a folder in shared memory."""
-        self._folder = SharedFolder.join(Path(folder))
+    def tlt_share_ends(self, file: str) -> None:
+        """Write embedding and head of every later policy to a file in shared memory."""
+        self._file = Path(file)
+        self._folder = SharedFolder.join(self._file.parent)
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
         """Load a policy as verl does, and tell TLT's worker of it."""
-        self._ends = {} if self._folder is not None else None
+        self._ends = None if self._file is None else {}
         super().update_weights_from_ipc(*args, **kwargs)
-        if self._folder is not None and self._ends:
-            hidden = self._folder.path / f".{ENDS}"
+        if self._file is not None and self._ends:
+            hidden = self._file.with_name(f".{self._file.name}")
             save_file(self._ends, hidden)
-            hidden.rename(self._folder.path / ENDS)
+            hidden.rename(self._file)
         self._ends = None
         self.tlt_policy_changed()
 
