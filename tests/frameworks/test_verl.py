@@ -202,12 +202,8 @@ def test_the_worker_extension_fits_tlts_worker() -> None:
     assert "self._update_weights(weights, " in theirs["update_weights_from_ipc"]
     ours = ROOT / "src/tlt/integrations/verl_worker.py"
     (extension,) = [n for n in ast.parse(ours.read_text()).body if isinstance(n, ast.ClassDef)]
-    added = {
-        node.name if isinstance(node, ast.FunctionDef) else node.target.id
-        for node in extension.body
-        if isinstance(node, ast.FunctionDef)
-        or (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name))
-    }
+    added = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
+    added |= {ast.unparse(n.target) for n in extension.body if isinstance(n, ast.AnnAssign)}
     assert {"tlt_share_ends", "_ends"} <= added
     from tlt.rollout.vllm.cpu_worker import AdaptiveCPUWorker
 
@@ -227,7 +223,7 @@ def test_vllm_lacks_what_the_asynchronous_trainers_ask_for() -> None:
 
 
 def test_the_settings_on_the_page_exist() -> None:
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     config = yaml.safe_load((VERL / "trainer/config/_generated_ppo_trainer.yaml").read_text())
     page = (ROOT / "docs" / "verl.md").read_text()

@@ -7,11 +7,14 @@ module only waits: when a process has imported verl's trainers, TLT's trainer jo
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+
+logger = logging.getLogger(__name__)
 
 
 def after_import(name: str, call: Callable[[ModuleType], object]) -> None:
@@ -53,4 +56,12 @@ class _Calling(Loader):
         self._call(module)
 
 
-after_import("verl.trainer.ppo.v1", lambda _: importlib.import_module("tlt.integrations.verl"))
+def _register(_: ModuleType) -> None:
+    """Register TLT's trainer; a fault must not keep verl from starting."""
+    try:
+        importlib.import_module("tlt.integrations.verl")
+    except Exception:
+        logger.warning("verl does without the trainer 'tlt'", exc_info=True)
+
+
+after_import("verl.trainer.ppo.v1", _register)

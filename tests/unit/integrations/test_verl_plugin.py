@@ -22,12 +22,36 @@ assert verl.trainer.ppo.v1.names == ["sync", "tlt"], verl.trainer.ppo.v1.names
 """
 
 
-def test_the_trainer_is_registered_when_verl_has_its_trainers(tmp_path: Path) -> None:
+FAULT = """
+import tlt.integrations.verl_plugin
+
+class Import:
+    def import_module(name):
+        raise ImportError("no such thing")
+
+tlt.integrations.verl_plugin.importlib = Import
+import verl.trainer.ppo.v1
+assert verl.trainer.ppo.v1.names == ["sync"]
+"""
+
+
+def ran(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program beside a package that looks like verl."""
     for package in ("verl", "verl/trainer", "verl/trainer/ppo", "verl/trainer/ppo/v1"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").touch()
-    (tmp_path / "verl/trainer/ppo/v1/__init__.py").write_text('names = ["sync"]\n')
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").touch()
+    (folder / "verl/trainer/ppo/v1/__init__.py").write_text('names = ["sync"]\n')
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True
     )
+
+
+def test_the_trainer_is_registered_when_verl_has_its_trainers(tmp_path: Path) -> None:
+    done = ran(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_verl_starts_although_the_trainer_fails(tmp_path: Path) -> None:
+    done = ran(FAULT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "verl does without the trainer 'tlt'" in done.stderr

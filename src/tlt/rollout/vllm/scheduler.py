@@ -42,6 +42,9 @@ class _Adaptive:
         self._sends_texts = settings["runner"] == "v2" and settings["ngram"] is not None
         self._ended: dict[str, tuple[int, list[int]]] = {}
         """Length of the prompt, and text, of each request that ended since the last engine step."""
+        speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
+        has_drafter = speculative is not None and speculative.method == "eagle3"
+        self._sends_whole = self._is_embedded and has_drafter
         self._whole: dict[str, list[int]] = {}
         """Text of each whole sample that ended since the last engine step, in an engine of another
         program: its workers store hidden states themselves."""
@@ -79,7 +82,7 @@ class _Adaptive:
         if self._sends_texts:
             text = list(request.all_token_ids)
             self._ended[request.request_id] = (request.num_prompt_tokens, text)
-        if self._is_embedded and request.status in WHOLE:
+        if self._sends_whole and request.status in WHOLE:
             self._whole[request.request_id] = list(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
