@@ -29,6 +29,7 @@ from tlt.harvest.leases import LeaseSettings
 from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.observe.provenance import provenance
 from tlt.rollout.dispatch import Assign, Dispatcher
+from tlt.rollout.lengths import LengthForecast
 
 RESULT = Path(__file__).parent / "results" / "coordinator.json"
 PASS_S = 0.03
@@ -110,7 +111,7 @@ class Dispatch:
 
     def __init__(self, num_engines: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._dispatcher = Dispatcher(prefetch=2)
+        self._dispatcher = Dispatcher(prefetch=2, forecast=LengthForecast())
         self._rng = random.Random(0)
         self._ends_s: float = 0.0
         self._num_requests = 0
@@ -143,7 +144,7 @@ class Dispatch:
     def _finish(self, engine: str, sample_id: str, due_s: float) -> None:
         if self._loop.time() < self._ends_s:
             self.delays.append(self._loop.time() - due_s)
-            self._dispatcher.finished(engine, [sample_id])
+            self._dispatcher.finished(engine, {sample_id: 1000})
             self._submit(1)
             self._carry_out()
 

@@ -51,11 +51,6 @@ class SampleRequest:
     rl_step: int | None = None
     """The RL step of the sample, under which engines store its hidden states; None stores none."""
 
-    @property
-    def work_tokens(self) -> int:
-        """The work that the pool balances: the most tokens that the response can have."""
-        return self.sampling.max_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

@@ -9,6 +9,7 @@ from pydantic import Field
 from tlt.config.schema import LONGEST_S, Schema
 
 CORE_GROUP = "engines"
+DispatchOrder = Literal["longest_first", "arrival"]
 
 
 class NgramConfig(Schema):
@@ -87,6 +88,10 @@ class PoolConfig(Schema):
     """Number of engines, each in a process of its own."""
     prefetch: int = Field(default=4, ge=0)
     """Requests queued inside an engine beyond those it runs, to hide the latency of dispatch."""
+    dispatch: DispatchOrder = "longest_first"
+    """Order in which engines get requests. `longest_first`: by expected length, and long requests
+    beside few others; responses of the same prompt, in earlier epochs and in this rollout, tell
+    what to expect. `arrival`: as they came. Samples are the same."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine may take to start, including the wait for free resources."""
     health_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)

@@ -1,9 +1,13 @@
 """The pool's decisions about which engine generates what, without engines, clocks or I/O.
 
-Requests wait in one queue, and the least loaded engine gets the next request. An engine holds at
-most as many requests as it has slots, which it runs at once, plus a few prefetched ones, which hide
-the latency of a submission. When the queue is empty, the dispatcher recalls requests that wait
-behind a loaded engine's slots for an engine with a free slot. Work per event is O(log engines).
+Requests wait in one queue, and the least loaded engine gets the next request. With a forecast of
+lengths the longest request is next, and an engine with a long request counts as more loaded: long
+requests start early, and beside few others. Without a forecast requests go out as they came.
+
+An engine holds at most as many requests as it has slots, which it runs at once, plus a few
+prefetched ones, which hide the latency of a submission. When the queue is empty, the dispatcher
+recalls requests that wait behind a loaded engine's slots for an engine with a free slot. Work per
+event is O(log engines).
 
 Every sample has one owner at a time, and only its owner can finish it. A lost engine's samples go
 back to the front of the queue. So the pool delivers each submitted sample exactly once.
@@ -13,12 +17,17 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tlt.contracts import SampleRequest
 from tlt.errors import EngineError
+from tlt.rollout.lengths import LengthForecast, prompt_key
+from tlt.rollout.work import Held, Queue, Work
+
+APART = 4
+"""Tokens of other requests that delay an engine as much as one more token of its longest request.
+With a larger value, long requests have fewer others beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +49,26 @@ class Recall:
 @dataclass(slots=True)
 class _Engine:
     name: str
-    slots: int
-    outstanding: dict[str, SampleRequest] = field(default_factory=dict)
-    work_tokens: int = 0
+    held: Held
     recalling: bool = False
     recalled_in_vain: bool = False
     """The last recall brought nothing back, and nothing has happened to the engine since."""
     stamp: int = 0
     """Number of changes of this engine; heap entries with another number are stale."""
 
-    @property
-    def waiting(self) -> int:
-        """Requests behind the slots, as far as the pool knows."""
-        return max(0, len(self.outstanding) - self.slots)
-
 
 class Dispatcher:
     """Turns events into actions: report each event, then carry out all `actions()`."""
 
-    def __init__(self, prefetch: int, max_attempts: int = 5) -> None:
+    def __init__(
+        self, prefetch: int, forecast: LengthForecast | None = None, max_attempts: int = 5
+    ) -> None:
         self._prefetch = prefetch
+        self._forecast = forecast
         self._max_attempts = max_attempts
         self._engines: dict[str, _Engine] = {}
-        self._owner: dict[str, str] = {}
-        self._queue: deque[SampleRequest] = deque()
-        self._attempts: dict[str, int] = {}
+        self._unfinished: dict[str, Work] = {}
+        self._queue = Queue(self._known)
         self._count = itertools.count()
         # Lazy heaps of (key, tie-break, stamp, engine name).
         self._with_free_slot: list[tuple[int, int, int, str]] = []
@@ -76,15 +80,16 @@ class Dispatcher:
     def submit(self, requests: Iterable[SampleRequest]) -> None:
         """Queue requests."""
         for request in requests:
-            if request.sample_id in self._attempts:
+            if request.sample_id in self._unfinished:
                 raise ValueError(f"sample {request.sample_id!r} is already being generated")
-            self._attempts[request.sample_id] = 0
-            self._queue.append(request)
+            work = Work(request, self._group(request))
+            self._unfinished[request.sample_id] = work
+            self._queue.put(work)
 
     def engine_ready(self, name: str, slots: int) -> None:
         """Add an engine that runs `slots` requests at once."""
         assert name not in self._engines, f"engine {name} is already here"
-        self._engines[name] = _Engine(name, slots)
+        self._engines[name] = _Engine(name, Held(slots))
         self._changed(self._engines[name])
 
     def engine_lost(self, name: str) -> list[str]:
@@ -92,22 +97,24 @@ class Dispatcher:
         engine = self._engines.pop(name, None)
         if engine is None:
             return []
-        for request in reversed(engine.outstanding.values()):
-            self._requeue(request)
-        return list(engine.outstanding)
+        for work in reversed(engine.held.works.values()):
+            self._requeue(work)
+        return list(engine.held.works)
 
-    def finished(self, name: str, sample_ids: Iterable[str]) -> list[str]:
-        """Note finished samples; return their ids without unknown and repeated ones."""
+    def finished(self, name: str, lengths: Mapping[str, int]) -> list[str]:
+        """Note finished samples and their tokens; return the ids without unknown and repeated ones.
+
+        What the lengths tell about samples that are still to come changes the order of the queue.
+        """
         engine = self._engines.get(name)
         if engine is None:
             return []
-        ended = []
-        for sample_id in sample_ids:
-            if self._owner.get(sample_id) != name:
-                continue
-            self._release(engine, sample_id)
-            del self._attempts[sample_id]
-            ended.append(sample_id)
+        ended = [sample_id for sample_id in lengths if self._owned(sample_id, name)]
+        for sample_id in ended:
+            engine.held.ended(sample_id, lengths[sample_id])
+            self._learn(engine, self._unfinished.pop(sample_id), lengths[sample_id])
+        if not self._unfinished and self._forecast is not None:
+            self._forecast.rollout_ended()
         engine.recalled_in_vain = False
         self._changed(engine)
         return ended
@@ -117,11 +124,9 @@ class Dispatcher:
         engine = self._engines.get(name)
         if engine is None:
             return []
-        again = [sample_id for sample_id in sample_ids if self._owner.get(sample_id) == name]
+        again = [sample_id for sample_id in sample_ids if self._owned(sample_id, name)]
         for sample_id in again:
-            request = engine.outstanding.pop(sample_id)
-            engine.work_tokens -= request.work_tokens
-            self._requeue(request)
+            self._requeue(engine.held.remove(sample_id))
         self._changed(engine)
         return again
 
@@ -139,10 +144,10 @@ class Dispatcher:
         engine.recalling = False
         engine.recalled_in_vain = not sample_ids
         for sample_id in reversed(sample_ids):
-            if self._owner.get(sample_id) == name:
-                request = self._release(engine, sample_id)
-                self._attempts[sample_id] -= 1  # the sample never started
-                self._queue.appendleft(request)
+            if self._owned(sample_id, name):
+                work = engine.held.remove(sample_id)
+                work.attempts -= 1  # the sample never started
+                self._requeue(work)
         self._changed(engine)
 
     # --- decisions ----------------------------------------------------------------------------
@@ -154,9 +159,9 @@ class Dispatcher:
             engine = self._pop(self._with_free_slot) or self._pop(self._with_room)
             if engine is None:
                 break
-            request = self._queue.popleft()
-            self._give(engine, request)
-            assigned.setdefault(engine.name, []).append(request)
+            work = self._queue.take()
+            self._give(engine, work)
+            assigned.setdefault(engine.name, []).append(work.request)
         actions: list[Assign | Recall] = [
             Assign(name, tuple(requests)) for name, requests in assigned.items()
         ]
@@ -176,17 +181,47 @@ class Dispatcher:
                     self._changed(loaded)
                     break
                 idle_engines.append(idle)
-                wanted = idle.slots - len(idle.outstanding)
-            count = min(wanted, loaded.waiting)
+                wanted = idle.held.slots - len(idle.held.works)
+            count = min(wanted, len(loaded.held.behind))
             wanted -= count
             # The requests given last are at the end of the engine's queue.
-            ids = tuple(itertools.islice(reversed(loaded.outstanding), count))
+            ids = tuple(itertools.islice(reversed(loaded.held.works), count))
             loaded.recalling = True
             self._changed(loaded)
             recalls.append(Recall(loaded.name, ids))
         for engine in idle_engines:
             self._changed(engine)
         return recalls
+
+    # --- forecasts ----------------------------------------------------------------------------
+
+    def _group(self, request: SampleRequest) -> str:
+        """Return a name that requests with the same forecast share."""
+        if self._forecast is None:
+            return ""
+        if request.sampling.ignore_eos:
+            return str(request.sampling.max_tokens)
+        return prompt_key(request)
+
+    def _known(self, work: Work) -> int | None:
+        """Return the tokens to expect of a response; None if nothing is known."""
+        limit = work.request.sampling.max_tokens
+        if self._forecast is None or work.request.sampling.ignore_eos:
+            return limit
+        length = self._forecast.expected(work.group)
+        return length if length is None else min(length, limit)
+
+    def _learn(self, engine: _Engine, ended: Work, tokens: int) -> None:
+        """Note what an ended response tells about its siblings, and about those beside it."""
+        if self._forecast is None:
+            return
+        if not ended.request.sampling.ignore_eos:
+            self._forecast.ended(ended.group, tokens)
+            self._queue.reorder(ended.group)
+        for work, so_far in engine.held.outgrown():
+            if not work.request.sampling.ignore_eos:
+                self._forecast.runs(work.group, so_far)
+                self._queue.reorder(work.group)
 
     # --- state --------------------------------------------------------------------------------
 
@@ -198,52 +233,54 @@ class Dispatcher:
     @property
     def num_unfinished(self) -> int:
         """Requests that are queued or held by an engine."""
-        return len(self._attempts)
+        return len(self._unfinished)
 
     def outstanding(self, name: str) -> int:
         """Return the number of requests that an engine holds."""
-        return len(self._engines[name].outstanding)
+        return len(self._engines[name].held.works)
 
     def held_by(self, name: str) -> set[str]:
         """Return the requests that an engine holds, as far as the pool knows."""
-        return set(self._engines[name].outstanding)
+        return set(self._engines[name].held.works)
 
     # --- bookkeeping --------------------------------------------------------------------------
 
-    def _give(self, engine: _Engine, request: SampleRequest) -> None:
-        engine.outstanding[request.sample_id] = request
-        engine.work_tokens += request.work_tokens
-        self._owner[request.sample_id] = engine.name
-        self._attempts[request.sample_id] += 1
+    def _owned(self, sample_id: str, name: str) -> bool:
+        return sample_id in self._unfinished and self._unfinished[sample_id].owner == name
+
+    def _give(self, engine: _Engine, work: Work) -> None:
+        expected = self._known(work)
+        work.expected = work.request.sampling.max_tokens if expected is None else expected
+        work.owner = engine.name
+        work.attempts += 1
+        engine.held.add(work)
         self._changed(engine)
 
-    def _release(self, engine: _Engine, sample_id: str) -> SampleRequest:
-        request = engine.outstanding.pop(sample_id)
-        engine.work_tokens -= request.work_tokens
-        del self._owner[sample_id]
-        return request
-
-    def _requeue(self, request: SampleRequest) -> None:
-        del self._owner[request.sample_id]
-        if self._attempts[request.sample_id] >= self._max_attempts:
+    def _requeue(self, work: Work) -> None:
+        request = work.request
+        work.owner = None
+        if work.attempts >= self._max_attempts:
             raise EngineError(
                 f"sample {request.sample_id!r} was on {self._max_attempts} engines that were lost "
                 f"or broke it off; its prompt ({len(request.prompt_token_ids)} tokens) may be the "
                 "cause"
             )
-        self._queue.appendleft(request)
+        self._queue.put_back(work)
 
     def _changed(self, engine: _Engine) -> None:
         """Push a new entry for the engine onto every heap it now belongs to."""
         engine.stamp += 1
-        held = len(engine.outstanding)
-        entry = (engine.work_tokens, next(self._count), engine.stamp, engine.name)
-        if held < engine.slots:
+        held = engine.held
+        load = held.tokens_left()
+        if self._forecast is not None:
+            load += APART * held.longest_left()
+        entry = (load, next(self._count), engine.stamp, engine.name)
+        if len(held.works) < held.slots:
             heapq.heappush(self._with_free_slot, entry)
-        elif held < engine.slots + self._prefetch:
+        elif len(held.works) < held.slots + self._prefetch:
             heapq.heappush(self._with_room, entry)
-        if engine.waiting and not (engine.recalling or engine.recalled_in_vain):
-            heapq.heappush(self._with_waiting, (-engine.waiting, *entry[1:]))
+        if held.behind and not (engine.recalling or engine.recalled_in_vain):
+            heapq.heappush(self._with_waiting, (-len(held.behind), *entry[1:]))
 
     def _pop(self, heap: list[tuple[int, int, int, str]]) -> _Engine | None:
         """Pop the first engine, and drop stale entries. The caller must call `_changed` for it."""

@@ -35,6 +35,7 @@ from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
 from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.distribution import WeightDistribution
 from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
+from tlt.rollout.lengths import LengthForecast
 from tlt.rollout.recheck import Recheck, Rechecks
 from tlt.rollout.runner import ROUNDS_BY_BATCH
 from tlt.rollout.watched import Progress, WatchedEngine
@@ -55,7 +56,10 @@ class RolloutPool:
         self._clock = clock
         self._config = config
         self._spawn = spawn
-        self._dispatcher = Dispatcher(config.prefetch)
+        self.lengths = LengthForecast()
+        """What is known of the lengths of responses; kept in the run's checkpoints."""
+        forecast = self.lengths if config.dispatch == "longest_first" else None
+        self._dispatcher = Dispatcher(config.prefetch, forecast)
         self._handles: dict[str, WatchedEngine] = {}
         self._servers: list[asyncio.Task[None]] = []
         self._sends: set[asyncio.Task[None]] = set()
@@ -366,7 +370,8 @@ class RolloutPool:
             await self._fail(poison)
             return
         by_id = {s.sample_id: s for s in samples if s.finish_reason in WHOLE}
-        for sample_id in self._dispatcher.finished(name, by_id):
+        lengths = {sample_id: len(sample.token_ids) for sample_id, sample in by_id.items()}
+        for sample_id in self._dispatcher.finished(name, lengths):
             self._delivered.add(name)
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
             self._rechecks.finished(by_id[sample_id])

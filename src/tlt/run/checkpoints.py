@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -17,9 +18,13 @@ from tlt.errors import CheckpointFailed
 from tlt.harvest.session import RunHarvest
 from tlt.learner.group import LearnerGroup
 from tlt.observe.stopwatch import Stopwatch
+from tlt.rollout.lengths import LengthForecast
 from tlt.run.folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+LENGTHS = "lengths.json"
+"""File of a checkpoint with the expected lengths of responses, by prompt."""
 
 GRACE_S = 60.0
 """How long a run that must end waits for a checkpoint that is being written."""
@@ -31,17 +36,31 @@ class Checkpoints:
     """Writes one checkpoint at a time: `begin`, then `end` when the RL step's record is on disk."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, learner: LearnerGroup, harvest: RunHarvest
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        learner: LearnerGroup,
+        harvest: RunHarvest,
+        lengths: LengthForecast,
     ) -> None:
         self._config = config
         self._folder = folder
         self._learner = learner
         self._harvest = harvest
+        self._lengths = lengths
+        self._lengths_then = lengths.state()
+        """What was known of lengths after the last RL step."""
         self._begun: Path | None = None
         self._writing: asyncio.Task[None] | None = None
         self._faults = self._in_a_row = 0
         self.restarts_since = 0
         """Restarts of the learner since the last checkpoint was written."""
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on with the lengths that a checkpoint holds; checkpoints of earlier versions have none."""
+        if (checkpoint / LENGTHS).exists():
+            self._lengths.restore(json.loads((checkpoint / LENGTHS).read_text()))
+            self._lengths_then = self._lengths.state()
 
     def last(self, verify_again: bool = False) -> tuple[Path | None, int]:
         """Return the newest sound checkpoint and the number of RL steps it holds."""
@@ -62,15 +81,21 @@ class Checkpoints:
 
     def end(self, step: int, in_haste: bool = False) -> None:
         """Write what `begin` copied, beside the next RL step; in haste, wait for no trainer."""
+        if not in_haste:  # in haste, a rollout of the next RL step may be over
+            self._lengths_then = self._lengths.state()
         if self._begun is not None:
-            self._writing = asyncio.create_task(self._write(self._begun, step, in_haste))
+            work = self._write(self._begun, step, self._lengths_then, in_haste)
+            self._writing = asyncio.create_task(work)
             self._begun = None
 
-    async def _write(self, hidden: Path, step: int, in_haste: bool) -> None:
+    async def _write(
+        self, hidden: Path, step: int, lengths: dict[str, int], in_haste: bool
+    ) -> None:
         earlier, _ = self.last()
         try:
             await self._learner.wait_saved(hidden, earlier, step)
             await self._harvest.save(hidden / "drafter", to_resume=not in_haste)
+            (hidden / LENGTHS).write_text(json.dumps(lengths))
             keep = self._config.checkpoint.keep
             await asyncio.to_thread(self._folder.publish_checkpoint, hidden, step, keep)
         except (CheckpointFailed, OSError) as error:

@@ -89,7 +89,7 @@ class Training:
         )
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
-        self._checkpoints = Checkpoints(config, folder, learner, harvest)
+        self._checkpoints = Checkpoints(config, folder, learner, harvest, pool.lengths)
         self._gate = Gate(config.debug.gate)
         self._health = HealthWatch(config.alarm.max_lost_steps, config.learner.updates_per_step)
         self._learner_restarts = 0
@@ -104,7 +104,9 @@ class Training:
     async def _run(self, resume: bool) -> None:
         done, num_steps = 0, self._config.run.num_steps
         if resume:
-            _, done = self._checkpoints.last()
+            checkpoint, done = self._checkpoints.last()
+            if checkpoint is not None:
+                self._checkpoints.restore(checkpoint)
             records = read(self._folder.metrics)
             self._update.gap.recall(r for r in records if r["step"] <= done)
             try:

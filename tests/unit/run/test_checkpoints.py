@@ -17,7 +17,8 @@ from tlt.config.train import TrainConfig
 from tlt.errors import CheckpointFailed, ConfigError, LearnerLost
 from tlt.harvest.session import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
-from tlt.run.checkpoints import Checkpoints
+from tlt.rollout.lengths import LengthForecast
+from tlt.run.checkpoints import LENGTHS, Checkpoints
 from tlt.run.folder import RunFolder
 from tlt.run.manifest import damage
 
@@ -59,7 +60,7 @@ def names(folder: RunFolder) -> list[str]:
 async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast())
     for step in (1, 2, 3):
         await checkpoints.begin(step, Stopwatch())
         checkpoints.end(step)
@@ -76,10 +77,38 @@ async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> N
     assert learner.earlier == [None, "step-000002", "step-000004"]
 
 
+async def test_a_resumed_run_knows_the_lengths_of_its_last_step(tmp_path: Path) -> None:
+    folder, learner, lengths = RunFolder(tmp_path), FakeLearner(), LengthForecast()
+    of_run: Any = learner
+    learner.on_disk.set()
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), lengths)
+
+    def rollout(tokens: int) -> None:
+        lengths.ended("prompt", tokens)
+        lengths.rollout_ended()
+
+    for step, tokens in ((1, 10), (2, 20), (3, 30)):
+        rollout(tokens)
+        await checkpoints.begin(step, Stopwatch())
+        checkpoints.end(step)
+    rollout(40)  # of RL step 4, which a signal ends
+    await checkpoints.write_now(3)
+    for name, known in (("step-000002", 20), ("step-000003", 30)):
+        resumed = LengthForecast()
+        again = Checkpoints(CONFIG, folder, of_run, NoHarvest(), resumed)
+        again.restore(folder.path / "checkpoints" / name)
+        assert resumed.state() == {"prompt": known}
+    # A checkpoint of an earlier version has no lengths.
+    (folder.path / "checkpoints" / name / LENGTHS).unlink()
+    again = Checkpoints(CONFIG, folder, of_run, NoHarvest(), unknown := LengthForecast())
+    again.restore(folder.path / "checkpoints" / name)
+    assert unknown.state() == {}
+
+
 async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast())
     await checkpoints.begin(2, Stopwatch())
     checkpoints.end(2)
     learner.lost = True
@@ -99,7 +128,7 @@ async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: 
 async def test_a_run_that_ends_badly_still_finishes_its_checkpoint(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast())
     learner.on_disk.set()
     await checkpoints.begin(2, Stopwatch())
     checkpoints.end(2)
@@ -120,7 +149,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(
     """The run goes on, and can resume from the checkpoint before."""
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest(), LengthForecast())
     learner.on_disk.set()
     await checkpoints.begin(1, Stopwatch())
     checkpoints.end(1)
@@ -147,7 +176,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(
 async def test_checkpoints_that_fail_again_and_again_end_the_run(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest(), LengthForecast())
     learner.on_disk.set()
     learner.fault = OSError(errno.ENOSPC, "No space left on device")
     for step in (1, 2, 3):
@@ -160,7 +189,7 @@ async def test_checkpoints_that_fail_again_and_again_end_the_run(tmp_path: Path)
 async def test_a_last_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(every_step(4), folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(every_step(4), folder, of_run, NoHarvest(), LengthForecast())
     learner.on_disk.set()
     learner.fault = OSError(errno.ENOSPC, "No space left on device")
     await checkpoints.begin(4, Stopwatch())
@@ -172,7 +201,7 @@ async def test_a_last_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: P
 async def test_a_learner_lost_in_a_checkpoint_is_noticed_in_the_next_step(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast())
     await checkpoints.begin(2, Stopwatch())
     checkpoints.end(2)
     learner.lost = True
