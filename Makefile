@@ -153,6 +153,7 @@ bench:
 	$(BIN)/python benchmarks/timeline.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/published.py
+	$(BIN)/python benchmarks/dispatch.py
 	$(BIN)/python benchmarks/simulated_size.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py

@@ -99,6 +99,7 @@ def scenario(model: str, nodes: int, parallel: int) -> ScenarioConfig:
     changes += [
         "num_steps=20",
         f'cluster.model="{model}"',
+        'cluster.dispatch="arrival"',
         f"cluster.tensor_parallel={parallel}",
         f"cluster.num_engines={nodes * GPUS_PER_NODE // parallel}",
     ]

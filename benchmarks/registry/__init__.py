@@ -2,6 +2,7 @@
 
 from registry import (
     cpu,
+    dispatch,
     drafter,
     e2e,
     faults,
@@ -21,6 +22,7 @@ __all__ = [
     "Results",
     "UnknownFigure",
     "cpu",
+    "dispatch",
     "drafter",
     "e2e",
     "faults",

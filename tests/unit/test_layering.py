@@ -36,7 +36,7 @@ ALLOWED = {
     "report": {"contracts", "errors", "config", "spans", "pictures", "observe"},
     "simulate": {
         *("contracts", "errors", "config", "spans", "pictures"),
-        *("strategy", "tasks", "harvest", "observe", "report"),
+        *("strategy", "tasks", "rollout", "harvest", "observe", "report"),
     },
     "bench": {"contracts", "errors", "config", "pictures", "strategy", "rollout", "tasks"},
 }
@@ -57,7 +57,7 @@ PURE = {
     *(ROOT / "harvest" / f"{name}.py" for name in ("leases", "forecast", "rounds", "coordinator")),
     ROOT / "harvest" / "release.py",
     ROOT / "learner" / "memory.py",
-    ROOT / "rollout" / "recheck.py",
+    *(ROOT / "rollout" / f"{name}.py" for name in ("dispatch", "lengths", "work", "recheck")),
     ROOT / "run" / "fit.py",
     ROOT / "run" / "memory.py",
 }

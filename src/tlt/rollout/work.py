@@ -39,7 +39,7 @@ class Work:
 class _Group:
     number: int
     works: deque[Work] = field(default_factory=deque)
-    rank: int = PROBE
+    rank: int | None = None
     probed: bool = False
 
 
@@ -100,11 +100,12 @@ class Queue:
             return
         length = self._known(group.works[0])
         if length is None:
-            limit = group.works[0].request.sampling.max_tokens
-            group.rank = -limit if group.probed else PROBE
+            rank = -group.works[0].request.sampling.max_tokens if group.probed else PROBE
         else:
-            group.rank = -length
-        heapq.heappush(self._heap, (group.rank, group.number, name))
+            rank = -length
+        if rank != group.rank:
+            group.rank = rank
+            heapq.heappush(self._heap, (rank, group.number, name))
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class Checkpoints:
         """Restarts of the learner since the last checkpoint was written."""
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on with the lengths that a checkpoint holds; checkpoints of earlier versions have none."""
+        """Go on with the lengths that a checkpoint holds; one of an earlier version has none."""
         if (checkpoint / LENGTHS).exists():
             self._lengths.restore(json.loads((checkpoint / LENGTHS).read_text()))
             self._lengths_then = self._lengths.state()

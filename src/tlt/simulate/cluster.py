@@ -1,9 +1,9 @@
 """RL steps of a cluster in simulated time.
 
 Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
-(`pace`), the coordinator with its leases, the forecast of the tail. Not modelled: a drafter swap in
-the middle of a rollout (a better drafter helps from the next rollout on), and samples that wait for
-a free slot of an engine.
+(`pace`), the dispatcher with its forecast of lengths (`rollout`), the coordinator with its leases,
+the forecast of the tail. Not modelled: a drafter swap in the middle of a rollout (a better drafter
+helps from the next rollout on).
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from tlt.config.rollout import DispatchOrder
 from tlt.contracts import OFF, Arm, Strategy
 from tlt.errors import ConfigError
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
 from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights
+from tlt.rollout.lengths import LengthForecast
 from tlt.simulate.clock import now_s
 from tlt.simulate.model import Drafting, EngineModel
 from tlt.simulate.pace import Pace, Player
-from tlt.simulate.workload import Workload, ends, spread_over
+from tlt.simulate.rollout import Rollout
+from tlt.simulate.workload import Workload
 
 Record = dict[str, float]
 
@@ -80,6 +83,9 @@ class Cluster:
     training: Training
     engine_deaths_per_hour: float
     engine_start_s: float
+    slots: int = 256
+    """Requests that an engine runs at once."""
+    dispatch: DispatchOrder = "longest_first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +241,7 @@ class Simulation:
         self._version = 0
         self._player = Player(mode.strategy(), cluster.engine, seed)
         self._forecast = TailForecast()
+        self.lengths = LengthForecast()
         self._coordinator: Coordinator | None = None
         self._before: Record = {}
         self.engine_ends: Any = ()
@@ -269,10 +276,10 @@ class Simulation:
     async def _step(self, step: int) -> Record:
         started_s = now_s()
         lengths = self._workload.of_step(step, self._seed)
-        sample_ends, pace = self._rollout_ends(lengths)
-        self.engine_ends = engine_ends = sample_ends[:, -1]
+        engine_ends, sample_ends, pace = self._rollout_ends(step, lengths)
+        self.engine_ends = engine_ends
         _check_time("the rollout", float(engine_ends.max()))
-        await self.rollout(engine_ends, np.sort(sample_ends[sample_ends > 0]))
+        await self.rollout(engine_ends, np.sort(sample_ends))
         rollout_s = now_s() - started_s
         learner = self.cluster.learner
         _check_time("the wait for rewards", learner.reward_s)
@@ -304,33 +311,41 @@ class Simulation:
     def _power(self) -> float:
         return self._published.now(self.policy, self.cluster.training)
 
-    def _rollout_ends(self, lengths: Any) -> tuple[Any, Pace]:
-        """Return when every sample ends, by engine, in seconds since the rollout began."""
+    def _rollout_ends(self, step: int, lengths: Any) -> tuple[Any, Any, Pace]:
+        """Return when every engine and every sample ends, in seconds since the rollout began."""
         cluster, workload = self.cluster, self._workload
-        dealt = np.sort(spread_over(lengths, cluster.num_engines), axis=1)
-        most = dealt.shape[1]
-        context = workload.prompt_tokens + float(np.median(dealt[:, -1])) / 2
+        played = Rollout(
+            workload.prompts_of(step),
+            lengths,
+            cluster.num_engines,
+            cluster.slots,
+            workload.max_tokens,
+            self.lengths if cluster.dispatch == "longest_first" else None,
+        )
+        context = workload.prompt_tokens + float(np.median(played.longest)) / 2
         drafting = cluster.drafting.at(self._power())
-        pace = self._player.rollout(drafting, self._version, most, context)
+        pace = self._player.rollout(drafting, self._version, played.most, context)
+        # Step times are linear in the context.
+        counts = np.arange(played.most + 1)
+        row_s = cluster.engine.step_s(OFF, counts, 0.0) * pace.ratios
+        owner, end_s = played.play(
+            row_s, cluster.engine.context * pace.ratios, workload.prompt_tokens
+        )
+        prompts = max(1.0, len(lengths) / cluster.num_engines / workload.group_size)
+        prefill_s = prompts * workload.prompt_tokens / cluster.engine.prefill_tokens_per_s
+        end_s = end_s + prefill_s + pace.trying_s
+        engine_s = np.zeros(cluster.num_engines)
+        np.maximum.at(engine_s, owner, end_s)
+        lost_s = self._lost_s(engine_s)
+        return engine_s + lost_s, end_s + lost_s[owner], pace
 
-        def seconds(running: Any, low: Any, high: Any) -> Any:
-            # Step times are linear in the context, so the middle represents the whole stretch.
-            middle = workload.prompt_tokens + (low + high) / 2
-            return (high - low) * cluster.engine.step_s(OFF, running, middle) * pace.ratios[running]
-
-        found = ends(dealt, seconds)
-        prompts = max(1.0, most / workload.group_size) * workload.prompt_tokens
-        found = found + prompts / cluster.engine.prefill_tokens_per_s + pace.trying_s
-        return self._with_deaths(np.where(dealt > 0, found, 0.0)), pace
-
-    def _with_deaths(self, found: Any) -> Any:
-        """Delay the samples of engines that die: they restart on another engine."""
+    def _lost_s(self, engine_s: Any) -> Any:
+        """Return the delay of engines that die: their samples restart on another engine."""
         rate = self.cluster.engine_deaths_per_hour / 3600
-        if rate:
-            dies_s = self.rng.exponential(1 / rate, len(found))
-            dead = dies_s < found[:, -1]
-            found[dead] += (dies_s[dead] + self.cluster.engine_start_s)[:, None]
-        return found
+        if not rate:
+            return np.zeros(len(engine_s))
+        dies_s = self.rng.exponential(1 / rate, len(engine_s))
+        return np.where(dies_s < engine_s, dies_s + self.cluster.engine_start_s, 0.0)
 
     async def rollout(self, engine_ends: Any, sample_ends: Any) -> None:
         """Wait for the last sample, and report engines that finish earlier as idle."""

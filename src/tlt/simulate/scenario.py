@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tlt.config.rollout import DispatchOrder
 from tlt.config.schema import LONGEST_S, Schema
 from tlt.config.train import SizesConfig, TltConfig
 from tlt.contracts import Strategy
@@ -40,6 +41,10 @@ class ClusterConfig(Schema):
     """Policy on H100s, modelled from published figures; used without `calibration`."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
     """GPUs per engine."""
+    slots: int = Field(default=256, ge=1, le=100_000)
+    """Requests that an engine runs at once (vLLM's `max_num_seqs`)."""
+    dispatch: DispatchOrder = "longest_first"
+    """Order in which engines get requests, as `pool.dispatch` of a run."""
     engine_deaths_per_hour: float = Field(default=0.0, ge=0, le=3600)
     """Failures of one engine per hour."""
     engine_start_s: float = Field(default=120.0, ge=0, le=LONGEST_S)
@@ -59,6 +64,11 @@ class WorkloadConfig(Schema):
         default_factory=lambda: SizesConfig(median=2500, p95=12000, longest=32768)
     )
     """Lengths of responses in tokens: median, 95th percentile, longest."""
+    prompt_share: float = Field(default=0.65, ge=0, le=1)
+    """Share of the variance of the lengths' logarithms that prompts explain; the rest differs from
+    sample to sample."""
+    epoch_steps: int = Field(default=0, ge=0)
+    """RL steps after which prompts come again; 0 for new prompts in every RL step."""
     trace: str | None = None
     """File `lengths.jsonl` of a run, used instead of `lengths`."""
 
@@ -163,6 +173,8 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
         replace(training, **{k: v for k, v in asked.items() if v is not None}),
         config.cluster.engine_deaths_per_hour,
         config.cluster.engine_start_s,
+        config.cluster.slots,
+        config.cluster.dispatch,
     )
 
 
@@ -180,6 +192,8 @@ def workload_of(config: ScenarioConfig) -> Workload:
         workload.prompt_tokens,
         lengths,
         read_trace(Path(workload.trace)) if workload.trace else (),
+        workload.prompt_share,
+        workload.epoch_steps,
     )
 
 

@@ -1,4 +1,4 @@
-"""The responses of an RL step: how many, how long, on which engine."""
+"""The responses of an RL step: how many, how long, to which prompts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,22 @@ class Workload:
     prompt_tokens: float
     lengths: HeavyTail | None = None
     trace: tuple[tuple[int, ...], ...] = ()
+    prompt_share: float = 0.0
+    """Share of the variance of the lengths' logarithms that prompts explain."""
+    epoch_steps: int = 0
+    """RL steps after which prompts come again; 0 for new prompts in every RL step."""
 
     @property
     def num_samples(self) -> int:
         return self.prompts * self.group_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens that a response may have."""
+        if self.trace:
+            return max(map(max, self.trace))
+        assert self.lengths is not None
+        return self.lengths.longest
 
     def of_step(self, step: int, seed: int) -> Any:
         """Return the lengths of all samples of an RL step, as an array."""
@@ -37,7 +49,24 @@ class Workload:
                 return np.array(taken, dtype=float)
             return rng.choice(np.array(taken, dtype=float), self.num_samples)
         assert self.lengths is not None
-        return spread(self.lengths, self.num_samples, np.random.default_rng((seed, step)))
+        rng = np.random.default_rng((seed, step))
+        sizes = spread(self.lengths, self.num_samples, rng)
+        found = np.empty_like(sizes)
+        found[np.argsort(self._deviations(step, seed, rng))] = sizes
+        return found
+
+    def prompts_of(self, step: int) -> Any:
+        """Return the number of the prompt of every sample of an RL step."""
+        turn = (step - 1) % self.epoch_steps if self.epoch_steps else step
+        return np.repeat(turn * self.prompts + np.arange(self.prompts), self.group_size)
+
+    def _deviations(self, step: int, seed: int, rng: Any) -> Any:
+        """Return how far each response is from a usual length, in standard deviations."""
+        turn = int(self.prompts_of(step)[0])
+        of_prompts = np.random.default_rng((seed, turn, 1)).standard_normal(self.prompts)
+        own = rng.standard_normal(self.num_samples)
+        share = self.prompt_share
+        return np.repeat(of_prompts, self.group_size) * share**0.5 + own * (1 - share) ** 0.5
 
 
 _PLACES = 1 / (1 + np.exp(-np.linspace(-16, 16, 4001)))
@@ -45,10 +74,9 @@ _DEVIATIONS = np.array([NormalDist().inv_cdf(float(place)) for place in _PLACES]
 
 
 def spread(lengths: HeavyTail, count: int, rng: Any) -> Any:
-    """Draw one length from each equally likely part, as `HeavyTail.spread` does, with NumPy."""
+    """Draw one length from each equally likely part, as `HeavyTail.spread`; in rising order."""
     places = (np.arange(count) + rng.uniform(0.01, 0.99, count)) / count
     sizes = lengths.median * np.exp(lengths.sigma * np.interp(places, _PLACES, _DEVIATIONS))
-    rng.shuffle(sizes)
     return np.clip(np.round(sizes), 1, lengths.longest)
 
 
@@ -64,27 +92,3 @@ def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
     if not found:
         raise ConfigError(f"workload.trace: {path} holds no lengths of a run; {way_out}")
     return found
-
-
-def spread_over(lengths: Any, num_engines: int) -> Any:
-    """Deal samples to engines as the dispatcher does: one after another, round by round.
-
-    Returns an array of engines by places; unused places are 0.
-    """
-    per_engine = -(-len(lengths) // num_engines)
-    dealt = np.zeros(per_engine * num_engines)
-    dealt[: len(lengths)] = lengths
-    return dealt.reshape(per_engine, num_engines).T
-
-
-def ends(sorted_lengths: Any, seconds_per_token: Any) -> Any:
-    """Return when each sample of each engine ends.
-
-    `sorted_lengths` has engines by places, in rising order. `seconds_per_token(running, low, high)`
-    returns the seconds in which `running` requests grow from length `low` to length `high`.
-    """
-    places = sorted_lengths.shape[1]
-    low = np.concatenate([np.zeros((len(sorted_lengths), 1)), sorted_lengths[:, :-1]], axis=1)
-    running = np.arange(places, 0, -1)[None, :]
-    # Unused places come first and take no time.
-    return np.cumsum(seconds_per_token(running, low, sorted_lengths), axis=1)

@@ -176,7 +176,9 @@ def test_forced_lengths_need_no_forecast() -> None:
     world = World(Dispatcher(0, LengthForecast()))
     lengths = [5, 30, 10]
     specs = [SamplingSpec(max_tokens=n, ignore_eos=True) for n in lengths]
-    world.dispatcher.submit(SampleRequest(str(n), (1,), s) for n, s in zip(lengths, specs, strict=True))
+    world.dispatcher.submit(
+        SampleRequest(str(n), (1,), s) for n, s in zip(lengths, specs, strict=True)
+    )
     world.add("a", 1)
     world.finish()
     assert world.started == ["30", "10", "5"]

@@ -1,13 +1,14 @@
 """The pool with fake engines: the asyncio half, without Ray or vLLM."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from tlt.config.rollout import PoolConfig
+from tlt.config.rollout import DispatchOrder, PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineTainted
 from tlt.rollout.pool import RolloutPool
@@ -16,6 +17,15 @@ from tlt.rollout.recheck import Rechecks, Verdict
 
 def request(index: int, max_tokens: int = 5) -> SampleRequest:
     return SampleRequest(str(index), (1,), SamplingSpec(max_tokens=max_tokens))
+
+
+def drawn(request: SampleRequest) -> tuple[int, ...]:
+    """Return the response: as with keyed noise, the request alone decides it."""
+    sampling = request.sampling
+    if sampling.seed is None:
+        return (0,) * sampling.max_tokens
+    rng = random.Random(sampling.seed)
+    return tuple(rng.randrange(100) for _ in range(rng.randint(1, sampling.max_tokens)))
 
 
 class FakeEngine:
@@ -54,7 +64,7 @@ class FakeEngine:
             raise EngineError("gone")
         while self.waiting and len(self.running) < self.slots:
             r = self.waiting.pop(0)
-            self.running[r.sample_id] = [r, r.sampling.max_tokens]
+            self.running[r.sample_id] = [drawn(r), len(drawn(r))]
         ended = []
         for sample_id, state in list(self.running.items()):
             state[1] -= 1
@@ -63,7 +73,7 @@ class FakeEngine:
                 reason: FinishReason = "error" if sample_id in self.break_off else "stop"
                 self.break_off.discard(sample_id)
                 ended.append(
-                    Sample(sample_id, (0,), (), reason, self.name, 0, 0.0, 0.0, time.time())
+                    Sample(sample_id, state[0], (), reason, self.name, 0, 0.0, 0.0, time.time())
                 )
         return ended
 
@@ -109,6 +119,33 @@ async def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
         assert sorted(map(int, ids)) == list(range(64))
         assert pool.num_restarts == 1
         assert "engine-0.1" in factory.made
+
+
+async def test_samples_are_the_same_in_any_order_on_any_engine() -> None:
+    """Two rollouts, so that the second has forecasts; an engine dies in each."""
+
+    async def samples(order: DispatchOrder, num_engines: int) -> dict[str, tuple[int, ...]]:
+        factory = Factory(slots=3)
+        config = PoolConfig(num_engines=num_engines, dispatch=order)
+        found: dict[str, tuple[int, ...]] = {}
+        async with RolloutPool(config, factory) as pool:
+            for epoch in range(2):
+                requests = [
+                    SampleRequest(f"{epoch}/{i}", (i // 8,), SamplingSpec(max_tokens=40, seed=i))
+                    for i in range(64)
+                ]
+                async for sample in pool.generate(requests):
+                    assert sample.sample_id not in found
+                    found[sample.sample_id] = sample.token_ids
+                    if len(found) % 64 == 20:
+                        factory.made[pool.engines[0]].dead = True
+                await pool.wait_ready(num_engines)
+        return found
+
+    alone = await samples("arrival", 1)
+    assert len(alone) == 128
+    assert await samples("arrival", 4) == alone
+    assert await samples("longest_first", 4) == alone
 
 
 async def test_kernels_that_round_by_batch_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

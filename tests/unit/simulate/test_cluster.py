@@ -24,8 +24,9 @@ from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit
 from tlt.simulate.pace import Player
 from tlt.simulate.plot import plot_simulation, what_if
+from tlt.simulate.rollout import Rollout
 from tlt.simulate.scenario import ScenarioConfig, simulate
-from tlt.simulate.workload import Workload, ends, read_trace, spread, spread_over
+from tlt.simulate.workload import Workload, read_trace, spread
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
 
@@ -105,11 +106,48 @@ def test_lengths_are_those_of_a_run_with_forced_lengths() -> None:
 
 
 def test_an_engine_takes_as_long_as_its_requests_let_it() -> None:
-    dealt = np.sort(spread_over(np.array([10.0, 100.0, 20.0]), 2), axis=1)
-    assert dealt.tolist() == [[10, 20], [0, 100]]
     # Two requests cost 2 seconds a token, one costs 1.
-    found = ends(dealt, lambda running, low, high: (high - low) * running)
-    assert found.tolist() == [[20, 30], [0, 100]]
+    rollout = Rollout([0, 1, 2], [10.0, 100.0, 20.0], 2, 8, 100, None)
+    assert (rollout.most, rollout.longest) == (2, [20, 100])
+    owner, end_s = rollout.play([0, 1, 2], [0, 0, 0], 0.0)
+    assert owner.tolist() == [0, 1, 0]
+    assert end_s.tolist() == pytest.approx([20, 100, 30])
+
+
+def test_a_growing_context_is_read_again_for_every_token() -> None:
+    rollout = Rollout([0, 1], [10.0, 20.0], 1, 8, 100, None)
+    _, end_s = rollout.play([0, 0, 0], [0, 1, 1], 100.0)
+    # Two requests with 105 tokens in the middle, then one with 115.
+    assert end_s.tolist() == pytest.approx([10 * 210, 10 * 210 + 10 * 115])
+
+
+def test_requests_wait_for_a_slot() -> None:
+    rollout = Rollout([0, 1, 2], [10.0, 30.0, 5.0], 1, 2, 100, None)
+    _, end_s = rollout.play([0, 1, 2], [0, 0, 0], 0.0)
+    # The third starts when the first has ended; two of them run until the third has ended.
+    assert end_s.tolist() == pytest.approx([20, 45, 30])
+
+
+@pytest.mark.parametrize(("slots", "most"), [(4, 0.95), (64, 1.02)])
+def test_the_longest_first_pays_where_requests_wait(slots: int, most: float) -> None:
+    settings = ("num_steps=4", "cluster.num_engines=16", f"cluster.slots={slots}")
+    settings += ("workload.prompts_per_step=16", "workload.epoch_steps=1", 'modes=["off"]')
+    settings += ("workload.lengths={median=2500, p95=6000, longest=32768}",)
+    rollout_s = {}
+    for order in ("arrival", "longest_first"):
+        records = simulate(scenario(*settings, f'cluster.dispatch="{order}"'))["off"]
+        rollout_s[order] = figures(records)["rollout_s"]
+    assert rollout_s["longest_first"] < most * rollout_s["arrival"]
+
+
+def test_prompts_explain_lengths_and_come_again() -> None:
+    workload = Workload(64, 16, 10, HeavyTail(2500, 12000, 32768), (), 0.65, 3)
+    first, again = (workload.of_step(step, 0) for step in (1, 4))
+    assert workload.prompts_of(1).tolist() == workload.prompts_of(4).tolist()
+    assert set(workload.prompts_of(1)).isdisjoint(workload.prompts_of(2))
+    means = [np.log(found).reshape(64, 16).mean(axis=1) for found in (first, again)]
+    assert np.corrcoef(*means)[0, 1] > 0.9
+    assert np.var(means[0]) / np.var(np.log(first)) == pytest.approx(0.67, abs=0.1)
 
 
 def test_lengths_of_a_run_are_taken_in_turn() -> None:
