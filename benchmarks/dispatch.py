@@ -2,7 +2,7 @@
 
     python benchmarks/dispatch.py [--calibration calibration.json]
 
-Modelled: rollouts of the simulator, which dispatches by the production code, with 64 samples an
+Modelled: rollouts of the simulator, which dispatches by the production code, with 32 samples an
 engine in groups of 16, of prompts that come again in every RL step. Engines are H100s with a 7B
 policy, or those of a calibration; the adaptive strategy speculates with a frozen drafter. Compared
 are `arrival` and `longest_first` where the last epoch is known, where nothing is, and where the
@@ -30,13 +30,13 @@ from tlt.simulate.cluster import Simulation
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, workload_of
 
 RESULT = Path(__file__).parent / "results" / "dispatch.json"
-ENGINES = (64, 512)
-SAMPLES, GROUP = 64, 16
-SLOTS = (256, 32)
+STEPS = {64: 5, 512: 2}
+"""RL steps by number of engines. Nothing is known in the first."""
+SAMPLES, GROUP = 32, 16
+SLOTS = (256, 16)
 """Requests that an engine runs at once: all of them, or half of them while the rest waits."""
 SPREADS = {"narrow": 4000, "medium": 6000, "wide": 12000}
 """95th percentile of the lengths; their median is 2,500 tokens, and the longest have 32,768."""
-STEPS = 4
 NOISE = 0.7
 """Standard deviation of the logarithm of a random factor: usually between a half and twice."""
 FORECASTS = ("known", "noisy", "exchanged")
@@ -84,7 +84,7 @@ def mean(records: list[dict[str, float]]) -> dict[str, float]:
 def compared(machine: list[str], engines: int, slots: int, p95: int) -> dict[str, Any]:
     settings = [
         *machine,
-        f"num_steps={STEPS}",
+        f"num_steps={STEPS[engines]}",
         f"cluster.num_engines={engines}",
         f"cluster.slots={slots}",
         f"workload.prompts_per_step={engines * SAMPLES // GROUP}",
@@ -115,7 +115,7 @@ def main() -> None:
         machines["calibrated"] = [f'cluster.calibration="{options.calibration}"']
     rows = []
     for name, machine in machines.items():
-        for engines in ENGINES:
+        for engines in STEPS:
             for slots in SLOTS:
                 for spread, p95 in SPREADS.items():
                     started_s = time.monotonic()
