@@ -2,7 +2,7 @@
 
     python benchmarks/dispatch.py [--calibration calibration.json]
 
-Modelled: rollouts of the simulator, which dispatches by the production code, with 32 samples an
+Modelled: rollouts of the simulator, which dispatches by the production code, with 16 samples an
 engine in groups of 16, of prompts that come again in every RL step. Engines are H100s with a 7B
 policy, or those of a calibration; the adaptive strategy speculates with a frozen drafter. Compared
 are `arrival` and `longest_first` where the last epoch is known, where nothing is, and where the
@@ -30,16 +30,16 @@ from tlt.simulate.cluster import Simulation
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, workload_of
 
 RESULT = Path(__file__).parent / "results" / "dispatch.json"
-STEPS = {64: 5, 512: 2}
+STEPS = {64: 3, 512: 2}
 """RL steps by number of engines. Nothing is known in the first."""
-SAMPLES, GROUP = 32, 16
-SLOTS = (256, 16)
+SAMPLES, GROUP = 16, 16
+SLOTS = (256, 8)
 """Requests that an engine runs at once: all of them, or half of them while the rest waits."""
 SPREADS = {"narrow": 4000, "medium": 6000, "wide": 12000}
 """95th percentile of the lengths; their median is 2,500 tokens, and the longest have 32,768."""
 NOISE = 0.7
 """Standard deviation of the logarithm of a random factor: usually between a half and twice."""
-FORECASTS = ("known", "noisy", "exchanged")
+FORECASTS = {64: ("known", "noisy", "exchanged"), 512: ("known",)}
 
 
 class Wrong(LengthForecast):
@@ -94,7 +94,7 @@ def compared(machine: list[str], engines: int, slots: int, p95: int) -> dict[str
     ]
     arrival = rollouts(settings, "arrival", "")
     found = {"arrival": mean(arrival[1:]), "arrival_first": mean(arrival[:1])}
-    for forecast in FORECASTS:
+    for forecast in FORECASTS[engines]:
         records = rollouts(settings, "longest_first", forecast)
         found[forecast] = mean(records[1:])
         if forecast == "known":
@@ -148,8 +148,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for axis, slots in zip(axes, SLOTS, strict=True):
         of = [row for row in mine if row["slots"] == slots]
         for place, (name, label) in enumerate(shown.items()):
-            at = [index + 0.2 * (place - 1.5) for index in range(len(of))]
-            gains = [100 * (row["found"][name]["speed_up"] - 1) for row in of]
+            there = [(index, row["found"]) for index, row in enumerate(of) if name in row["found"]]
+            at = [index + 0.2 * (place - 1.5) for index, _ in there]
+            gains = [100 * (found[name]["speed_up"] - 1) for _, found in there]
             axis.bar(at, gains, 0.18, label=label)
         names = [f"{row['spread']}\n{row['engines']}" for row in of]
         axis.set_xticks(range(len(of)), names, fontsize=8)

@@ -21,14 +21,16 @@ def compared(d: Doc) -> Rows:
         waits = "all run" if row["slots"] >= d["settings"]["samples"] else "half wait"
         cells = [row["machine"], str(row["engines"]), waits, row["spread"]]
         cells += [percent(found[name]["idle_share"]) for name in ("arrival", "known")]
-        rows.append([*cells, *(times(found[name]["speed_up"]) for name in FORECASTS)])
+        gained = (times(found[name]["speed_up"]) if name in found else "" for name in FORECASTS)
+        rows.append([*cells, *gained])
     return rows
 
 
 def gains(d: Doc, forecast: str, waits: bool) -> str:
     """Return the range of speed-ups where all requests run at once, or some wait."""
     rows = [row for row in d["rows"] if (row["slots"] < d["settings"]["samples"]) == waits]
-    return limits([row["found"][forecast]["speed_up"] for row in rows]) + "x"
+    found = [row["found"][forecast]["speed_up"] for row in rows if forecast in row["found"]]
+    return limits(found) + "x"
 
 
 figures(

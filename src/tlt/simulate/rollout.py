@@ -76,7 +76,8 @@ class Rollout:
         their contexts.
         """
         rows, contexts = np.asarray(row_s).tolist(), np.asarray(context_s).tolist()
-        owner, end_s = np.zeros(len(self._lengths), dtype=int), np.zeros(len(self._lengths))
+        owner: Any = np.zeros(len(self._lengths), dtype=int)
+        end_s: Any = np.zeros(len(self._lengths))
 
         def schedule(number: int) -> None:
             engine = self._engines[number]
