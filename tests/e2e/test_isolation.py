@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +115,9 @@ def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users or containers")
 @pytest.mark.parametrize("two", [containers, users], ids=lambda two: two.__name__)
-def test_a_run_beside_others_is_undisturbed(two: object, policy: Path, tmp_path: Path) -> None:
-    assert callable(two)
+def test_a_run_beside_others_is_undisturbed(
+    two: Callable[[Path, Path], list[Place]], policy: Path, tmp_path: Path
+) -> None:
     one, other = two(policy, tmp_path)
     with running(one, num_steps=10_000) as process:
         wait_for(lambda: one.num_steps() >= 1, process, "RL step 1")

@@ -535,7 +535,8 @@ def test_no_step_is_lost_or_done_twice_whatever_fails(
 def test_a_learner_lost_in_a_resumed_runs_first_weight_sync_is_revived(
     tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish, lost = Rank.publish, []
+    publish = Rank.publish
+    lost: list[Rank] = []
 
     async def fails_once(rank: Rank, dtype: str, same_node: bool) -> str | None:
         if rank.steps and rank.num_exchanges == 1 and not lost:  # it has just been restored
