@@ -1,14 +1,20 @@
 """Bring pages that live beside the docs into the site, and point links outside to the source.
 
 Pages read the same in the repository and on the site: `../benchmarks/README.md` is part of the
-site, and a link to `../src/...` or `../configs/...` becomes a path.
+site, and a link to `../src/...` or `../configs/...` becomes a path. `reference.md` is written from
+the source.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
 
 ROOT = Path(__file__).parents[1]
 BESIDE = ("benchmarks/README.md", "examples/README.md")
@@ -23,6 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
     )
     for path in (*BESIDE, *pictures):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "reference.md", content=reference.page()))
     return files
 
 
@@ -31,14 +38,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     depth = "../" if page.file.src_uri in BESIDE else ""
 
     def link(found: re.Match[str]) -> str:
-        text, target = found[1], found[2]
+        picture, text, target = found.groups()
         path, _, anchor = target.partition("#")
         inside = path.removeprefix("../")
         if path.startswith("../docs/"):
             inside = path.removeprefix("../docs/")
-            return f"[{text}]({depth}{inside}{'#' + anchor if anchor else ''})"
+            return f"{picture}[{text}]({depth}{inside}{'#' + anchor if anchor else ''})"
         if files.get_file_from_path(inside) is not None:
-            return f"[{text}]({depth}{inside}{'#' + anchor if anchor else ''})"
+            return f"{picture}[{text}]({depth}{inside}{'#' + anchor if anchor else ''})"
         return f"{text} (`{inside}`)" if inside not in text else text
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\((\.\./[^)]+)\)", link, markdown)
+    return re.sub(r"(!?)\[([^\]]+)\]\((\.\./[^)]+)\)", link, markdown)

@@ -1,6 +1,7 @@
 """The public API: every name is there, documented and light, and no page goes around it."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -121,3 +122,20 @@ def test_a_renamed_name_works_and_warns(monkeypatch: pytest.MonkeyPatch) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert tlt.Arm() == tlt.OFF
+
+
+def test_the_reference_shows_every_name_and_all_that_is_promised() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert sorted(reference.names()) == sorted(tlt.__all__)
+    page = reference.page()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    assert sorted(sections) == sorted(tlt.__all__)
+    for name, members in reference.promised().items():
+        for member in members:
+            assert re.search(rf"\b{member}\b", sections[name]), f"{name}.{member}"
+    assert "def take_finished(" in sections["Engine"]  # of a base class
+    assert "def train(" in sections["TrainerHandle"]  # all of a protocol
