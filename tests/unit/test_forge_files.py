@@ -109,6 +109,13 @@ def test_the_gate_is_the_script_that_everybody_runs() -> None:
     assert set(job["strategy"]["matrix"]["python"]) == supported
 
 
+def test_the_site_is_built_with_its_warnings() -> None:
+    """With --quiet, mkdocs hides warnings from --strict, and a broken link passes."""
+    recipe = (ROOT / "Makefile").read_text().split("\ndocs:\n")[1].split("\n\n")[0]
+    assert "mkdocs build --strict" in recipe
+    assert "--quiet" not in recipe
+
+
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile and their arguments."""
     text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.M).replace("\\\n", " ")
