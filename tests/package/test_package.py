@@ -125,5 +125,5 @@ def test_the_demo_runs(borrowing: Path, tmp_path: Path) -> None:
     if "demo" not in run([borrowing / "tlt", "--help"], tmp_path):
         pytest.skip("this version has no `tlt demo`")
     printed = run([borrowing / "tlt", "demo"], tmp_path, 900)
-    assert "faster" in printed or "x" in printed, printed
+    assert "The two runs were" in printed, printed
     assert list(tmp_path.rglob("report.html")), printed
