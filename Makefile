@@ -124,6 +124,7 @@ check: lint type docs test-unit test-gate
 check-all: lint type docs test-unit test-all check-package audit
 
 # Wheel and sources: built, installed into an empty environment, and run from there.
+.PHONY: check-package
 check-package:
 	$(BIN)/pytest tests/package
 
