@@ -258,7 +258,7 @@ def _workers(
     table = Table(box=None, pad_edge=False)
     headings = ["worker", "state", "requests", ""]
     if arms:
-        headings[3:3] = ["arm before", "accepts"]
+        headings[3:3] = ["last arm", "accepts"]
     for heading in headings:
         right = heading in ("requests", "accepts")
         table.add_column(heading, justify="right" if right else "left")
