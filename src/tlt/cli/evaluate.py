@@ -118,6 +118,12 @@ def evaluate(
     if as_json:
         print_json(result)
         return
+    console.print(
+        f"{target}: {note}, {samples} samples each at temperature {temperature:g}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     console.print(_table(result))
     rest = (
         f"{result['mean_tokens']:.0f} tokens per response, {result['truncated_share']:.0%} cut off "
@@ -243,10 +249,7 @@ def _with(problem: Any, instruction: str) -> Any:
 
 
 def _table(result: dict[str, Any]) -> Table:
-    table = result_table(
-        f"{result['model']}: {result['problems']}, {result['num_samples']} samples each at "
-        f"temperature {result['temperature']:g}"
-    )
+    table = result_table("")
     for heading in ("k", "pass@k", "95% interval"):
         table.add_column(heading, justify="right")
     for k, of in result["pass_at"].items():
