@@ -251,11 +251,19 @@ def _louder(model: str) -> list[tuple[str, Any]]:
 def broken_sampler(model: str) -> str:
     """Start an engine whose sampler lets drafts stand; return why it does not start."""
     from vllm import LLM
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     from broken_verification import break_verification
-    from tlt.rollout.vllm import sampler
 
-    break_verification(sampler)
+    load_model = CPUWorker.load_model
+
+    def load_and_break(worker: Any, *args: Any, **kwargs: Any) -> None:
+        from tlt.rollout.vllm import sampler  # loads numba, which must come after vLLM's start-up
+
+        break_verification(sampler)
+        load_model(worker, *args, **kwargs)
+
+    CPUWorker.load_model = load_and_break
     try:
         LLM(model, **ENGINE)
     except RuntimeError as error:
