@@ -12,7 +12,7 @@ VERL_VENV ?= .venv-verl
 SPECULATORS := .venv-speculators
 
 .PHONY: setup setup-locked setup-trl setup-verl sbom audit fmt lint figures type docs test-unit test-gate test-all \
-	check check-all check-frameworks check-package check-speculators bench clean
+	check check-all check-frameworks check-package check-speculators check-vllm bench clean
 
 setup: $(VENV)/.done
 
@@ -137,6 +137,10 @@ check-speculators: $(VENV)/.done
 	$(SPECULATORS)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 \
 		loguru datasets dill multiprocess xxhash pandas python-dateutil pytz tzdata
 	PYTHONPATH=src $(SPECULATORS)/bin/python tests/integration/speculators_load.py
+
+# The engine side with other versions of vLLM, each in an environment of its own; see docs/switch.md.
+check-vllm: $(VENV)/.done
+	$(BIN)/python .ci/vllm_versions.py
 
 # The committed figures; see benchmarks/README.md. Needs a quiet machine.
 bench:

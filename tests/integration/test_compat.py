@@ -136,11 +136,11 @@ def test_an_engine_without_the_plug_in_is_refused(engines: EngineFactory, tiny: 
 def test_the_supported_range() -> None:
     from tlt.rollout.vllm.compat import version_supported
 
-    assert version_supported("0.32.0")
-    assert version_supported("0.32.1+cpu")
-    assert not version_supported("0.31.9")
-    assert not version_supported("0.33.0")
-    assert not version_supported("1.0.0")
+    assert version_supported("0.32.0", on_cpu=True)
+    assert version_supported("0.32.1+cpu", on_cpu=True)
+    assert not version_supported("0.31.9", on_cpu=False)
+    assert not version_supported("0.33.0", on_cpu=True)
+    assert not version_supported("1.0.0", on_cpu=True)
 
 
 def test_reports_of_a_healthy_engine(

@@ -147,7 +147,7 @@ else:  # engines on GPUs use vLLM's V2 runner
 print("TLT" + json.dumps({
     "device": current_platform.device_type,
     "vllm": compat.vllm_version(),
-    "supported": compat.version_supported(compat.vllm_version()),
+    "supported": compat.version_supported(compat.vllm_version(), current_platform.is_cpu()),
     "plugin": plugin.active,
     "fixes": compat.applied(),
     "faults": faults,

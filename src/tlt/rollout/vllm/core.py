@@ -138,7 +138,7 @@ class VllmCore:
                 "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
                 "reinstall TLT so that its entry point is registered"
             )
-        if not version_supported(report["vllm"]):
+        if not version_supported(report["vllm"], on_cpu=self._config.num_gpus == 0):
             raise EngineError(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 
 from tlt.errors import ConfigError, EngineError, EngineTainted
 from tlt.node.weights import read_weights
@@ -41,7 +42,7 @@ class EmbeddedWorker:
         faults += [f"{name} is not the policy's" for name in report["policy_faults"]]
         if not report["plugin"]:
             faults.append("vLLM did not load the plug-in; unset VLLM_PLUGINS or add 'tlt' to it")
-        if not compat.version_supported(report["vllm"]):
+        if not compat.version_supported(report["vllm"], current_platform.is_cpu()):
             faults.append(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
         if faults:
             raise EngineError(

@@ -1,0 +1,192 @@
+"""What TLT does in an engine, tried part by part: `.ci/vllm_versions.py` runs it with every vLLM.
+
+    python tests/integration/vllm_behaviours.py FOLDER
+
+One engine of the tiny model starts under `TLT_CONFIG` in this process. The last line is JSON: for
+every behaviour "passed", or its error. FOLDER holds the model and two drafters, made if missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from switch_programs import ENGINE, ENVIRONMENT, counted, tokens_of
+from workloads import changed_policy, greedy, random_prompts, save_fresh_drafter
+
+PASSED, NOT_RUN = "passed", "not run"
+PROMPTS = random_prompts(6, seed=5)
+NUM_TOKENS = 40
+ARMS = [["off", 0], ["eagle3", 4], ["ngram", 4], ["eagle3", 2], ["ngram", 2]]
+SAMPLED = {"temperature": 1.0, "top_p": 0.95}
+
+
+def make_models(folder: Path) -> None:
+    """Make the tiny model, a new drafter, and one with a little training."""
+    import torch
+    from learning import tiny_samples, train_tiny
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.models import tiny
+
+    if not (folder / "tiny").exists():
+        tiny.make(folder / "tiny")
+    if not (folder / "new").exists():
+        policy = AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+        save_fresh_drafter(policy, folder / "new")
+    if not (folder / "trained").exists():
+        trainer = train_tiny(folder / "tiny", tiny_samples(folder / "tiny", 64), num_steps=40)
+        save_drafter(trainer.drafter, folder / "trained", torch.float32)
+
+
+class Trial:
+    """An engine, and one method for each behaviour."""
+
+    def __init__(self, folder: Path) -> None:
+        from vllm import LLM
+
+        self._folder = folder
+        self._llm: Any = LLM(str(folder / "tiny"), **ENGINE, disable_log_stats=False)
+        from tlt.integrations.hosted import HostedEngine
+
+        self._engine = HostedEngine(self._llm)
+        self._greedy = greedy(self._policy(), PROMPTS, NUM_TOKENS)
+        self._draw({"kind": "off"})
+        self._sampled = self._drawn
+
+    def _policy(self) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self._folder / "tiny", dtype=torch.float32)
+
+    def _draw(self, strategy: dict[str, Any], **settings: Any) -> int:
+        """Generate with a strategy, and return how many drafted tokens were accepted."""
+        from tlt.strategy.spec import build_strategy
+
+        controller = self._engine.controller
+        controller.set_strategy(build_strategy(strategy))
+        before = controller.totals.accepted_tokens
+        self._drawn = tokens_of(self._llm, PROMPTS, **(settings or SAMPLED))
+        return controller.totals.accepted_tokens - before
+
+    def _fixed(self, drafter: str, **settings: Any) -> int:
+        return self._draw({"kind": "fixed", "drafter": drafter, "num_draft_tokens": 4}, **settings)
+
+    def says_the_same(self) -> None:
+        for drafter in ("eagle3", "ngram"):
+            accepted = self._fixed(drafter, temperature=0)
+            assert self._drawn == self._greedy, f"{drafter} changes greedy tokens"
+        assert accepted > 0, "no n-gram was accepted"
+
+    def samples_the_same(self) -> None:
+        for drafter in ("eagle3", "ngram"):
+            self._fixed(drafter)
+            assert self._drawn == self._sampled, f"{drafter} changes samples"
+
+    def switches_arms(self) -> None:
+        self._draw({"kind": "random", "arms": ARMS, "seed": 1})
+        assert self._drawn == self._sampled, "switching changes samples"
+        used = counted(self._llm).keys()
+        assert used == {"off", "eagle3:4", "ngram:4", "eagle3:2", "ngram:2"}, f"only {used} ran"
+
+    def swaps_its_drafter(self) -> None:
+        from tlt.drafter.checkpoint import load_drafter
+
+        before = self._fixed("eagle3", temperature=0)
+        drafter = load_drafter(self._folder / "trained")
+        self._engine.load_drafter(drafter.state_dict(), drafter.config, "float32", 1)
+        after = self._fixed("eagle3", temperature=0)
+        assert self._drawn == self._greedy, "a swap changes greedy tokens"
+        assert after > before, f"{after} drafted tokens accepted, {before} before the swap"
+
+    def loads_a_policy(self) -> None:
+        changed = changed_policy(self._folder / "tiny", 1)
+        for policy, expected in (
+            (changed, greedy(changed, PROMPTS, NUM_TOKENS)),
+            (self._policy(), self._greedy),
+        ):
+            self._engine.load_policy((name, p.data) for name, p in policy.named_parameters())
+            self._fixed("eagle3", temperature=0)
+            assert self._drawn == expected, "the engine's policy is not the one loaded"
+
+    def records_states(self) -> None:
+        import torch
+
+        from tlt.drafter.checkpoint import load_drafter
+        from tlt.states.buffer import BufferSettings, SampleBuffer
+        from tlt.states.captured import capture
+
+        settings = BufferSettings(
+            str(self._folder / f"buffer-{os.getpid()}"), 2**28, max_sample_tokens=512
+        )
+        self._engine.record(settings)
+        self._fixed("eagle3")
+        buffer, until_s = SampleBuffer(settings), time.monotonic() + 60
+        while len(buffer.entries()) < len(PROMPTS) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        read = [buffer.read(entry.name) for entry in buffer.entries()]
+        kept = {tuple(each.token_ids_T.tolist()): each for each in read if each is not None}
+        assert len(kept) == len(PROMPTS), f"{len(kept)} samples were stored"
+        policy, layers = self._policy(), load_drafter(self._folder / "new").config.aux_layer_ids
+        for prompt, response in zip(PROMPTS, self._drawn, strict=True):
+            own = kept[(*prompt, *response)]
+            right = capture(policy, [*prompt, *response], len(prompt), layers)
+            pairs = (own.aux_TA, right.aux_TA), (own.final_TH, right.final_TH)
+            for ours, theirs in pairs:
+                torch.testing.assert_close(
+                    ours[:-1].float(), theirs[:-1].float(), rtol=0.02, atol=0.02
+                )
+
+
+BEHAVIOURS: dict[str, Callable[[Trial], None]] = {
+    "greedy": Trial.says_the_same,
+    "sampled": Trial.samples_the_same,
+    "switching": Trial.switches_arms,
+    "drafter swap": Trial.swaps_its_drafter,
+    "weight sync": Trial.loads_a_policy,
+    "hidden states": Trial.records_states,
+}
+
+
+def said(error: BaseException) -> str:
+    """Return the innermost cause of an error in one line."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:240]
+
+
+def tried(folder: Path) -> dict[str, str]:
+    """Return the result of every behaviour, and of the engine's start."""
+    try:
+        trial = Trial(folder)
+    except Exception as error:
+        return {"start": said(error)} | dict.fromkeys(BEHAVIOURS, NOT_RUN)
+    found = {"start": PASSED}
+    for name, behaves in BEHAVIOURS.items():
+        try:
+            behaves(trial)
+        except Exception as error:
+            found[name] = said(error)
+        else:
+            found[name] = PASSED
+    return found
+
+
+def main(given: Sequence[str]) -> None:
+    folder = Path(given[0])
+    make_models(folder)
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    os.environ["TLT_CONFIG"] = f"drafter={folder / 'new'} max_draft_tokens=4"
+    sys.stdout.write(json.dumps(tried(folder)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

