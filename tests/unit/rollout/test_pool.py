@@ -19,15 +19,6 @@ def request(index: int, max_tokens: int = 5) -> SampleRequest:
     return SampleRequest(str(index), (1,), SamplingSpec(max_tokens=max_tokens))
 
 
-def drawn(request: SampleRequest) -> tuple[int, ...]:
-    """Return the response: as with keyed noise, the request alone decides it."""
-    sampling = request.sampling
-    if sampling.seed is None:
-        return (0,) * sampling.max_tokens
-    rng = random.Random(sampling.seed)
-    return tuple(rng.randrange(100) for _ in range(rng.randint(1, sampling.max_tokens)))
-
-
 class FakeEngine:
     """Generates one token per tick for each of its slots."""
 
@@ -64,7 +55,7 @@ class FakeEngine:
             raise EngineError("gone")
         while self.waiting and len(self.running) < self.slots:
             r = self.waiting.pop(0)
-            self.running[r.sample_id] = [drawn(r), len(drawn(r))]
+            self.running[r.sample_id] = [*self.drawn(r)]
         ended = []
         for sample_id, state in list(self.running.items()):
             state[1] -= 1
@@ -76,6 +67,10 @@ class FakeEngine:
                     Sample(sample_id, state[0], (), reason, self.name, 0, 0.0, 0.0, time.time())
                 )
         return ended
+
+    def drawn(self, request: SampleRequest) -> tuple[tuple[int, ...], int]:
+        """Return the response's tokens, and the ticks that they take."""
+        return (0,), request.sampling.max_tokens
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "held":
@@ -89,13 +84,23 @@ class FakeEngine:
         self.stopped = True
 
 
+class KeyedEngine(FakeEngine):
+    """As with keyed noise, the request alone decides its response."""
+
+    def drawn(self, request: SampleRequest) -> tuple[tuple[int, ...], int]:
+        rng = random.Random(request.sampling.seed)
+        length = rng.randint(1, request.sampling.max_tokens)
+        return tuple(rng.randrange(100) for _ in range(length)), length
+
+
 class Factory:
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, kind: type[FakeEngine] = FakeEngine, **kwargs: Any) -> None:
+        self.kind = kind
         self.kwargs = kwargs
         self.made: dict[str, FakeEngine] = {}
 
     def __call__(self, name: str) -> FakeEngine:
-        self.made[name] = FakeEngine(name, **self.kwargs)
+        self.made[name] = self.kind(name, **self.kwargs)
         return self.made[name]
 
 
@@ -125,7 +130,7 @@ async def test_samples_are_the_same_in_any_order_on_any_engine() -> None:
     """Two rollouts, so that the second has forecasts; an engine dies in each."""
 
     async def samples(order: DispatchOrder, num_engines: int) -> dict[str, tuple[int, ...]]:
-        factory = Factory(slots=3)
+        factory = Factory(KeyedEngine, slots=3)
         config = PoolConfig(num_engines=num_engines, dispatch=order)
         found: dict[str, tuple[int, ...]] = {}
         async with RolloutPool(config, factory) as pool:
