@@ -52,7 +52,7 @@ def keys_of(file: Path, name: str) -> set[str]:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Assign) and any(ast.unparse(t) == name for t in node.targets):
             if isinstance(node.value, ast.Dict):
-                return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+                return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
             if isinstance(node.value, ast.Call):
                 return {word.arg for word in node.value.keywords if word.arg}
     raise AssertionError(f"{file.name} assigns no dict to {name}")

@@ -278,7 +278,7 @@ def test_vllm_lacks_what_the_asynchronous_trainers_ask_for() -> None:
 
 
 def test_the_settings_on_the_page_exist() -> None:
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     config = yaml.safe_load((VERL / "trainer/config/_generated_ppo_trainer.yaml").read_text())
     page = (ROOT / "docs" / "verl.md").read_text()

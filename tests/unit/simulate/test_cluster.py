@@ -130,9 +130,11 @@ def test_requests_wait_for_a_slot() -> None:
 
 @pytest.mark.parametrize(("slots", "most"), [(4, 0.95), (64, 1.02)])
 def test_the_longest_first_pays_where_requests_wait(slots: int, most: float) -> None:
-    settings = ("num_steps=4", "cluster.num_engines=16", f"cluster.slots={slots}")
-    settings += ("workload.prompts_per_step=16", "workload.epoch_steps=1", 'modes=["off"]')
-    settings += ("workload.lengths={median=2500, p95=6000, longest=32768}",)
+    settings = (
+        *("num_steps=4", "cluster.num_engines=16", f"cluster.slots={slots}"),
+        *("workload.prompts_per_step=16", "workload.epoch_steps=1", 'modes=["off"]'),
+        "workload.lengths={median=2500, p95=6000, longest=32768}",
+    )
     rollout_s = {}
     for order in ("arrival", "longest_first"):
         records = simulate(scenario(*settings, f'cluster.dispatch="{order}"'))["off"]
