@@ -69,14 +69,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1000, help="of each layer of faults")
     parser.add_argument("--inputs", type=int, default=2000)
     options = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"parts": {}}
+    failed = False
     for part in options.parts:
         source = provenance()
         found = run(part, options.inputs if part == INPUT else options.seeds)
+        failed |= found["exit_code"] != 0
+        result = json.loads(RESULT.read_text()) if RESULT.exists() else {"parts": {}}
         result["parts"][part] = found | {"commit": source["commit"], "date": source["date"]}
         result["provenance"] = source
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(any(result["parts"][part]["exit_code"] for part in options.parts))
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

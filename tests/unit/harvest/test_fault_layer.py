@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -29,6 +30,9 @@ KILL_S = 0.3
 FREE_S = LEASES.stop_timeout_s + LEASES.resend_s + 3 * KILL_S
 """Seconds in which the run has a worker back: a trainer that does not stop is killed."""
 ROUNDS = 12
+KNOWN = (104, 453, 797)
+"""Later seeds that have found something: a call that is delayed while its trainer dies, and two
+drafters that are published in one moment."""
 
 
 class World:
@@ -114,15 +118,17 @@ async def one_seed(seed: int) -> None:
     )
     assert not world.errors, "the coordinator failed of a trainer's fault"
     numbers = [version.number for version in world.published]
-    assert numbers == list(range(1, len(numbers) + 1)), "a drafter twice, or left out"
+    assert numbers == sorted(set(numbers)), "a drafter twice, or an older one"
+    # Of two in one moment only the newer one comes.
+    assert max(numbers, default=0) == world.coordinator.metrics()["published"], "one is left out"
     blobs = [version.weights.blob for version in world.published]
     assert len(set(blobs)) == len(blobs), "the same drafter published twice"
     assert world.layer.num_faults
     assert not world.layer.wrong
 
 
-@pytest.mark.parametrize("seeds", batches(25), ids=str)
-def test_a_worker_is_back_in_time_and_a_drafter_is_published_once(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [*batches(25), KNOWN], ids=str)
+def test_a_worker_is_back_in_time_and_a_drafter_is_published_once(seeds: Sequence[int]) -> None:
     for seed in seeds:
         try:
             run(one_seed(seed), limit_s=5000.0)
