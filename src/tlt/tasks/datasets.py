@@ -79,7 +79,7 @@ def _loader(dataset: str) -> Callable[..., Iterable[Row]]:
 def _why(dataset: str, config: str | None, split: str, error: Exception) -> str:
     said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     if isinstance(error, ValueError) and "split" in str(error).lower():
-        return f"{dataset} has no split {split!r} ({said}); e.g. --split test"
+        return f"{dataset} has no split {split!r} ({said}); e.g. --split train"
     if isinstance(error, ValueError) and "config" in str(error).lower():
         return f"{dataset}: config {config!r} does not fit ({said}); name one with --config"
     if type(error).__name__ == "DatasetNotFoundError" and not _is_offline():
