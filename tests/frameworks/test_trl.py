@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import pytest
 pytest.importorskip("trl")
 
 ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks")]
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
 NUM_STEPS = 8
+
+steps_of = importlib.import_module("trl_pairs").steps_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.two_cores]
 
@@ -24,13 +28,6 @@ def run(command: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def steps_of(text: str) -> list[dict[str, float | None]]:
-    """Return the metrics of every RL step that the example printed."""
-    lines = [line for line in text.splitlines() if line.startswith("step ")]
-    pairs = [re.findall(r"(\S+)=(\S+)", line) for line in lines]
-    return [{k: None if v == "None" else float(v) for k, v in found} for found in pairs]
 
 
 def test_the_drafter_trains_and_rewards_stay_the_same(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tlt.errors import ConfigError
 from tlt.rollout.guard import check_params
 from tlt.rollout.vllm import arm_metrics
 
@@ -96,6 +97,10 @@ def _as_config(key: str, value: Any) -> Any:
 def _check_requests() -> None:
     """Refuse requests whose sampling parameters do not work with drafts, as vLLM takes them."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    class RefusedRequest(VLLMValidationError, ConfigError):
+        """A user's mistake for TLT, and for vLLM, whose servers answer others with 500."""
 
     verify = SamplingParams.verify
 
@@ -104,7 +109,10 @@ def _check_requests() -> None:
         self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any
     ) -> None:
         if speculative_config is not None:
-            check_params(_asked_for(self))
+            try:
+                check_params(_asked_for(self))
+            except ConfigError as error:
+                raise RefusedRequest(str(error)) from None
         verify(self, model_config, speculative_config, *args, **kwargs)
 
     SamplingParams.verify = verify_for_drafts
