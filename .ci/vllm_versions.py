@@ -78,9 +78,10 @@ def make_environment(place: Path, version: str) -> Path:
     if torch := [need for need in wanted if need.name == "torch"]:
         have = importlib.metadata.version("torch")
         raise NotInstalled(f"it needs torch{torch[0].specifier}, and TLT runs on {have}")
-    if wanted:
-        subprocess.run([*pip, *(f"{need.name}{need.specifier}" for need in wanted)], check=True)
     (packages / "borrowed.pth").write_text("".join(f"{at}\n" for at in site.getsitepackages()))
+    if wanted:
+        pip.remove("--no-deps")  # pip takes borrowed packages for installed ones
+        subprocess.run([*pip, *(f"{need.name}{need.specifier}" for need in wanted)], check=True)
     return packages
 
 

@@ -184,7 +184,7 @@ def main(given: Sequence[str]) -> None:
     folder = Path(given[0])
     make_models(folder)
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    os.environ["TLT_CONFIG"] = f"drafter={folder / 'new'} max_draft_tokens=4"
+    os.environ["TLT_CONFIG"] = f"drafter={folder / 'new'}"
     sys.stdout.write(json.dumps(tried(folder)) + "\n")
 
 
