@@ -16,8 +16,8 @@ import torch
 
 SUPPORTED_ON_CPU = ((0, 32), (0, 33))
 SUPPORTED_ON_GPU = ((0, 32), (0, 33))
-"""First supported version, and first version after it that is not supported. Engines on CPUs passed
-`make check-vllm` with each of theirs; vLLM's V2 runner, for engines on GPUs, changes faster."""
+"""First supported version, and first version after it that is not supported. `make check-vllm` says
+which others work on CPUs; engines on GPUs use vLLM's V2 runner, which changes faster."""
 
 SKIP_VARIABLE = "TLT_COMPAT_SKIP"
 
