@@ -139,6 +139,11 @@ def part_of_verl(name: str, model: Path, trainer: str, folder: Path, **environme
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     words = [*example.settings_of_verl(str(model), 1, folder, trainer), *ON_CPU]
+    return program(name, words, folder, **environment)
+
+
+def program(name: str, words: list[str], folder: Path, **environment: str) -> Any:
+    """Return the result of a program of `verl_programs`."""
     (folder / "settings.json").write_text(json.dumps(words))
     done = subprocess.run(
         [sys.executable, str(HERE / "verl_programs.py"), name, str(folder / "settings.json")],
@@ -175,6 +180,15 @@ def test_verls_replicas_are_its_own_without_the_variable(model: Path, tmp_path: 
     assert "Adaptive" not in found["scheduler"] + found["worker"]
     assert not found["tlt"]
     assert found["method"] is None
+
+
+def test_the_worker_extension_tells_of_policies_and_keeps_their_ends(tmp_path: Path) -> None:
+    pytest.importorskip("transfer_queue")
+    found = program("extension", [str(tmp_path / "tlt-ends" / "policy.safetensors")], tmp_path)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert found["heard"] == [embedding, head, "other", "policy changed"]
+    assert found["again"]
+    assert found["ends"] == {embedding: [0.0, 0.0], head: [1.0, 1.0]}
 
 
 # --- what TLT relies on, in verl's sources --------------------------------------------------------

