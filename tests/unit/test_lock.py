@@ -12,7 +12,7 @@ from packaging.requirements import Requirement  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-NOT_IN_IT = {"gpu", "trl", "data"}
+NOT_IN_IT = {"gpu", "trl", "verl", "data"}
 """Extras of other environments."""
 NOT_LOCKED = {"torch", "tlt-rl"}
 """torch's CPU build is on another index."""
