@@ -197,7 +197,7 @@ NGRAM = '{kind = "fixed", drafter = "ngram", num_draft_tokens = 2}'
 # name, how to make it wrong, what the message says of the key or file, and of the way out
 WRONG: list[tuple[str, Spoil, str, str]] = [
     # the file and its overrides
-    ("no config file", run_toml(lambda t: None), r"run\.toml does not exist", r"one of configs/"),
+    ("no config file", run_toml(lambda t: None), r"run\.toml does not exist", r"tlt init"),
     (
         "a TOML mistake",
         run_toml(lambda t: t + "\nlr = = 3\n"),
