@@ -230,13 +230,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_thousand_workers_are_simulated_in_seconds() -> None:
-    started_s = time.monotonic()
+    started_s = time.process_time()
     large = scenario(
         "num_steps=3", "cluster.num_engines=1024", "workload.prompts_per_step=1024",
         'modes=["off", "tlt"]',
     )  # fmt: skip
     records = simulate(large)
-    assert time.monotonic() - started_s < 20
+    assert time.process_time() - started_s < 20
     assert len(records["tlt"]) == 3
 
 
