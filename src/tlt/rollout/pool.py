@@ -152,14 +152,15 @@ class RolloutPool:
     async def call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all engines at once; return the answers of those that did not fail.
 
-        An engine that fails where others succeed is replaced. If all fail, the call is wrong.
+        An engine that fails is replaced. If all refuse the call, and none of them is gone, the call
+        is wrong.
         """
         handles = list(self._handles.values())
         calls = [handle.call(method, *args) for handle in handles]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         refused = [error for error in errors if not isinstance(error, EngineGone)]
-        if refused and len(errors) == len(answers):
+        if refused and len(refused) == len(answers):
             raise refused[0]
         for handle, answer in zip(handles, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -335,8 +336,12 @@ class RolloutPool:
         self._pump()
         if self._listener is not None:
             self._spawn_send(self._listener.needed(name))  # for its successor
+        stop = asyncio.ensure_future(handle.stop(graceful=False))
         try:
-            await handle.stop(graceful=False)
+            await asyncio.shield(stop)
+        except asyncio.CancelledError:  # the pool ends, and no engine outlives it
+            await asyncio.gather(stop, return_exceptions=True)
+            raise
         except Exception:
             logger.exception("%s could not be stopped", name)
 

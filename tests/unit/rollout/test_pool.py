@@ -10,7 +10,7 @@ import pytest
 
 from tlt.config.rollout import DispatchOrder, PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
-from tlt.errors import ConfigError, EngineError, EngineTainted
+from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks, Verdict
 
@@ -585,3 +585,34 @@ async def test_one_engine_that_fails_a_command_is_replaced_and_the_run_goes_on()
         with pytest.raises(EngineError, match="no such strategy"):  # the call is wrong
             await pool.set_strategy({})
         assert len(pool.engines) == 2
+
+
+async def test_a_command_that_one_engine_fails_and_the_others_miss_is_not_wrong() -> None:
+    factory = Factory()
+    async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
+        factory.made["engine-0"].refuse_weights = EngineError("the call did not arrive")
+        factory.made["engine-1"].refuse_weights = EngineGone("killed")
+        assert await pool.stats() == []
+        async with asyncio.timeout(5):
+            while set(pool.engines) != {"engine-0.1", "engine-1.1"}:
+                await asyncio.sleep(0.001)
+        assert len(await pool.stats()) == 2
+
+
+async def test_an_engine_that_is_being_stopped_does_not_outlive_the_pool() -> None:
+    class SlowStop(FakeEngine):
+        async def stop(self, graceful: bool) -> None:
+            await asyncio.sleep(0.05)
+            self.stopped = True
+
+    made: list[SlowStop] = []
+
+    def spawn(name: str) -> SlowStop:
+        made.append(SlowStop(name))
+        return made[-1]
+
+    async with RolloutPool(PoolConfig(num_engines=1), spawn) as pool:
+        made[0].dead = True
+        while pool.engines:
+            await asyncio.sleep(0.001)
+    assert all(engine.stopped for engine in made)

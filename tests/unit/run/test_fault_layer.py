@@ -61,6 +61,9 @@ from tlt.tasks.gym import Problem  # noqa: E402
 from tlt.tasks.rewards import Reward  # noqa: E402
 
 NUM_STEPS = 5
+KNOWN = (108, 463, 765)
+"""Later seeds that have found something: an engine that outlived the pool, because its end was
+broken off, and a command that failed in one engine while the others died."""
 FIRST_POLICY = 1
 MAX_ENGINE_FAULTS = 4
 """Faults of engines in an RL step: five losses of one sample would rightly end the run."""
@@ -511,9 +514,9 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seeds", batches(10), ids=str)
+@pytest.mark.parametrize("seeds", [*batches(10), KNOWN], ids=str)
 def test_no_step_is_lost_or_done_twice_whatever_fails(
-    seeds: range, tmp_path: Path, drafter: Path
+    seeds: Sequence[int], tmp_path: Path, drafter: Path
 ) -> None:
     expected = run(whole_run(World(None, drafter), tmp_path / "undisturbed"), LIMIT_S)
     num_faults = 0
