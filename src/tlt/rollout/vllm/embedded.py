@@ -62,13 +62,17 @@ class EmbeddedWorker:
         self.tlt_capture(buffer)  # type: ignore[attr-defined]
         self._keeps_all = True
 
+    def tlt_keep_whole(self, whole: dict[str, list[int]]) -> None:
+        """Store the states of whole samples, given their texts, if the worker was told to."""
+        for name, text in whole.items() if self._keeps_all else ():
+            self.tlt_keep_states(name, name, self._num_policies, text)  # type: ignore[attr-defined]
+
     def _keep_ended(self, scheduler_output: Any) -> None:
         """Store the states of samples that ended in earlier engine steps; drop all others."""
         if not self._keeps_all:
             return
         whole = getattr(scheduler_output, "tlt_whole", {})
-        for name, text in whole.items():
-            self.tlt_keep_states(name, name, self._num_policies, text)  # type: ignore[attr-defined]
+        self.tlt_keep_whole(whole)
         for name in scheduler_output.finished_req_ids - whole.keys():
             self._recorder.drop(name)  # type: ignore[attr-defined]
 

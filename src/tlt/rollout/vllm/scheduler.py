@@ -49,6 +49,13 @@ class _Adaptive:
         """Text of each whole sample that ended since the last engine step, in an engine of another
         program: its workers store hidden states themselves."""
 
+    def take_last_whole(self) -> dict[str, list[int]]:
+        """Return the samples that ended last, once no engine step is left to send them with."""
+        if self.has_unfinished_requests():  # type: ignore[attr-defined]
+            return {}
+        whole, self._whole = self._whole, {}
+        return whole
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.controller.schedule_started()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]

@@ -60,6 +60,7 @@ def install(wire: Wire) -> None:
     EngineArgs.create_engine_config = create_engine_config
     _check_requests()
     _notice_swaps()
+    _send_last_samples()
     arm_metrics.install()
 
 
@@ -132,6 +133,21 @@ def _notice_swaps() -> None:
         return results
 
     EngineCore.collective_rpc = collective_rpc
+
+
+def _send_last_samples() -> None:
+    """Send the samples that ended in an engine's last step, which no later one carries."""
+    from vllm.v1.engine.core import EngineCore
+
+    call = EngineCore.post_step
+
+    @functools.wraps(call)
+    def post_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        call(self, *args, **kwargs)
+        if whole := self.scheduler.take_last_whole():
+            self.collective_rpc("tlt_keep_whole", args=(whole,))
+
+    EngineCore.post_step = post_step
 
 
 def _asked_for(params: Any) -> dict[str, Any]:
