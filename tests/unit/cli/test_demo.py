@@ -21,6 +21,12 @@ from tlt.config.train import TrainConfig
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the demo see two cores, although tests at once have one each."""
+    monkeypatch.setattr("tlt.cli.demo.os.sched_getaffinity", lambda _: {0, 1})
+
+
 def tlt(*arguments: str) -> tuple[int, str, str]:
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
