@@ -88,7 +88,7 @@ class PoolConfig(Schema):
     """Number of engines, each in a process of its own."""
     prefetch: int = Field(default=4, ge=0)
     """Requests queued inside an engine beyond those it runs, to hide the latency of dispatch."""
-    dispatch: DispatchOrder = "longest_first"
+    dispatch: DispatchOrder = "arrival"
     """Order in which engines get requests. `longest_first`: by expected length, and long requests
     beside few others; responses of the same prompt, in earlier epochs and in this rollout, tell
     what to expect. `arrival`: as they came. Samples are the same."""

@@ -85,7 +85,7 @@ class Cluster:
     engine_start_s: float
     slots: int = 256
     """Requests that an engine runs at once."""
-    dispatch: DispatchOrder = "longest_first"
+    dispatch: DispatchOrder = "arrival"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class ClusterConfig(Schema):
     """GPUs per engine."""
     slots: int = Field(default=256, ge=1, le=100_000)
     """Requests that an engine runs at once (vLLM's `max_num_seqs`)."""
-    dispatch: DispatchOrder = "longest_first"
+    dispatch: DispatchOrder = "arrival"
     """Order in which engines get requests, as `pool.dispatch` of a run."""
     engine_deaths_per_hour: float = Field(default=0.0, ge=0, le=3600)
     """Failures of one engine per hour."""
