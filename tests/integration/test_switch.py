@@ -161,6 +161,7 @@ def test_an_engine_stores_the_states_of_its_samples_by_itself(
     assert found["swaps"] == 1, "the strategy hears of a new drafter"
 
 
+@pytest.mark.xfail(strict=True, reason="vLLM gives the drafter dummy weights, too")
 def test_a_drafter_is_loaded_where_the_policy_comes_later(tiny: Path, fresh_drafter: Path) -> None:
     from tlt.drafter.checkpoint import load_drafter
 
