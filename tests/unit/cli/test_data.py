@@ -1,15 +1,13 @@
 """`tlt data`: problems of datasets as a run's file, and what it says without a network."""
 
-import contextlib
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from called import tlt
 
-from tlt.cli.main import run
 from tlt.errors import ConfigError
 from tlt.tasks import datasets
 from tlt.tasks.datasets import Columns, after_hashes, boxed, write_problems
@@ -34,17 +32,6 @@ def load(dataset: str, config: str | None, split: str) -> list[dict[str, Any]]:
     if split not in ("train", "test"):
         raise ValueError(f"Unknown split \"{split}\". Should be one of ['train', 'test'].")
     return HUB[dataset, config]
-
-
-def tlt(*arguments: str) -> tuple[int, str, str]:
-    output, errors = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-        pytest.raises(SystemExit) as end,
-    ):
-        run(list(arguments))
-    return int(end.value.code or 0), output.getvalue(), errors.getvalue()
 
 
 @pytest.fixture(autouse=True)

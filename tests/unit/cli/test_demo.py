@@ -1,7 +1,5 @@
 """`tlt demo` without engines: its settings, its refusals, and its verdict on two runs."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -11,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from called import tlt
 from made_up import made_up_folder
 
 from tlt.cli import demo
-from tlt.cli.main import run
 from tlt.config.load import check, load_config
 from tlt.config.train import TrainConfig
 
@@ -25,16 +23,6 @@ ROOT = Path(__file__).parents[3]
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the demo see two cores, although tests at once have one each."""
     monkeypatch.setattr("tlt.cli.demo.os.sched_getaffinity", lambda _: {0, 1})
-
-
-def tlt(*arguments: str) -> tuple[int, str, str]:
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        try:
-            run(list(arguments))
-        except SystemExit as end:
-            code = end.code
-    return int(code or 0), output.getvalue(), errors.getvalue()
 
 
 def test_the_demo_is_the_recipe_of_the_quickstart(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`tlt eval` without engines: pass@k and its intervals, the problems, and refusals."""
 
-import contextlib
-import io
 import itertools
 import json
 import math
@@ -12,11 +10,11 @@ from typing import Any
 
 import pytest
 import tomli_w
+from called import tlt
 
 pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
 
-from tlt.cli.main import run
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError
 from tlt.models import tiny
@@ -79,17 +77,6 @@ def test_the_ks_of_the_table(num_samples: int, expected: list[int]) -> None:
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-def tlt(*arguments: str) -> tuple[int, str, str]:
-    output, errors = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-        pytest.raises(SystemExit) as end,
-    ):
-        run(list(arguments))
-    return int(end.value.code or 0), output.getvalue(), errors.getvalue()
 
 
 @pytest.fixture(scope="module")

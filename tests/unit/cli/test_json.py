@@ -1,18 +1,17 @@
 """Every command that prints a table prints it as JSON, too."""
 
-import contextlib
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from called import tlt
 from made_up import made_up_folder
 from typer.main import get_command
 
 from tlt.cli.diagnosis import Finding, Status
-from tlt.cli.main import app, run
+from tlt.cli.main import app
 
 WITHOUT_TABLE = {"models smollm2", "models tiny", "drafter export"}
 """Commands that only say which files they wrote."""
@@ -30,17 +29,6 @@ def commands(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for each, of in inside.items():
         yield from commands(of, f"{name} {each}")
-
-
-def tlt(*arguments: str) -> tuple[int, str, str]:
-    output, errors = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-        pytest.raises(SystemExit) as end,
-    ):
-        run(list(arguments))
-    return int(end.value.code or 0), output.getvalue(), errors.getvalue()
 
 
 def test_every_command_with_a_table_has_the_option() -> None:

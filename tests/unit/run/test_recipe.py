@@ -1,18 +1,16 @@
 """Settings for a model, data and hardware: what `tlt init` writes is what `--check` accepts."""
 
-import contextlib
-import io
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from called import tlt
 
 pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
 
-from tlt.cli.main import run
 from tlt.errors import ConfigError
 from tlt.models import tiny
 from tlt.run.recipe import Hardware, as_toml, choose, parse_hardware, task_of
@@ -31,17 +29,6 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
 }
 GPU_NODE = Hardware(gpus=8, gpu_gib=79.0, host_gib=900.0)
-
-
-def tlt(*arguments: str) -> tuple[int, str, str]:
-    output, errors = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-        pytest.raises(SystemExit) as end,
-    ):
-        run(list(arguments))
-    return int(end.value.code or 0), output.getvalue(), errors.getvalue()
 
 
 @pytest.fixture(scope="module")
