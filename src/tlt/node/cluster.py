@@ -84,7 +84,7 @@ def this_node() -> str:
 
 
 PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
+"""Option of `prctl` that sets the signal for a parent's death, from linux/prctl.h."""
 
 
 def end_with_ray() -> None:

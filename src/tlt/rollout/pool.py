@@ -57,7 +57,7 @@ class RolloutPool:
         self._config = config
         self._spawn = spawn
         self.lengths = LengthForecast()
-        """What is known of the lengths of responses; kept in the run's checkpoints."""
+        """Known lengths of responses; the run's checkpoints keep them."""
         forecast = self.lengths if config.dispatch == "longest_first" else None
         self._dispatcher = Dispatcher(config.prefetch, forecast)
         self._handles: dict[str, WatchedEngine] = {}

@@ -118,7 +118,7 @@ class Held:
 
     slots: int
     works: dict[str, Work] = field(default_factory=dict)
-    """In the order in which the engine got them."""
+    """Unfinished samples by id, in the order in which the engine got them."""
     behind: deque[Work] = field(default_factory=deque)
     """Samples behind the slots."""
     progress: int = 0
