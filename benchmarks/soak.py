@@ -1,17 +1,20 @@
 """A tiny run under one random fault after the other: nothing hangs, grows, or changes the policy.
 
-    python benchmarks/soak.py [--minutes 90] [--every 20] [--seed 0] [--band 2]
+    python benchmarks/soak.py [--minutes 90] [--every 20] [--seed 0] [--band 2] [--band-steps 200]
 
 `tlt train` of the tiny recipe, with harvest, in a child process. Every `--every` seconds a fault
 comes: a process of the run is killed or stopped (SIGSTOP), the driver is killed, stopped for a
 while or asked to end, the newest checkpoint is damaged, or the learner cannot write large files (a
-limit on its files stands for a full disk). Rewards fail for one response in a hundred, always for
-the same ones. A driver that ended is started again with `--resume`. Every 5 seconds: memory, shared
-memory, open files and processes of the run.
+limit on its files stands for a full disk). A driver that starts is left alone until its first RL
+step: an engine that is lost before ends the run by rule, and a run that never gets so far shows
+nothing. Rewards fail for one response in a hundred, always for the same ones. A driver that ended
+is started again with `--resume`. Every 5 seconds: memory, shared memory, open files and processes
+of the run.
 
-In the end the run is compared with an undisturbed one of the same seed: samples, rewards and every
-bit of the policy. It is resumed from every checkpoint that is left, and compared again. `--band`
-undisturbed runs of other seeds show how far rewards differ by chance.
+An undisturbed run of the same seed goes on beside it, with low priority. In the end they are
+compared: samples, rewards and every bit of the policy. The disturbed run is resumed from every
+checkpoint that is left, and compared again. `--band` undisturbed runs of other seeds, of at most
+`--band-steps` RL steps, show how far rewards differ by chance.
 Writes benchmarks/results/soak.json and soak.png.
 """
 
@@ -38,6 +41,7 @@ from typing import Any
 
 import psutil
 
+from tlt.colours import GREY, ORANGE, RED
 from tlt.observe.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +59,7 @@ SETTINGS = (
     *("checkpoint.every_steps=2", "checkpoint.keep=4", "run.checkpoint_on_term=true"),
     *("pool.max_restarts=100000", "pool.health_timeout_s=15", "pool.command_timeout_s=30"),
     *("learner.max_restarts=100000", "learner.timeout_s=40", "engine.stall_timeout_s=20"),
-    *("reward.function=soak_reward:score", "debug.core_group=soak"),
+    "reward.function=soak_reward:score",
     *("tlt.enabled=true", "tlt.min_lease_s=0.1", "tlt.session_s=0.5", "tlt.lr=3e-3"),
 )
 REWARD = '''\
@@ -86,18 +90,21 @@ TIMES = (
 class Run:
     """A run in a child process, which can be started again."""
 
-    def __init__(self, home: Path, name: str, *settings: str) -> None:
+    def __init__(self, home: Path, name: str, *settings: str, nice: int = 0) -> None:
         self.home, self.name, self.folder = home, name, home / "runs" / name
-        self._settings = [f"run.out=runs/{name}", *SETTINGS, *settings]
+        self._nice = nice
+        self._settings = [f"run.out=runs/{name}", f"debug.core_group={name}", *SETTINGS, *settings]
         self.process: subprocess.Popen[bytes] | None = None
         self.starts = 0
         self.told_to_end = False
         """Whether a fault has ended the driver, or asked it to end."""
+        self._first_step = 0
         self.mark = uuid.uuid4().hex
 
     def start(self, *settings: str) -> None:
         self.starts += 1
         self.told_to_end = False
+        self._first_step = self.last_step()
         resume = ["--resume"] if (self.folder / "config.toml").exists() else []
         command = [sys.executable, "-m", "tlt", "train", str(RECIPE), *self._settings, *settings]
         with (self.home / f"{self.name}.log").open("ab") as log:
@@ -107,6 +114,7 @@ class Run:
                 stdout=log,
                 stderr=log,
                 env=os.environ | {MARK: self.mark},
+                preexec_fn=lambda: os.nice(self._nice),
             )
 
     def finish(self, *settings: str) -> None:
@@ -126,6 +134,11 @@ class Run:
             self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             sys.exit(f"the driver has not ended {LIMIT_S:.0f} s after signal {number}")
+
+    def rewind(self, step: int) -> None:
+        """Forget what comes after an RL step: the next start goes on from there."""
+        for newer in [path for path in self.checkpoints() if path.name > f"step-{step:06d}"]:
+            shutil.rmtree(newer)
 
     def kill(self) -> None:
         """Kill all processes of the run."""
@@ -148,6 +161,10 @@ class Run:
             return 0
         whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
         return int(json.loads(whole[-1])["step"]) if whole else 0
+
+    def moved(self) -> bool:
+        """Return whether the run has made an RL step since its last start."""
+        return self.last_step() > self._first_step
 
     def tree(self) -> list[psutil.Process]:
         """Return the living processes of this run, also those that outlived their driver."""
@@ -206,6 +223,8 @@ class Faults:
 
     def one(self) -> str:
         """Let one fault happen, and return its kind; empty if none is possible now."""
+        if not self._run.moved():
+            return ""
         kinds = list(self.kinds)
         self._rng.shuffle(kinds)
         return next((kind for kind in kinds if self.kinds[kind]()), "")
@@ -291,16 +310,28 @@ def sizes(run: Run) -> dict[str, float]:
     }
 
 
-def growth(values: Sequence[float]) -> float:
-    """Return the median of the last third over the median of the first."""
-    third = max(1, len(values) // 3)
-    first, last = statistics.median(values[:third]), statistics.median(values[-third:])
+def growth(values: Sequence[float], decile: int) -> float:
+    """Return a decile of the last third over that of the first.
+
+    The ninth tells what a whole run uses. A run that starts uses little: the fifth, the median,
+    also tells how often it did.
+    """
+    third = max(2, len(values) // 3)
+    parts = (values[:third], values[-third:])
+    first, last = (statistics.quantiles(part, n=10)[decile - 1] for part in parts)
     return last / first if first else float(last > 0)
+
+
+def grown(samples: Sequence[dict[str, float]], decile: int) -> dict[str, float]:
+    names = ("memory_mib", "shared_mib", "files", "processes")
+    return {n: round(growth([sample[n] for sample in samples], decile), 3) for n in names}
 
 
 def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
     """Disturb the run for so many minutes; return what happened."""
-    faults, events, samples = Faults(run, seed), [], []
+    faults = Faults(run, seed)
+    events: list[dict[str, Any]] = []
+    samples: list[dict[str, float]] = []
     began_s = next_sample_s = time.monotonic()
     next_fault_s, moved_s, longest_s = began_s + 2 * every_s, began_s, 0.0
     done, ended = 0, []
@@ -322,8 +353,8 @@ def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
             sys.exit(f"no RL step in {LIMIT_S:.0f} s; the last faults were {events[-3:]}")
         if now_s >= next_fault_s:
             next_fault_s += every_s
-            kind = faults.one()
-            events.append({"at_s": round(now_s - began_s, 1), "step": step, "kind": kind})
+            if kind := faults.one():
+                events.append({"at_s": round(now_s - began_s, 1), "step": step, "kind": kind})
         time.sleep(0.2)
     if run.process is not None and run.process.poll() is None:
         run.end(signal.SIGTERM)
@@ -373,8 +404,7 @@ def resumed_from_each(run: Run, num_steps: int) -> dict[str, bool]:
         copy = Run(run.home, f"{run.name}-{checkpoint.name}")
         shutil.copytree(run.folder, copy.folder)
         shutil.rmtree(copy.folder / "policy")
-        for newer in [path for path in copy.checkpoints() if path.name > checkpoint.name]:
-            shutil.rmtree(newer)
+        copy.rewind(int(checkpoint.name.removeprefix("step-")))
         settings = copy.folder / "config.toml"
         settings.write_text(settings.read_text().replace(f"runs/{run.name}", f"runs/{copy.name}"))
         copy.finish(f"run.num_steps={num_steps}")
@@ -398,23 +428,32 @@ def make_policy(home: Path) -> None:
 def plot(result: dict[str, Any], path: Path) -> None:
     from tlt.pictures import pyplot
 
-    figure, axes = pyplot.subplots(4, 1, figsize=(8, 9), constrained_layout=True)
-    for curve in result["band"]:
-        axes[0].plot(range(1, len(curve) + 1), curve, color="0.75", linewidth=1)
+    figure, axes = pyplot.subplots(5, 1, figsize=(8, 10), constrained_layout=True)
+    for number, curve in enumerate(result["band"]):
+        label = "undisturbed, three seeds" if not number else None
+        axes[0].plot(range(1, len(curve) + 1), curve, color=GREY, linewidth=0.8, label=label)
     curve = result["reward"]
-    axes[0].plot(range(1, len(curve) + 1), curve, color="C0", label="under faults")
+    axes[0].plot(range(1, len(curve) + 1), curve, color=ORANGE, linewidth=0.8, label="under faults")
     axes[0].set(xlabel="RL step", ylabel="reward")
+    axes[0].legend(frameon=False)
     at = [sample["at_s"] / 60 for sample in result["samples"]]
-    panels = (("memory_mib", "memory, MiB"), ("files", "open files"), ("processes", "processes"))
+    panels = (
+        ("memory_mib", "memory, MiB"),
+        ("shared_mib", "shared memory, MiB"),
+        ("files", "open files"),
+        ("processes", "processes"),
+    )
     for axis, (name, label) in zip(axes[1:], panels, strict=True):
-        axis.plot(at, [sample[name] for sample in result["samples"]], color="C0")
+        axis.plot(at, [sample[name] for sample in result["samples"]], color=ORANGE, linewidth=0.8)
         for event in result["faults"]:
-            axis.axvline(event["at_s"] / 60, color="C3", linewidth=0.4, alpha=0.5)
-        axis.set(xlabel="minutes", ylabel=label, ylim=(0, None))
+            axis.axvline(event["at_s"] / 60, ymax=0.05, color=RED, linewidth=0.8)
+        axis.set(ylabel=label, ylim=(0, None))
+    axes[-1].set(xlabel="minutes; marks at the bottom are faults")
     equal = all(result["same"].values())
     what = "every bit of samples and policy as undisturbed" if equal else "NOT as undisturbed"
     figure.suptitle(f"{len(result['faults'])} faults in {result['minutes']:g} minutes: {what}")
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -423,7 +462,12 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--band", type=int, default=2, help="undisturbed runs of other seeds")
-    parser.add_argument("--home", type=Path, help="folder for models and runs; kept")
+    parser.add_argument("--band-steps", type=int, default=200, help="most RL steps of these runs")
+    parser.add_argument(
+        "--home",
+        type=Path,
+        help="folder for models and runs; kept, and used again to go on after the faults",
+    )
     parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
     home = options.home or Path(tempfile.mkdtemp(prefix="tlt-soak-"))
@@ -432,29 +476,36 @@ def main() -> None:
     if not (home / "models" / "tiny-sft").exists():
         make_policy(home)
     disturbed = Run(home, "disturbed", "run.num_steps=100000")
-    try:
-        result = soak(disturbed, options.minutes, options.every, options.seed)
-    finally:
-        disturbed.kill()
+    record = home / "soak.json"
+    forever = ("run.num_steps=100000", "checkpoint.keep=100000")
+    undisturbed = Run(home, "undisturbed", *forever, nice=10)
+    if not record.exists():
+        undisturbed.start()
+        try:
+            result = soak(disturbed, options.minutes, options.every, options.seed)
+        finally:
+            disturbed.kill()
+            undisturbed.end(signal.SIGTERM)
+        record.write_text(json.dumps(result))
+    result = json.loads(record.read_text())
     num_steps = len(disturbed.records())
     print(f"{num_steps} RL steps, {len(result['faults'])} faults, {result['starts']} starts")
     steps = f"run.num_steps={num_steps}"
     disturbed.finish(steps)  # writes the policy
-    undisturbed = Run(home, "undisturbed", steps)
-    undisturbed.finish()
-    band = [Run(home, f"seed-{n}", steps, f"run.seed={n}") for n in range(1, options.band + 1)]
+    undisturbed.rewind(num_steps)
+    undisturbed.finish(steps)
+    short = f"run.num_steps={min(num_steps, options.band_steps)}"
+    band = [Run(home, f"seed-{n}", f"run.seed={n}") for n in range(1, options.band + 1)]
     for run in band:
-        run.finish()
+        run.finish(short)
     result |= {
         "minutes": options.minutes,
         "every_s": options.every,
         "num_steps": num_steps,
         "same": same(disturbed, undisturbed),
         "resumed_from": resumed_from_each(disturbed, num_steps),
-        "growth": {
-            name: round(growth([sample[name] for sample in result["samples"]]), 3)
-            for name in ("memory_mib", "shared_mib", "files", "processes")
-        },
+        "growth": grown(result["samples"], 9),
+        "growth_of_median": grown(result["samples"], 5),
         "reward": rewards(disturbed),
         "band": [rewards(run) for run in (undisturbed, *band)],
         "provenance": provenance(),

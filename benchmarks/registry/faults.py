@@ -21,3 +21,33 @@ def faults(d: Doc) -> Rows:
         passed, failed = str(found["passed"]), str(found["failed"])
         rows.append([what, number, f"{found['cpu_seconds']:.0f} s", passed, failed])
     return rows
+
+
+@table("soak", "soak")
+def soak(d: Doc) -> Rows:
+    kinds = sorted(d["counts"].items(), key=lambda item: (-item[1], item[0]))
+    same = all(d["same"].values())
+    resumed = d["resumed_from"]
+    return [
+        ["what", "found"],
+        ["faults", f"{len(d['faults'])} in {d['minutes']:g} minutes: {_listed(kinds)}"],
+        ["RL steps, starts of the driver", f"{count(d['num_steps'])}, {d['starts']}"],
+        ["longest time without an RL step", f"{d['longest_without_step_s']:.0f} s"],
+        ["the driver ended by itself", f"{len(d['ended_by_itself'])} times"],
+        ["samples, metrics and policy", "as undisturbed" if same else "NOT as undisturbed"],
+        ["resumed from checkpoints", f"{sum(resumed.values())} of {len(resumed)} end the same"],
+        ["processes left at the end", str(d["processes_left"])],
+        ["90th percentile, last third over first", _grown(d["growth"])],
+        ["median, last third over first", _grown(d["growth_of_median"])],
+    ]
+
+
+def _listed(kinds: list[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} ({number})" for kind, number in kinds)
+
+
+def _grown(growth: dict[str, float]) -> str:
+    return (
+        f"memory {growth['memory_mib']:.2f}, shared memory {growth['shared_mib']:.2f}, "
+        f"open files {growth['files']:.2f}, processes {growth['processes']:.2f}"
+    )

@@ -83,7 +83,8 @@ def new_place(name: str, policy: Path, tmp_path: Path, around: Sequence[str], us
 
 def containers(policy: Path, tmp_path: Path) -> list[Place]:
     """Return two pid namespaces; the second one dies with the process that made it."""
-    around = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    first = ["sh", "-c", '"$@"; exit $?', "sh"]  # as in a container with a small init
+    around = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *first]
     try:
         subprocess.run([*around, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -110,7 +111,9 @@ def users(policy: Path, tmp_path: Path) -> list[Place]:
 def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
     """Return the process of `tlt train`, which may be a child of the command around it."""
     outer = psutil.Process(process.pid)
-    return next(p for p in [outer, *outer.children()] if p.cmdline()[1:3] == ["-m", "tlt"])
+    return next(
+        p for p in [outer, *outer.children(recursive=True)] if p.cmdline()[1:3] == ["-m", "tlt"]
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users or containers")

@@ -16,10 +16,16 @@ soak = importlib.import_module("soak")
 
 
 def test_growth_compares_the_last_third_with_the_first() -> None:
-    assert soak.growth([5.0] * 9) == 1.0
-    assert soak.growth([1, 1, 1, 9, 9, 9, 2, 2, 2]) == 2.0
-    assert soak.growth([0.0] * 6) == 0.0
-    assert soak.growth([0, 0, 0, 0, 3, 3]) == 1.0
+    assert soak.growth([5.0] * 9, decile=5) == 1.0
+    assert soak.growth([1, 1, 1, 9, 9, 9, 2, 2, 2], decile=5) == 2.0
+    assert soak.growth([0.0] * 6, decile=5) == 0.0
+    assert soak.growth([0, 0, 0, 0, 3, 3], decile=5) == 1.0
+
+
+def test_growth_of_the_ninth_decile_tells_what_a_whole_run_uses() -> None:
+    starting_often_at_first = [*[1, 1, 8] * 5, *[8] * 10, *[1, 8, 8] * 5]
+    assert soak.growth(starting_often_at_first, decile=5) == 8.0
+    assert soak.growth(starting_often_at_first, decile=9) == 1.0
 
 
 def test_the_last_step_is_read_from_whole_lines(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ class RunLog:
         """Drop the records after this RL step, which the run does again; -1 drops all."""
         for log in (self._metrics, self._lengths, self._times):
             log.rewind(step)
+        self._folder.forget_samples(step)
 
     def samples(self, step: int, problems: Sequence[Problem], scored: Sequence[Scored]) -> None:
         """Write an RL step's samples to read, and the lengths of all its responses."""

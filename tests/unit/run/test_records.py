@@ -177,6 +177,7 @@ async def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
         log.samples(step, PROBLEMS, STEP)
         await log.step(step, {"reward/mean": float(step)}, Stopwatch())
     log.rewind(1)  # the learner was lost after step 1
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]
     log.samples(2, PROBLEMS, STEP)
     await log.step(2, {"reward/mean": 5.0}, Stopwatch())
     log.close()
