@@ -30,7 +30,7 @@ from tlt.simulate.cluster import Simulation
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, workload_of
 
 RESULT = Path(__file__).parent / "results" / "dispatch.json"
-STEPS = {64: 3, 512: 2}
+STEPS = {8: 9, 64: 3, 512: 2}
 """RL steps by number of engines. Nothing is known in the first."""
 SAMPLES, GROUP = 16, 16
 SLOTS = (256, 8)
@@ -39,7 +39,11 @@ SPREADS = {"narrow": 4000, "medium": 6000, "wide": 12000}
 """95th percentile of the lengths; their median is 2,500 tokens, and the longest have 32,768."""
 NOISE = 0.7
 """Standard deviation of the logarithm of a random factor: usually between a half and twice."""
-FORECASTS = {64: ("known", "noisy", "exchanged"), 512: ("known",)}
+FORECASTS = {
+    8: ("known", "noisy", "exchanged"),
+    64: ("known", "noisy", "exchanged"),
+    512: ("known",),
+}
 
 
 class Wrong(LengthForecast):
@@ -91,6 +95,7 @@ def compared(machine: list[str], engines: int, slots: int, p95: int) -> dict[str
         f"workload.group_size={GROUP}",
         f"workload.lengths={{median=2500, p95={p95}, longest=32768}}",
         "workload.epoch_steps=1",
+        "drafter.drift=0",
     ]
     arrival = rollouts(settings, "arrival", "")
     found = {"arrival": mean(arrival[1:]), "arrival_first": mean(arrival[:1])}
@@ -135,6 +140,7 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from tlt.colours import INK
     from tlt.pictures import pyplot
 
     shown = {
@@ -154,7 +160,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axis.bar(at, gains, 0.18, label=label)
         names = [f"{row['spread']}\n{row['engines']}" for row in of]
         axis.set_xticks(range(len(of)), names, fontsize=8)
-        axis.axhline(0, color="0.5", lw=1)
+        axis.axhline(0, color=INK, lw=1)
         waits = "all requests run at once" if slots >= SAMPLES else "half of the requests wait"
         axis.set(title=waits, xlabel="spread of the lengths, engines")
     axes[0].set_ylabel("faster than in order of arrival, %")

@@ -26,9 +26,25 @@ def compared(d: Doc) -> Rows:
     return rows
 
 
-def gains(d: Doc, forecast: str, waits: bool) -> str:
+@table("dispatch.sizes", "dispatch")
+def by_size(d: Doc) -> Rows:
+    """One row per number of engines: the ranges of speed-ups over the spreads."""
+    rows = [["GPUs", "half of the requests wait, last epoch known", "nothing known"]]
+    rows[0] += ["all requests run at once, last epoch known", "nothing known"]
+    for engines in sorted({row["engines"] for row in d["rows"]}):
+        cells = [
+            gains(d, forecast, waits, engines)
+            for waits in (True, False)
+            for forecast in ("known", "unknown")
+        ]
+        rows.append([str(engines), *cells])
+    return rows
+
+
+def gains(d: Doc, forecast: str, waits: bool, engines: int | None = None) -> str:
     """Return the range of speed-ups where all requests run at once, or some wait."""
     rows = [row for row in d["rows"] if (row["slots"] < d["settings"]["samples"]) == waits]
+    rows = [row for row in rows if engines in (None, row["engines"])]
     found = [row["found"][forecast]["speed_up"] for row in rows if forecast in row["found"]]
     return limits(found) + "x"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -90,11 +91,32 @@ def following(d: Doc) -> Rows:
     return rows
 
 
+def rate(length: float, draft_length: int) -> float:
+    """Return the factor whose first powers add up to the accepted tokens of a draft."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        if 1 + sum(middle**place for place in range(1, draft_length + 1)) < length:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def drift(d: Doc) -> float:
+    """Return how much the power of the frozen drafter's acceptance rate grows per update."""
+    lengths = [row["drafters"]["frozen"]["length"] for row in d["policies"]]
+    rates = [math.log(rate(length, d["draft_length"])) for length in lengths]
+    steps = [row["step"] for row in d["policies"]]
+    return statistics.linear_regression(steps, [each / rates[0] for each in rates]).slope
+
+
 figures(
     "following",
     "following",
     {
         "problems": lambda d: count(d["num_problems"]),
         "steps": lambda d: str(d["policies"][-1]["step"]),
+        "drift": lambda d: f"{drift(d):.4f}",
     },
 )

@@ -6,6 +6,7 @@ from registry.core import Doc, Rows, table
 
 BEHAVIOURS = (
     *("start", "greedy", "sampled", "switching", "drafter swap", "weight sync", "hidden states"),
+    *("refusals", "own engine"),
 )
 
 

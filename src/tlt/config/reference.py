@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
@@ -44,16 +47,25 @@ This page is generated from the schemas in `src/tlt/config`
 
 def reference() -> str:
     """Return the page as Markdown."""
-    parts = [HEADER]
-    for name, schema in SECTIONS:
+    return HEADER + tables(SECTIONS)
+
+
+def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
+    """Return a heading and a table of keys for every section; sections themselves are no keys."""
+    parts = []
+    names = {name for name, _ in sections}
+    for name, schema in sections:
         parts.append(f"\n## `{name}`\n\n{schema.__doc__}\n")
         parts.append("\n| key | type | default | description |\n|---|---|---|---|\n")
         for key, field in schema.model_fields.items():
+            if key in names:
+                continue
             kind = str(getattr(field.annotation, "__name__", field.annotation))
             if "[" in str(field.annotation) or "|" in str(field.annotation):
                 kind = str(field.annotation)
             for module in ("typing.", "tlt.config.rollout.", "tlt.config.train."):
                 kind = kind.replace(module, "")
+            kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\)\]\)\]", r"\1", kind)
             text = " ".join((field.description or "").split())
             kind = kind.replace("|", "\\|")  # inside a Markdown table
             parts.append(f"| `{key}` | `{kind}` | {_default(field)} | {text} |\n")

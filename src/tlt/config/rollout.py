@@ -9,7 +9,7 @@ from pydantic import Field
 from tlt.config.schema import LONGEST_S, Schema
 
 CORE_GROUP = "engines"
-DispatchOrder = Literal["longest_first", "arrival"]
+DispatchOrder = Literal["longest_first", "arrival", "siblings"]
 
 
 class NgramConfig(Schema):
@@ -91,7 +91,13 @@ class PoolConfig(Schema):
     dispatch: DispatchOrder = "arrival"
     """Order in which engines get requests. `longest_first`: by expected length, and long requests
     beside few others; responses of the same prompt, in earlier epochs and in this rollout, tell
-    what to expect. `arrival`: as they came. Samples are the same."""
+    what to expect. `arrival`: as they came. `siblings`: as they came, but while requests wait for
+    slots, an engine gets samples of its own prompts first, whose n-grams it knows. Samples are the
+    same."""
+    shared_text_mib: int = Field(default=0, ge=0)
+    """Memory of the driver in MiB for responses by prompt, which the n-gram drafters of other
+    engines, epochs and runs learn from, for example 64; 0: every engine learns from its own samples
+    only."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine may take to start, including the wait for free resources."""
     health_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +18,7 @@ from tlt.errors import ConfigError, EngineUnsafe
 from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Recheck, Verdict
+from tlt.rollout.texts import Lesson
 from tlt.rollout.vllm.args import drafters
 from tlt.rollout.vllm.core import VllmCore
 from tlt.spans import Span
@@ -95,6 +97,14 @@ class RolloutEngine(EngineLoop):
     def reset_prefix_cache(self) -> None:
         """Forget all earlier prompts and samples, so that a measurement starts from nothing."""
         self.between_steps(self.core.forget)
+
+    def learn(self, lessons: Sequence[Lesson]) -> None:
+        """Learn n-grams from other responses in the next engine steps; return at once."""
+        self.core.inbox.put(lessons)
+
+    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
+        """Return what running responses have from these places on, for other engines to learn."""
+        return self.between_steps(lambda: self.core.running_texts(wanted))
 
     # --- strategy and weights -----------------------------------------------------------------
 

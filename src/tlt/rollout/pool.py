@@ -38,6 +38,8 @@ from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.lengths import LengthForecast
 from tlt.rollout.recheck import Recheck, Rechecks
 from tlt.rollout.runner import ROUNDS_BY_BATCH
+from tlt.rollout.teacher import Teacher
+from tlt.rollout.texts import Lesson, Texts
 from tlt.rollout.watched import Progress, WatchedEngine
 from tlt.spans import Span
 
@@ -58,8 +60,12 @@ class RolloutPool:
         self._spawn = spawn
         self.lengths = LengthForecast()
         """Known lengths of responses; the run's checkpoints keep them."""
+        self.texts = Texts(config.shared_text_mib << 20)
+        """Responses that engines learn n-grams from; the run's checkpoints keep them."""
+        self._teacher = Teacher(config.num_engines, self._spawn_send)
         forecast = self.lengths if config.dispatch == "longest_first" else None
-        self._dispatcher = Dispatcher(config.prefetch, forecast)
+        together = config.dispatch == "siblings"
+        self._dispatcher = Dispatcher(config.prefetch, forecast, together=together)
         self._handles: dict[str, WatchedEngine] = {}
         self._servers: list[asyncio.Task[None]] = []
         self._sends: set[asyncio.Task[None]] = set()
@@ -137,6 +143,7 @@ class RolloutPool:
         self._raise_if_failed()
         self._dispatcher.submit(batch)
         self._rechecks.rollout_started(batch)
+        self.texts.rollout_started(batch)
         for request in batch:
             self._waiting[request.sample_id] = inbox
         self._pump()
@@ -307,6 +314,9 @@ class RolloutPool:
         async with self._membership:
             self._handles[name] = handle
             self._membership.notify_all()
+        if report.get("learns"):
+            self.texts.engine_ready(name)
+            self._spawn_send(self._share_running(name, handle))
         logger.info("%s is ready with %d slots", name, report["slots"])
         if report.get("rounds_by_batch") and not self._told_rounding:
             self._told_rounding = True
@@ -333,6 +343,7 @@ class RolloutPool:
             return
         logger.warning("%s is lost (%r); %d samples start again", name, error, len(requeued))
         self.num_restarts += 1
+        self.texts.engine_lost(name)
         self._pump()
         if self._listener is not None:
             self._spawn_send(self._listener.needed(name))  # for its successor
@@ -380,8 +391,10 @@ class RolloutPool:
             self._delivered.add(name)
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
             self._rechecks.finished(by_id[sample_id])
+            self._teach_others(self.texts.finished(by_id[sample_id]))
         if not self._dispatcher.num_unfinished:
             self._end_rechecks()
+            self.texts.rollout_ended()
         self._pump()
         self._tell_idle([name])
 
@@ -437,6 +450,24 @@ class RolloutPool:
             else:
                 self._spawn_send(self._recall(action.engine, handle, action.sample_ids))
 
+    def _teach_others(self, found: tuple[Lesson, set[str]] | None) -> None:
+        lesson, others = found or (None, set())
+        for handle in map(self._handles.get, others):
+            if lesson is not None and handle is not None:
+                self._teacher.teach(handle, [lesson])
+
+    async def _share_running(self, name: str, handle: WatchedEngine) -> None:
+        """Hand running responses of an engine to the others that have siblings of them."""
+        try:
+            while self._handles.get(name) is handle:
+                await asyncio.sleep(self._teacher.asks_every_s)
+                is_busy = self._handles.get(name) is handle and self._dispatcher.outstanding(name)
+                if is_busy and (wanted := self.texts.wanted(name)):
+                    for part in await handle.call("running_texts", wanted):
+                        self._teach_others(self.texts.grown(name, *part))
+        except EngineError as error:  # the engine's task notices if it is lost
+            logger.debug("%s did not share its running responses: %r", name, error)
+
     def _spawn_send(self, send: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(send)
         self._sends.add(task)
@@ -457,6 +488,7 @@ class RolloutPool:
                 # Nobody knows which requests it holds: its successor's samples count.
                 handle.condemn(f"it did not take {len(requests)} requests: {error}")
             return
+        self._teacher.teach(handle, self.texts.assigned(name, requests))
         self._dispatcher.arrived(name)
         self._pump()
 

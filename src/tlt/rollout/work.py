@@ -74,17 +74,28 @@ class Queue:
         self._size += 1
         self._back.appendleft(work)
 
-    def take(self) -> Work:
-        """Remove and return the next sample."""
+    def take(self, first: dict[str, None] | None = None) -> Work:
+        """Remove and return the next sample, one of the groups `first` if any of them waits.
+
+        Groups of `first` that do not wait are removed from it.
+        """
         self._size -= 1
         if self._back:
             return self._back.popleft()
+        while first:
+            name = next(iter(first))
+            if name in self._groups:
+                return self._take_of(name)
+            del first[name]
         while True:
             rank, number, name = self._heap[0]
             group = self._groups.get(name)
             if group is not None and (group.rank, group.number) == (rank, number):
-                break
+                return self._take_of(name)
             heapq.heappop(self._heap)
+
+    def _take_of(self, name: str) -> Work:
+        group = self._groups[name]
         work = group.works.popleft()
         if not group.works:
             del self._groups[name]

@@ -223,6 +223,13 @@ class RunFolder:
             (self.path / "samples").mkdir(exist_ok=True)
             write_synced(self.path / "samples" / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
+    def forget_samples(self, step: int) -> None:
+        """Remove the samples of RL steps after this one."""
+        for path in (self.path / "samples").glob("step-*.jsonl"):
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) > step:
+                path.unlink()
+
 
 def _locked(lock: IO[str]) -> bool:
     """Lock a run's folder; try again, because `is_open` holds the lock for a moment."""

@@ -89,7 +89,7 @@ class Training:
         )
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
-        self._checkpoints = Checkpoints(config, folder, learner, harvest, pool.lengths)
+        self._checkpoints = Checkpoints(config, folder, learner, harvest, pool.lengths, pool.texts)
         self._gate = Gate(config.debug.gate)
         self._health = HealthWatch(config.alarm.max_lost_steps, config.learner.updates_per_step)
         self._learner_restarts = 0

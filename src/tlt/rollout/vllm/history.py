@@ -39,6 +39,9 @@ import numpy as np
 
 from tlt.rollout.vllm.history_kernels import draft_rows, learn_rows
 
+_LESSON = ""
+"""Name of a text that is no request's."""
+
 
 class History:
     """Recent samples of at most `capacity` tokens in total."""
@@ -105,6 +108,18 @@ class History:
         self._learn([request_id], [num_prompt_tokens], num_tokens, token_ids[np.newaxis], first_row)
         self.forget(request_id)
 
+    def learn(self, num_prompt_tokens: int, token_ids: Any, is_begin: bool = True) -> None:
+        """Learn a response that no request of this engine generated, or a later part of it.
+
+        The beginning of a response follows the end of its prompt. Requests of the prompt bring the
+        rest of the prompt along.
+        """
+        first = max(
+            0, num_prompt_tokens - int(self._lengths[-1]) if is_begin else num_prompt_tokens
+        )
+        self._running[_LESSON] = (_checksum(token_ids[:num_prompt_tokens]), first, 0)
+        self.end(_LESSON, num_prompt_tokens, token_ids)
+
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, without learning the rest of it."""
         self._running.pop(request_id, None)
@@ -124,7 +139,7 @@ class History:
         for row, request_id in enumerate(request_ids):
             if request_id not in self._running:
                 prompt = token_ids[rows[row], : num_prompt_tokens[row]]
-                self._running[request_id] = (zlib.crc32(prompt.tobytes()) >> 1, 0, 0)
+                self._running[request_id] = (_checksum(prompt), 0, 0)
         state = np.array([self._running[i] for i in request_ids], dtype=np.int64).reshape(-1, 3)
         self._num_learned = learn_rows(
             self._ring,
@@ -138,3 +153,7 @@ class History:
         )
         self._running.update(zip(request_ids, map(tuple, state.tolist()), strict=True))
         return state
+
+
+def _checksum(prompt: Any) -> int:
+    return zlib.crc32(prompt.tobytes()) >> 1

@@ -49,6 +49,9 @@ class NgramDrafts(Protocol):
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Learn the rest of ended requests: the length of each prompt, and the whole text."""
 
+    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
+        """Learn a response that this engine did not generate, or a later part, after its prompt."""
+
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
 
@@ -112,6 +115,10 @@ class HistoryDrafts:
                 self.history.end(request_id, num_prompt_tokens, np.array(text, dtype=np.int32))
         self._forgotten -= texts.keys()
 
+    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
+        """Learn a response that this engine did not generate, or a later part, after its prompt."""
+        self.history.learn(num_prompt_tokens, text, is_begin)
+
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
         for request_id in request_ids:
@@ -157,6 +164,9 @@ class OwnTextDrafts:
         draft_BK[: batch.num_reqs, :num_drafts] = found_BK[:, :num_drafts]
 
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
+        """Learn nothing."""
+
+    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
         """Learn nothing."""
 
     def drop(self, request_ids: Collection[str]) -> None:

@@ -132,6 +132,11 @@ class RunnerV2:
         if (history := getattr(self.runner.speculator, "history", None)) is not None:
             history.forget()
 
+    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
+        """Learn a response that this engine did not generate, or a later part, after its prompt."""
+        if (history := getattr(self.runner.speculator, "history", None)) is not None:
+            history.learn(num_prompt_tokens, text, is_begin)
+
     # --- what the runner is made of -----------------------------------------------------------
 
     @property

@@ -52,5 +52,10 @@ class SharedMemoryTransfer(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     def finish_weight_update(self) -> None:
         compat.end_reload(self.model, self.model_config)
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Refuse: the learner writes the file. vLLM before 0.28 wants every backend to have it."""
+        raise NotImplementedError
+
     def shutdown(self) -> None:
         pass

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from tlt.errors import EngineError
 from tlt.node.weights import check_weights
+from tlt.rollout.texts import Lesson
 from tlt.rollout.vllm import compat, plugin
 from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.rollout.vllm.embedded import EmbeddedWorker
@@ -83,6 +85,18 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
     def tlt_forget_history(self) -> None:
         """Forget the history of samples."""
         self._runner.forget_history()
+
+    def tlt_learn(self, lessons: Sequence[Lesson]) -> None:
+        """Learn n-grams from responses of other engines, epochs and runs.
+
+        A token outside the vocabulary, in a damaged text, would end the engine as a draft.
+        """
+        vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
+        for lesson in lessons:
+            both = (lesson.prompt_token_ids, lesson.response)
+            text = np.concatenate([np.array(part, dtype=np.int32) for part in both])
+            if text.min() >= 0 and text.max() < vocabulary:
+                self._runner.learn(len(lesson.prompt_token_ids), text, lesson.start == 0)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._runner.begin_step(scheduler_output, self._rechecks)

@@ -48,3 +48,10 @@ def test_counts_arrive_by_counter_and_arm() -> None:
 def test_without_statistics_nothing_is_counted() -> None:
     attach([SimpleNamespace(scheduler_stats=None)], report(OFF))
     assert take(None) == {}
+
+
+def test_statistics_before_vllm_0_32_count_nothing() -> None:
+    stats = SimpleNamespace(num_running_reqs=1)
+    attach([SimpleNamespace(scheduler_stats=stats)], report(OFF))
+    assert take(stats) == {}
+    assert vars(stats) == {"num_running_reqs": 1}

@@ -100,6 +100,31 @@ def test_a_name_may_come_back_for_another_request() -> None:
     assert draft(history, {"a": (PROMPT, [3, 6])}) == {"a": [7]}
 
 
+def test_a_response_from_elsewhere_is_found_like_a_siblings() -> None:
+    prompt = list(range(20, 40))
+    for first in (prompt, PROMPT):
+        history = History(100, 2, 4)
+        for response in ([1, 2, 3, 4], [6, 7, 8], []):
+            history.learn(len(first), np.array([*first, *response], dtype=np.int32))
+        assert draft(history, {"a": (first, [1, 2])}) == {"a": [3, 4]}
+        assert draft(history, {"b": (first, [6])}, 2) == {"b": [7, 8]}
+        assert draft(history, {"c": (OTHER, [2, 3])}) == {"c": [4]}
+    # Parts of a response that overlap are found as one, and none follows the prompt but the first.
+    history = History(100, 2, 4)
+    response = list(range(50, 70))
+    for start in (0, 6, 12):
+        part = [*PROMPT, *response[start : start + 10]]
+        history.learn(len(PROMPT), np.array(part, dtype=np.int32), is_begin=start == 0)
+    assert draft(history, {"a": (PROMPT, [])}, 20) == {"a": response}
+    assert draft(history, {"b": (PROMPT, [57])}) == {"b": []}
+    # The next response follows the prompt just as well, and the prompt takes little room.
+    history = History(30, 2, 4)
+    for last in range(3):
+        history.learn(len(prompt), np.array([*prompt, 1, 2, 3 + last], dtype=np.int32))
+    assert draft(history, {"a": (prompt[-4:], [])}, 3) == {"a": [1, 2, 5]}
+    assert draft(history, {"b": ([51], [2, 4])}) == {"b": []}
+
+
 def test_the_oldest_samples_are_dropped_and_memory_stays() -> None:
     history = History(60, 2, 4)
     num_bytes = history.num_bytes
