@@ -17,13 +17,13 @@ from typing import Any
 from tlt.config.load import apply_overrides, check
 from tlt.observe.provenance import provenance
 from tlt.report.view import look_at
-from tlt.simulate.calibrate import Calibration, calibrate
+from tlt.simulate.calibrate import calibrate
 from tlt.simulate.scenario import ScenarioConfig, simulate
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs" / "e2e" / "words"
 RESULTS = Path(__file__).parent / "results"
-MODES = {"ngram": "ngram", "fixed": "static", "tlt": "tlt"}
+MODES = {"ngram": "ngram", "fixed": "static", "frozen": "frozen", "tlt": "tlt"}
 """Mode of the simulator, by arm."""
 CALIBRATING = ("off", "fixed", "ngram")
 MEASURES = {"end_to_end": "time/step_s", "rollout": "time/rollout_s"}
@@ -39,17 +39,17 @@ def main() -> None:
     measured = json.loads((RESULTS / "e2e" / "pairs" / "words.json").read_text())
     calibration = RUNS / "calibration.json"
     calibrate([look_at(run_of(measured, arm)) for arm in CALIBRATING]).save(calibration)
-    found = Calibration.load(calibration)
     steps = measured["scenario"]["steps"] + measured["scenario"]["warm_up"]
     settings = [
         f"num_steps={steps}",
         f"modes={json.dumps(['off', *MODES.values()])}",
         "draft_tokens=[1, 2, 3]",
+        'static_drafter="eagle3"',
+        "static_draft_tokens=3",
         "cluster.num_engines=2",
         f'cluster.calibration="{calibration}"',
         "workload.prompts_per_step=4",
         "workload.group_size=4",
-        f"workload.prompt_tokens={found.prompt_tokens}",
         f'workload.trace="{run_of(measured, "off") / "lengths.jsonl"}"',
     ]
     records = simulate(check(ScenarioConfig, apply_overrides({}, settings), "scenario"))

@@ -104,7 +104,6 @@ def predicted(case: Case, steps: int, calibration: Path) -> list[dict[str, float
         "cluster.num_engines=2",
         f'cluster.calibration="{calibration}"',
         f"workload.prompts_per_step={prompts}",
-        f"workload.prompt_tokens={Calibration.load(calibration).prompt_tokens}",
         "workload.group_size=8",
         f'workload.trace="{folder(case) / "lengths.jsonl"}"',
         *MODES[mode][1],
@@ -171,28 +170,44 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from tlt.colours import INK, arm_colour
     from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9.4, 4.4), layout="constrained")
     for axis, kind in zip(axes, ("", "_same_speed"), strict=True):
         most = 1.1 * max(max(row["step_s"], row[f"step_predicted{kind}_s"]) for row in rows)
         axis.fill_between(
-            [0, most], [0, 0.75 * most], [0, 1.25 * most], color="0.9", label="within 25%"
+            [0, most],
+            [0, 0.75 * most],
+            [0, 1.25 * most],
+            color=INK,
+            alpha=0.2,
+            lw=0,
+            label="within 25%",
         )
-        axis.plot([0, most], [0, most], color="0.5", lw=1)
-        for place, mode in enumerate(MODES):
+        axis.plot([0, most], [0, most], color=INK, lw=1)
+        for mode in MODES:
+            drafter, length = mode.rstrip("0123456789"), mode.lstrip("abcdefghijklmnopqrstuvwxyz")
+            colour = arm_colour(drafter, int(length or 0))
             of = [row for row in rows if row["run"].endswith(f"-{mode}")]
             for name, marker in (("rollout", "o"), ("step", "s")):
                 axis.plot(
                     [row[f"{name}_s"] for row in of],
                     [row[f"{name}_predicted{kind}_s"] for row in of],
                     marker,
-                    color=f"C{place}",
+                    color=colour,
                     label=f"{mode}, {name}",
                 )
         axis.set(xlim=(0, most), ylim=(0, most), xlabel="measured seconds")
         axis.set_ylabel("predicted seconds")
-        axis.set_title("with the engine as fast as in the run" if kind else "as calibrated")
+        errors = [abs(row[f"step_error{kind}"]) for row in rows]
+        said = "with the engine as fast as in the run" if kind else "as calibrated"
+        axis.set_title(
+            f"{said}:\noff by {statistics.median(errors):.0%} in the median, "
+            f"{max(errors):.0%} at worst"
+        )
+    worst = max(abs(row["step_error"]) for row in rows)
+    figure.suptitle(f"Modelled RL steps are within {worst:.0%} of the measured ones")
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
 

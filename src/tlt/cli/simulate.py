@@ -16,7 +16,9 @@ from rich.table import Table
 from tlt.cli.options import Json, print_json, require_plots, result_table, say_written
 from tlt.cli.progress import progress_bar
 
-SCENARIO = "name a scenario's TOML file, or give settings such as cluster.num_engines=8"
+SCENARIO = (
+    "name the TOML file of a scenario or of a run, or give settings such as cluster.num_engines=8"
+)
 COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "rollout")
 
 
@@ -51,12 +53,18 @@ def calibrate(
 
 
 def simulate(
-    scenario: Annotated[Path | None, typer.Argument(help="TOML file of a scenario.")] = None,
+    scenario: Annotated[
+        Path | None, typer.Argument(help="TOML file of a scenario, or of a training run.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
     ] = None,
     from_run: Annotated[
         Path | None, typer.Option(help="Folder of a run whose machine and lengths to simulate.")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs of the cluster, in place of cluster.num_engines."),
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -71,12 +79,14 @@ def simulate(
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Simulate RL steps on a cluster: without speculation, with a frozen drafter, with TLT."""
-    from tlt.config.load import apply_overrides, check, read_toml
-    from tlt.simulate.answer import figures, in_words, speed_ups
+    """Simulate RL steps: without speculation, with the best fixed arm, with TLT. Modelled."""
+    from tlt.config.load import check, read_toml
+    from tlt.simulate.answer import contributions, figures, in_words, speed_ups
     from tlt.simulate.plot import plot_simulation, what_if
-    from tlt.simulate.scenario import ScenarioConfig
+    from tlt.simulate.recipe import scenario_tree
+    from tlt.simulate.scenario import ScenarioConfig, completed
     from tlt.simulate.scenario import simulate as play
+    from tlt.simulate.validity import validity
 
     plot = plot and not json and not sweep
     if plot:
@@ -91,13 +101,27 @@ def simulate(
     grid = [_values(text) for text in sweep or []]
     results: list[dict[str, Any]] = []
     engine_ends: dict[str, Any] = {}
+    below: dict[str, None] = {}  # every line once, in order
     for point in itertools.product(*grid):
         tree = read_toml(scenario, SCENARIO) if scenario is not None else {}
         where = "scenario" if scenario is None else str(scenario)
-        config = check(ScenarioConfig, apply_overrides(tree, [*changes, *point]), where)
+        tree = scenario_tree(tree, [*changes, *point], where, gpus)
+        asked = check(ScenarioConfig, tree, where)
+        config = completed(asked)
         records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))
         found = {name: figures(of) for name, of in records.items()}
-        results.append({"point": list(point), "modes": found, "speed_up": speed_ups(found)})
+        trust = validity(config)
+        below.update(dict.fromkeys(trust.lines()))
+        results.append(
+            {
+                "point": list(point),
+                "fixed_arm": f"{config.static_drafter}:{config.static_draft_tokens}",
+                "modes": found,
+                "speed_up": speed_ups(found),
+                "contributions": contributions(found),
+                **trust.as_data(),
+            }
+        )
     (folder / "simulation.json").write_text(json_library.dumps(results, indent=2))
     if json:
         typer.echo(json_library.dumps(results, indent=2))
@@ -106,12 +130,16 @@ def simulate(
     console.print(_table(results))
     written = [folder / "simulation.json"]
     if len(results) == 1:
-        console.print(in_words(results[0]["modes"]), highlight=False, soft_wrap=True)
+        which = "the fixed arm" if asked.static_draft_tokens else "the best fixed arm"
+        words = in_words(found, f"{which}, {results[0]['fixed_arm']}")
+        console.print(words, highlight=False, soft_wrap=True)
+    for line in below:
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     if plot:
         with progress_bar(console) as show:
-            curves = what_if(config, show)
+            curves = what_if(asked, show)
         picture = folder / "simulation.png"
-        written.append(plot_simulation(engine_ends, found, curves, picture))
+        written.append(plot_simulation(engine_ends, found, curves, list(below), picture))
     for path in written:
         say_written(console, str(path))
 

@@ -199,6 +199,7 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
         if past.saved is None
         else {
             "modelled": past.saved.gain,
+            "is_bound": past.saved.is_bound,
             "measured_s": past.saved.measured_s,
             "plain_s": past.saved.plain_s,
         },
@@ -309,13 +310,14 @@ def _last(record: Mapping[str, float]) -> Text:
 def _gain(past: Past) -> list[Text]:
     if past.saved is None:
         return []
-    return [
-        Text(
-            f"rollouts {past.saved.gain:.2f}x as fast as without drafts (modelled: "
-            f"{past.saved.measured_s:.0f} s instead of {past.saved.plain_s:.0f} s in the last RL "
-            "steps)"
-        )
-    ]
+    found = past.saved
+    if found.is_bound:
+        says = f"rollouts at most {found.gain:.2f}x as fast as without drafts (engines hardly ever "
+        says += "decode plainly, so there is nothing to model it by"
+    else:
+        says = f"rollouts {found.gain:.2f}x as fast as without drafts (modelled: "
+        says += f"{found.measured_s:.0f} s instead of {found.plain_s:.0f} s in the last RL steps"
+    return [Text(f"{says}; measure with `tlt report OFF TLT`)")]
 
 
 def _findings(past: Past, record: Record) -> list[Text]:

@@ -7,7 +7,12 @@ from statistics import fmean
 
 Record = dict[str, float]
 
-LABELS = {"static": "frozen drafter"}
+LABELS = {
+    "off": "no speculation",
+    "static": "fixed arm",
+    "frozen": "TLT without harvest",
+    "tlt": "TLT",
+}
 """Names of modes in tables, pictures and sentences, where they differ from those in files."""
 
 
@@ -43,8 +48,21 @@ def speed_ups(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
     }
 
 
-def in_words(found: Mapping[str, Mapping[str, float]]) -> str:
-    """Return whether the last mode is worth it, and what limits it."""
+def contributions(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Return how many times as fast TLT is as the fixed arm, and as itself without harvest."""
+    others = {"over_fixed_arm": "static", "harvest": "frozen"}
+    return {
+        name: {
+            "end_to_end": found[other]["step_s"] / found["tlt"]["step_s"],
+            "rollout": found[other]["rollout_s"] / found["tlt"]["rollout_s"],
+        }
+        for name, other in others.items()
+        if other in found and "tlt" in found
+    }
+
+
+def in_words(found: Mapping[str, Mapping[str, float]], fixed_arm: str = "the fixed arm") -> str:
+    """Return whether the last mode is worth it, what brings it, and what limits it."""
     names = [LABELS.get(name, name) for name in found]
     base, *_ = found.values()
     *_, best = found.values()
@@ -53,9 +71,14 @@ def in_words(found: Mapping[str, Mapping[str, float]]) -> str:
     share = base["rollout_share"]
     most = 1 / max(0.01, 1 - share)
     words = [
-        f"{names[-1]} would run {gained:.2f}x as fast as {names[0]}. Rollouts, {share:.0%} of an "
-        f"RL step, would run {rollout:.2f}x as fast."
+        f"Modelled: {names[-1]} would run {gained:.2f}x as fast as {names[0]}. Rollouts, "
+        f"{share:.0%} of an RL step, would run {rollout:.2f}x as fast."
     ]
+    of = contributions(found)
+    if "over_fixed_arm" in of:
+        words.append(f"That is {of['over_fixed_arm']['end_to_end']:.2f}x as fast as {fixed_arm}.")
+    if "harvest" in of:
+        words.append(f"Harvest's part of that is {of['harvest']['end_to_end']:.2f}x.")
     if share < 0.5:
         words.append(
             f"Rollouts are a small part: instant rollouts would bring {most:.1f}x. Look at the "

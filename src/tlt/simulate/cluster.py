@@ -321,6 +321,7 @@ class Simulation:
             cluster.slots,
             workload.max_tokens,
             self.lengths if cluster.dispatch == "longest_first" else None,
+            together=cluster.dispatch == "siblings",
         )
         context = workload.prompt_tokens + float(np.median(played.longest)) / 2
         drafting = cluster.drafting.at(self._power())

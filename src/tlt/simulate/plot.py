@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from tlt.simulate.answer import LABELS, figures, speed_ups
 from tlt.simulate.scenario import ScenarioConfig, simulate
 
-COLOURS = {"off": "C7", "static": "C0", "ngram": "C2", "tlt": "C1"}
+COLOURS = {"off": "C7", "static": "C0", "ngram": "C2", "frozen": "C4", "tlt": "C1"}
+FOOTNOTE_WIDTH = 230
+"""Characters in a line below the panels."""
 FACTORS = (0.25, 0.5, 1, 2, 4)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 TAILS = (1.5, 2, 3, 5, 8)
@@ -62,9 +65,13 @@ def plot_simulation(
     engine_ends: Mapping[str, Any],
     modes: Mapping[str, Mapping[str, float]],
     curves: Mapping[str, Curve],
+    below: Sequence[str],
     out: Path,
 ) -> Path:
-    """Draw a simulation. `engine_ends` holds when each engine of a rollout was done, by mode."""
+    """Draw a simulation. `engine_ends` holds when each engine of a rollout was done, by mode.
+
+    `below` is what the answer assumes and where it was validated.
+    """
     from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2 + len(curves), figsize=(4.2 * (2 + len(curves)), 3.8))
@@ -75,7 +82,10 @@ def plot_simulation(
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(out, dpi=120)
+    lines = [part for line in below for part in wrap(line, FOOTNOTE_WIDTH)]
+    note = "\n".join(["Modelled, not measured.", *lines])
+    figure.text(0.01, -0.02, note, va="top", fontsize=8)
+    figure.savefig(out, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
     return out
 
@@ -92,7 +102,7 @@ def _plot_rollout(panel: Any, engine_ends: Mapping[str, Any]) -> None:
     panel.set(title="the last rollout, modelled", xlabel="seconds", ylabel="engines that generate")
     panel.set_xlim(left=0)
     panel.set_ylim(bottom=0)
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, loc="upper right")
 
 
 def _plot_steps(panel: Any, modes: Mapping[str, Mapping[str, float]]) -> None:
@@ -126,4 +136,4 @@ def _plot_curve(panel: Any, name: str, curve: Curve) -> None:
         panel.set_xticks(values, [f"{value:g}" for value in values])
         panel.minorticks_off()
     panel.set(title=f"speed-up over {_label(base)}, modelled", xlabel=name)
-    panel.legend(frameon=False)
+    panel.legend(frameon=False, loc="upper left")

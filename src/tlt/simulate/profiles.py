@@ -14,6 +14,11 @@ BANDWIDTH = 0.7 * 3.35e12
 """Bytes per second that decoding reads on an H100."""
 FLOPS = 0.5 * 989e12
 """Bfloat16 operations per second of training and prefill (data sheet: 989 TFLOP/s dense)."""
+NETWORK = 25e9
+"""Bytes per second between two nodes: 200 Gbit/s, assumed."""
+DRIFT = 0.0003
+"""Power of acceptance rates that a policy update adds to a frozen drafter, by
+benchmarks/following.py: SmolLM2 on word problems, 30 updates at a learning rate of 2e-5."""
 OVERHEAD_S = 0.002
 """Seconds of an engine step besides the weights: scheduling, sampling, launches."""
 
@@ -39,11 +44,19 @@ MODELS = {
     # name: parameters, bytes of KV cache per token (layers x 2 x KV heads x 128 x 2 bytes)
     "qwen2.5-7b": (7.6e9, 28 * 2 * 4 * 128 * 2),
     "qwen2.5-32b": (32.8e9, 64 * 2 * 8 * 128 * 2),
+    "qwen3-8b": (8.2e9, 36 * 2 * 8 * 128 * 2),
+    "qwen3-32b": (32.8e9, 64 * 2 * 8 * 128 * 2),
     "llama-3-70b": (70.6e9, 80 * 2 * 8 * 128 * 2),
 }
 
 BEFORE = 0.782
 """Acceptance rate before adaptation: its powers add up to 4.59 - 1 tokens, r / (1 - r) = 3.59."""
+
+
+def training_speed(model: str, num_gpus: int) -> float:
+    """Return the training tokens per second: three forward passes of two operations each."""
+    parameters, _ = MODELS[model]
+    return num_gpus * FLOPS / (6 * parameters)
 
 
 def published_drafting(rate: float = BEFORE) -> Drafting:

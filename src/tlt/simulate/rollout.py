@@ -50,10 +50,11 @@ class Rollout:
         slots: int,
         max_tokens: int,
         forecast: LengthForecast | None,
+        together: bool = False,
     ) -> None:
         self._lengths = lengths
         self._engines = [_Engine() for _ in range(num_engines)]
-        self._dispatcher = Dispatcher(prefetch=0, forecast=forecast)
+        self._dispatcher = Dispatcher(prefetch=0, forecast=forecast, together=together)
         for number in range(num_engines):
             self._dispatcher.engine_ready(str(number), slots)
         spec = SamplingSpec(max_tokens=max_tokens)

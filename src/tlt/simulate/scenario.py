@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +20,26 @@ from tlt.simulate import clock
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Cluster, Learner, Mode, Record, Simulation, Training
 from tlt.simulate.model import Drafting, powers
-from tlt.simulate.profiles import BEFORE, FLOPS, MODELS, h100, published_drafting
+from tlt.simulate.profiles import (
+    BEFORE,
+    DRIFT,
+    MODELS,
+    NETWORK,
+    h100,
+    published_drafting,
+    training_speed,
+)
 from tlt.simulate.workload import Workload, read_trace
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
 
-ModeName = Literal["off", "static", "ngram", "tlt"]
+ModeName = Literal["off", "static", "ngram", "frozen", "tlt"]
+ModelName = Literal["qwen2.5-7b", "qwen2.5-32b", "qwen3-8b", "qwen3-32b", "llama-3-70b"]
 DraftTokens = Annotated[int, Field(ge=1, le=64)]
+PROMPT_TOKENS = 300.0
+"""Tokens per prompt without a calibration."""
+SEARCH_STEPS = 2
+"""RL steps that find the best fixed arm."""
 MAX_SAMPLES = 10_000_000
 """Samples of an RL step above which a simulation would take hours."""
 
@@ -37,10 +51,12 @@ class ClusterConfig(Schema):
     """Number of engines."""
     calibration: str | None = None
     """Result of `tlt calibrate`, the model of a measured machine."""
-    model: Literal["qwen2.5-7b", "qwen2.5-32b", "llama-3-70b"] = "qwen2.5-7b"
+    model: ModelName = "qwen2.5-7b"
     """Policy on H100s, modelled from published figures; used without `calibration`."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
     """GPUs per engine."""
+    gpus_per_node: int = Field(default=8, ge=1, le=1024)
+    """GPUs of a node, or CPU engines. The weight sync sends the policy to every node."""
     slots: int = Field(default=256, ge=1, le=100_000)
     """Requests that an engine runs at once (vLLM's `max_num_seqs`)."""
     dispatch: DispatchOrder = "arrival"
@@ -58,8 +74,8 @@ class WorkloadConfig(Schema):
     """Problems per RL step."""
     group_size: int = Field(default=16, ge=1, le=10_000)
     """Samples per problem."""
-    prompt_tokens: float = Field(default=300.0, ge=0, le=10_000_000)
-    """Tokens per prompt."""
+    prompt_tokens: float | None = Field(default=None, ge=0, le=10_000_000)
+    """Tokens per prompt; by default from the calibration, or 300."""
     lengths: SizesConfig = Field(
         default_factory=lambda: SizesConfig(median=2500, p95=12000, longest=32768)
     )
@@ -93,7 +109,8 @@ class LearnerSection(Schema):
     reward_s: float | None = Field(default=None, ge=0)
     """Seconds from the last sample to the last reward."""
     sync_s: float | None = Field(default=None, ge=0)
-    """Seconds of the weight sync."""
+    """Seconds of the weight sync; by default calculated for the model and the number of nodes, or
+    from the calibration, times the number of nodes."""
 
 
 class DrafterSection(Schema):
@@ -105,7 +122,7 @@ class DrafterSection(Schema):
     """Power of the acceptance rates at the start; above 1, the drafter lags behind the policy."""
     drift: float | None = Field(default=None, ge=0, le=1000)
     """Amount that every policy update adds to the power of the acceptance rates; by default from
-    the calibration, or 0."""
+    the calibration, or 0.0003, as measured with SmolLM2."""
     best_power: float | None = Field(default=None, gt=0, le=1000)
     """Power of the acceptance rates that training approaches; by default from the calibration, or
     1."""
@@ -123,21 +140,29 @@ class ScenarioConfig(Schema):
     """RL steps to simulate."""
     seed: int = Field(default=0, ge=0)
     """Seed of lengths and noise."""
-    modes: list[ModeName] = Field(default=["off", "static", "tlt"], min_length=1, max_length=4)
+    modes: list[ModeName] = Field(
+        default=["off", "static", "frozen", "tlt"], min_length=1, max_length=5
+    )
     """Modes to compare with the first one: `off` (no speculation), `static` (a fixed strategy with
-    a frozen drafter), `ngram` (adaptive, n-grams only) and `tlt`."""
+    a frozen drafter), `ngram` (adaptive, n-grams only), `frozen` (TLT without harvest: adaptive,
+    with a frozen drafter) and `tlt`."""
     draft_tokens: list[DraftTokens] = Field(
-        default_factory=lambda: [1, 2, 3, 4, 6, 8], max_length=64
+        default_factory=lambda: [1, 2, 3, 4, 6, 8], min_length=1, max_length=64
     )
     """Draft lengths that the adaptive strategy chooses from."""
-    static_draft_tokens: DraftTokens = 3
-    """Draft length of the `static` mode."""
-    static_drafter: Literal["eagle3", "ngram"] = "eagle3"
-    """Drafter of the `static` mode."""
+    static_draft_tokens: DraftTokens | None = None
+    """Draft length of the `static` mode; by default the fastest of `draft_tokens`."""
+    static_drafter: Literal["eagle3", "ngram"] | None = None
+    """Drafter of the `static` mode; by default the faster one."""
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
     learner: LearnerSection = Field(default_factory=LearnerSection)
     drafter: DrafterSection = Field(default_factory=DrafterSection)
+
+
+def num_nodes(cluster: ClusterConfig) -> int:
+    """Return the number of nodes that the engines take."""
+    return math.ceil(cluster.num_engines * cluster.tensor_parallel / cluster.gpus_per_node)
 
 
 def cluster_of(config: ScenarioConfig) -> Cluster:
@@ -145,16 +170,16 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
     drafter = config.drafter
     if config.cluster.calibration is not None:
         found = Calibration.load(Path(config.cluster.calibration))
-        engine, drafting, learner = found.engine, found.drafting, found.learner
-        training = found.training
+        engine, drafting, training = found.engine, found.drafting, found.training
+        learner = replace(found.learner, sync_s=found.learner.sync_s * num_nodes(config.cluster))
     else:
         parameters, kv_bytes = MODELS[config.cluster.model]
         engine = h100(parameters, kv_bytes, config.cluster.tensor_parallel)
-        drafting, training = published_drafting(BEFORE), Training()
+        drafting, training = published_drafting(BEFORE), Training(drift=DRIFT)
         gpus = config.cluster.num_engines * config.cluster.tensor_parallel
-        # Training costs three forward passes of two operations; weight sync at 200 Gbit/s.
         learner = Learner(
-            tokens_per_s=gpus * FLOPS / (6 * parameters), sync_s=2 * parameters / 25e9
+            tokens_per_s=training_speed(config.cluster.model, gpus),
+            sync_s=num_nodes(config.cluster) * 2 * parameters / NETWORK,
         )
     if drafter.acceptance is not None:
         drafting = Drafting(drafting.rates | {"eagle3": powers(drafter.acceptance)})
@@ -178,6 +203,15 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
     )
 
 
+def prompt_tokens_of(config: ScenarioConfig) -> float:
+    """Return the tokens per prompt: as set, or of the calibration, or assumed."""
+    if config.workload.prompt_tokens is not None:
+        return config.workload.prompt_tokens
+    if config.cluster.calibration is not None:
+        return Calibration.load(Path(config.cluster.calibration)).prompt_tokens
+    return PROMPT_TOKENS
+
+
 def workload_of(config: ScenarioConfig) -> Workload:
     """Return the workload, with the lengths of a trace if one is given."""
     workload = config.workload
@@ -189,7 +223,7 @@ def workload_of(config: ScenarioConfig) -> Workload:
     return Workload(
         workload.prompts_per_step,
         workload.group_size,
-        workload.prompt_tokens,
+        prompt_tokens_of(config),
         lengths,
         read_trace(Path(workload.trace)) if workload.trace else (),
         workload.prompt_share,
@@ -198,7 +232,10 @@ def workload_of(config: ScenarioConfig) -> Workload:
 
 
 def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
-    """Return a mode by name: its strategy, and its harvest if it has one."""
+    """Return a mode by name: its strategy, and its harvest if it has one.
+
+    The arm of `static` is set: `completed` finds it.
+    """
     harvest = None
     if name == "off":
         spec: dict[str, Any] = {"kind": "off"}
@@ -206,7 +243,7 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         length = config.static_draft_tokens
         spec = {"kind": "fixed", "drafter": config.static_drafter, "num_draft_tokens": length}
     else:
-        drafters = [d for d in drafting.rates if name == "tlt" or d == "ngram"]
+        drafters = [d for d in drafting.rates if name != "ngram" or d == "ngram"]
         arms = [[drafter, n] for drafter in drafters for n in config.draft_tokens]
         spec = {"kind": "adaptive", "arms": [["off", 0], *arms]}
         if name == "tlt":
@@ -218,10 +255,33 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
     return Mode(name, strategy, harvest)
 
 
+def completed(config: ScenarioConfig) -> ScenarioConfig:
+    """Return the scenario with the arm of its `static` mode: the fastest of those it may use."""
+    cluster, workload = cluster_of(config), workload_of(config)
+    drafters = [config.static_drafter] if config.static_drafter else list(cluster.drafting.rates)
+    lengths = [config.static_draft_tokens] if config.static_draft_tokens else config.draft_tokens
+    choices = [
+        config.model_copy(update={"static_drafter": drafter, "static_draft_tokens": length})
+        for drafter in drafters or ["eagle3"]
+        for length in lengths
+    ]
+    if len(choices) == 1 or "static" not in config.modes:
+        return choices[0]
+
+    def seconds(choice: ScenarioConfig) -> float:
+        mode = mode_of("static", choice, cluster.drafting)
+        run = Simulation(cluster, workload, mode, config.seed, config.drafter.start_power)
+        records = clock.run(run.run(min(config.num_steps, SEARCH_STEPS)))
+        return sum(record["time/step_s"] for record in records)
+
+    return min(choices, key=seconds)
+
+
 def simulate(
     config: ScenarioConfig, on_end: Callable[[str, Simulation], None] = lambda name, run: None
 ) -> dict[str, list[Record]]:
     """Simulate every mode, and return its records of all RL steps. `on_end` sees each run."""
+    config = completed(config)
     cluster, workload = cluster_of(config), workload_of(config)
     found: dict[str, list[Record]] = {}
     for name in config.modes:

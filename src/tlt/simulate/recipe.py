@@ -1,0 +1,140 @@
+"""The scenario of a `tlt train` recipe: its cluster, samples, draft lengths and modes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tlt.config.load import apply_overrides, check
+from tlt.config.train import TrainConfig
+from tlt.errors import ConfigError
+from tlt.simulate.profiles import MODELS, training_speed
+from tlt.simulate.scenario import ScenarioConfig, WorkloadConfig
+from tlt.strategy.spec import build_strategy
+
+Tree = dict[str, Any]
+
+
+def is_recipe(tree: Tree) -> bool:
+    """Say whether a TOML file holds a training run, not a scenario."""
+    return "policy" in tree or "sampling" in tree
+
+
+def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int | None) -> Tree:
+    """Return the settings of a scenario: a file's, or made of a recipe, with the changes.
+
+    A change in a section that only recipes have, such as `sampling`, is a change of the recipe.
+    """
+    if is_recipe(tree):
+        own = [change for change in changes if _section(change) not in ScenarioConfig.model_fields]
+        recipe = check(TrainConfig, apply_overrides(tree, own), where)
+        changes = [change for change in changes if change not in own]
+        found = apply_overrides(_of_recipe(recipe, num_gpus), changes)
+        check(ScenarioConfig, found, where)
+        cluster = found["cluster"]
+        if "calibration" in cluster:
+            return found
+        if "ngram" in found.get("modes", ()):
+            raise ConfigError(
+                f"{where} drafts by n-grams only, and how many of those a policy accepts is not "
+                "known without a run; give the result of `tlt calibrate` as "
+                "cluster.calibration=calibration.json, or a drafter's folder as engine.drafter"
+            )
+        if "model" not in cluster:
+            raise ConfigError(
+                f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
+                f"({', '.join(MODELS)}); measure a run of it with `tlt calibrate` and give "
+                "cluster.calibration=calibration.json, or name a similar one, e.g. "
+                "cluster.model=qwen2.5-7b"
+            )
+        return found
+    found = apply_overrides(tree, changes)
+    if num_gpus is not None:
+        parallel = check(ScenarioConfig, found, where).cluster.tensor_parallel
+        found.setdefault("cluster", {})["num_engines"] = _engines(num_gpus, parallel)
+    return found
+
+
+def _of_recipe(recipe: TrainConfig, num_gpus: int | None) -> Tree:
+    cluster, rank_gpus = _cluster(recipe, num_gpus)
+    found: Tree = {
+        "seed": recipe.run.seed,
+        "cluster": cluster,
+        "workload": {
+            "prompts_per_step": recipe.sampling.prompts_per_step,
+            "group_size": recipe.sampling.group_size,
+            "lengths": _lengths(recipe),
+        },
+    }
+    if rank_gpus and "model" in cluster:
+        found["learner"] = {"tokens_per_s": training_speed(cluster["model"], rank_gpus)}
+    strategy = recipe.engine.strategy
+    arms = build_strategy(strategy).arms() if "arms" in strategy else frozenset()
+    if drafted := sorted({arm.num_draft_tokens for arm in arms} - {0}):
+        found["draft_tokens"] = drafted
+    if not recipe.tlt.harvest:
+        found["modes"] = ["off", "static", "frozen"]
+        if recipe.engine.drafter is None:
+            found |= {"modes": ["off", "static", "ngram"], "static_drafter": "ngram"}
+    return found
+
+
+def _cluster(recipe: TrainConfig, num_gpus: int | None) -> tuple[Tree, int]:
+    """Return the cluster, and the GPUs that only the learner has."""
+    engine, num_engines = recipe.engine, recipe.pool.num_engines
+    parallel = max(1, engine.num_gpus)
+    rank_gpus = recipe.learner.num_ranks * recipe.learner.num_gpus
+    if recipe.placement.kind == "colocated":
+        rank_gpus = 0
+    if num_gpus is not None:
+        if engine.num_gpus == 0:
+            raise ConfigError(
+                "--gpus: engine.num_gpus = 0 makes CPU engines; give cluster.num_engines=8, or "
+                "engine.num_gpus=1"
+            )
+        own = num_engines * parallel
+        num_engines = _engines(num_gpus * own // (own + rank_gpus), parallel)
+        if rank_gpus:
+            rank_gpus = num_gpus - num_engines * parallel
+    found: Tree = {
+        "num_engines": num_engines,
+        "tensor_parallel": parallel,
+        "dispatch": recipe.pool.dispatch,
+    }
+    if recipe.node.num_gpus is not None:
+        found["gpus_per_node"] = recipe.node.num_gpus
+    if "max_num_seqs" in engine.engine_args:
+        found["slots"] = engine.engine_args["max_num_seqs"]
+    model = _modelled(recipe.policy.model)
+    if model is not None and engine.num_gpus:
+        found["model"] = model
+    return found, rank_gpus
+
+
+def _lengths(recipe: TrainConfig) -> Tree:
+    """Return forced lengths, or assumed ones that end at the recipe's longest response."""
+    if recipe.debug.forced_lengths is not None:
+        return recipe.debug.forced_lengths.model_dump()
+    assumed, longest = WorkloadConfig().lengths, recipe.sampling.max_tokens
+    shrink = min(1.0, longest / assumed.p95)
+    median = max(1.0, assumed.median * shrink)
+    return {"median": median, "p95": assumed.p95 * shrink, "longest": longest}
+
+
+def _section(change: str) -> str:
+    """Return the first key of a change such as `cluster.num_engines=8` or `seed=1`."""
+    return change.partition("=")[0].partition(".")[0].strip()
+
+
+def _engines(num_gpus: int, parallel: int) -> int:
+    if num_gpus < parallel:
+        raise ConfigError(
+            f"--gpus: {num_gpus} GPUs are too few for an engine of {parallel}; e.g. --gpus "
+            f"{8 * parallel}"
+        )
+    return num_gpus // parallel
+
+
+def _modelled(policy: str) -> str | None:
+    """Return the modelled policy that a folder or Hub id names."""
+    return next((name for name in MODELS if name in policy.lower()), None)

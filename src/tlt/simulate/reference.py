@@ -1,0 +1,44 @@
+"""Generate `docs/scenario.md`, the reference page of a scenario's settings, from the schema."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+
+from tlt.config.reference import tables
+from tlt.simulate.scenario import (
+    ClusterConfig,
+    DrafterSection,
+    LearnerSection,
+    ScenarioConfig,
+    WorkloadConfig,
+)
+
+SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("scenario", ScenarioConfig),
+    ("cluster", ClusterConfig),
+    ("workload", WorkloadConfig),
+    ("learner", LearnerSection),
+    ("drafter", DrafterSection),
+)
+
+HEADER = """# Scenario
+
+All settings of `tlt simulate`, for those who model a cluster with the [simulator](simulator.md).
+Settings under `scenario` stand at the top of the TOML file, all others under a heading such as
+`[cluster]`. `tlt simulate cluster.num_engines=64` changes a setting for one simulation. Unknown
+keys are refused.
+
+This page is generated from the schema in `src/tlt/simulate/scenario.py`
+(`python -m tlt.simulate.reference > docs/scenario.md`); a test compares them.
+"""
+
+
+def reference() -> str:
+    """Return the page as Markdown."""
+    return HEADER + tables(SECTIONS)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(reference())

@@ -1,0 +1,111 @@
+"""What an answer assumes, and where the simulator was compared with measurements. Pure.
+
+Both stand beside every answer. The figures are those of `benchmarks/results`; a test compares them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.simulate.calibrate import Calibration
+from tlt.simulate.scenario import (
+    ScenarioConfig,
+    cluster_of,
+    num_nodes,
+    prompt_tokens_of,
+    workload_of,
+)
+
+VALIDATED = (
+    "a tiny model with n-grams, 2 engines on two CPU cores, 32 to 128 samples per RL step, at most "
+    "1,800 tokens: RL steps off by 9% in the median, 22% at worst",
+    "SmolLM2 with an EAGLE-3 drafter, 2 engines on two CPU cores, 16 samples per RL step, at most "
+    "436 tokens: TLT 1.33x end to end, modelled, and 1.46x (1.30 to 1.53), measured",
+)
+"""Comparisons with runs: `benchmarks/simulator.py` and `benchmarks/simulated_words.py`."""
+ENGINES, SAMPLES, TOKENS = 2, 128, 1800
+"""Most engines, samples per RL step and tokens of a response in these comparisons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """How far to trust an answer."""
+
+    assumptions: tuple[str, ...]
+    validated: tuple[str, ...]
+    """Where the simulator was compared with runs."""
+    outside: tuple[str, ...]
+    """Where the scenario leaves that range."""
+
+    def as_data(self) -> dict[str, Any]:
+        return {"modelled": True, **asdict(self)}
+
+    def lines(self) -> list[str]:
+        """Return everything as text, one line per statement."""
+        beyond = "; ".join(self.outside) or "nothing"
+        return [
+            *(f"assumed: {each}" for each in self.assumptions),
+            *(f"compared with runs: {each}" for each in self.validated),
+            f"beyond these comparisons: {beyond}",
+        ]
+
+
+def validity(config: ScenarioConfig) -> Validity:
+    """Return what the answer to a scenario assumes, and where it leaves the validated range."""
+    return Validity(tuple(_assumptions(config)), VALIDATED, tuple(_outside(config)))
+
+
+def _assumptions(config: ScenarioConfig) -> list[str]:
+    cluster, workload = cluster_of(config), workload_of(config)
+    learner, training = cluster.learner, cluster.training
+    nodes = num_nodes(config.cluster)
+    if config.cluster.calibration is None:
+        machine = (
+            f"engine steps of {config.cluster.model}, {config.cluster.tensor_parallel} H100 per "
+            "engine, calculated from memory bandwidth and operations per second"
+        )
+    else:
+        source = Calibration.load(Path(config.cluster.calibration)).source
+        machine = f"engine steps, acceptance and learner as in the runs {source or 'calibrated by'}"
+    rates = {name: rates[0] for name, rates in cluster.drafting.rates.items()}
+    accepted = ", ".join(f"{name} {rate:.0%}" for name, rate in rates.items()) or "none"
+    if workload.trace:
+        lengths = f"lengths of {config.workload.trace}"
+    else:
+        sizes = config.workload.lengths
+        lengths = (
+            f"lengths with a median of {sizes.median:,.0f} tokens, {sizes.p95:,.0f} at 95%, at "
+            f"most {sizes.longest:,}"
+        )
+    return [
+        machine,
+        f"{workload.num_samples:,} samples per RL step at any size of the cluster; {lengths}; "
+        f"prompts of {prompt_tokens_of(config):,.0f} tokens",
+        f"first draft tokens accepted: {accepted}; power of the rates "
+        f"{config.drafter.start_power:g} at the start, {training.drift:+.4f} with every policy "
+        "update",
+        f"a trainer learns from {training.tokens_per_s:,.0f} tokens/s; the drafter's lag behind "
+        f"power {training.best_power:g} shrinks e-fold in {training.tokens:,.0f} tokens",
+        f"the learner trains on {learner.trained_share:.0%} of the tokens, "
+        f"{learner.tokens_per_s:,.0f} tokens/s",
+        f"a weight sync of {learner.sync_s:.1f} s, for {nodes} node{'s' * (nodes > 1)}: one "
+        "network card sends the policy to all of them",
+    ]
+
+
+def _outside(config: ScenarioConfig) -> list[str]:
+    workload = workload_of(config)
+    found = []
+    if config.cluster.calibration is None:
+        found.append("GPUs")
+    if config.cluster.num_engines > ENGINES:
+        found.append(f"{config.cluster.num_engines:,} engines")
+    if (nodes := num_nodes(config.cluster)) > 1:
+        found.append(f"{nodes:,} nodes")
+    if workload.num_samples > SAMPLES:
+        found.append(f"{workload.num_samples:,} samples per RL step")
+    if workload.max_tokens > TOKENS:
+        found.append(f"responses of {workload.max_tokens:,} tokens")
+    return found

@@ -1,0 +1,96 @@
+"""A training recipe as the scenario of a simulation."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from tlt.config.load import check, read_toml
+from tlt.errors import ConfigError
+from tlt.simulate.recipe import scenario_tree
+from tlt.simulate.scenario import ScenarioConfig, cluster_of, num_nodes
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def scenario(name: str, *changes: str, gpus: int | None = None) -> ScenarioConfig:
+    tree: dict[str, Any] = read_toml(CONFIGS / f"{name}.toml") if name else {}
+    return check(ScenarioConfig, scenario_tree(tree, changes, name, gpus), name)
+
+
+def test_a_recipe_brings_its_cluster_and_its_samples() -> None:
+    found = scenario("qwen2_5_7b_math_8gpu")
+    assert found.cluster.model == "qwen2.5-7b"
+    assert (found.cluster.num_engines, found.cluster.tensor_parallel) == (8, 1)
+    assert (found.workload.prompts_per_step, found.workload.group_size) == (64, 16)
+    assert found.workload.lengths.longest == 16384
+    assert found.draft_tokens == [1, 3, 7]
+    assert found.modes == ["off", "static", "frozen", "tlt"]
+
+
+def test_gpus_make_engines() -> None:
+    found = scenario("qwen2_5_7b_math_8gpu", gpus=64)
+    assert found.cluster.num_engines == 64
+    assert num_nodes(found.cluster) == 8
+    assert scenario("", "cluster.tensor_parallel=4", gpus=64).cluster.num_engines == 16
+    with pytest.raises(
+        ConfigError, match=r"2 GPUs are too few for an engine of 4; e\.g\. --gpus 32"
+    ):
+        scenario("", "cluster.tensor_parallel=4", gpus=2)
+
+
+def test_a_learner_with_its_own_gpus_keeps_its_share() -> None:
+    name, drafter = "qwen2_5_32b_math_4nodes", 'engine.drafter="models/drafter"'
+    own, larger = scenario(name, drafter), scenario(name, drafter, gpus=128)
+    assert (own.cluster.num_engines, larger.cluster.num_engines) == (4, 16)
+    speeds = [cluster_of(each).learner.tokens_per_s for each in (own, larger)]
+    assert speeds[1] == pytest.approx(4 * speeds[0])
+    assert own.modes == ["off", "static", "frozen"]
+
+
+def test_changes_reach_the_recipe_and_the_scenario() -> None:
+    found = scenario(
+        "qwen2_5_7b_math_8gpu", "sampling.prompts_per_step=4", "learner.reward_s=3", "num_steps=2"
+    )
+    assert found.workload.prompts_per_step == 4
+    assert found.learner.reward_s == 3
+    assert found.num_steps == 2
+
+
+def test_short_responses_keep_the_shape_of_the_lengths() -> None:
+    lengths = scenario("qwen2_5_7b_math_8gpu", "sampling.max_tokens=6000").workload.lengths
+    assert (lengths.median, lengths.p95, lengths.longest) == (1250, 6000, 6000)
+    forced = scenario("tiny_tail_cpu", 'cluster.calibration="c.json"').workload.lengths
+    assert forced.longest < 6000
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_every_recipe_is_a_scenario_once_it_is_calibrated(name: str) -> None:
+    found = scenario(name, 'cluster.calibration="calibration.json"')
+    assert found.cluster.calibration == "calibration.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "tiny_tail_cpu",
+            (),
+            r"policy\.model = .* is none of the modelled .*cluster\.calibration=",
+        ),
+        ("qwen2_5_32b_math_4nodes", (), r"n-grams only.*give the result of `tlt calibrate`"),
+        ("qwen2_5_7b_math_8gpu", ("sampling.group_size=1",), r"sampling\.group_size = 1 should be"),
+    ],
+)
+def test_what_cannot_be_modelled_is_refused(
+    name: str, changes: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scenario(name, *changes)
+
+
+def test_cpu_engines_have_no_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus: engine\.num_gpus = 0 .*engine\.num_gpus=1"):
+        scenario("tiny_tail_cpu", 'cluster.calibration="c.json"', gpus=8)
