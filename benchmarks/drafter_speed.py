@@ -230,6 +230,7 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> None:
+    from tlt.colours import INK
     from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
@@ -263,7 +264,7 @@ def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) 
             )
             bottom = [a + b for a, b in zip(bottom, height, strict=True)]
     axes[0].set_xticks([row["draft_tokens"] for row in results[0]["modes"]])
-    axes[0].axhline(1, color="0.6", linewidth=1)
+    axes[0].axhline(1, color=INK, linewidth=1)
     axes[0].set_xlabel("draft tokens (0: no drafter)")
     axes[0].set_ylabel("tokens/s against no drafter")
     axes[0].set_ylim(bottom=0)
@@ -276,6 +277,13 @@ def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) 
     axes[1].set_ylabel("milliseconds of a step")
     axes[1].set_title("where a step goes")
     axes[1].legend(fontsize=8)
+    fastest = [max(result["modes"], key=lambda row: row["speed_vs_off"]) for result in results]
+    said = "; ".join(
+        f"batch {result['batch_size']}: {row['draft_tokens']} draft tokens, "
+        f"{row['speed_vs_off']:.2f}x"
+        for result, row in zip(results, fastest, strict=True)
+    )
+    figure.suptitle(f"Fastest draft lengths: {said}")
     figure.savefig(out, dpi=120)
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shutil
 import tomllib
 from collections.abc import Sequence
@@ -30,22 +29,23 @@ from typing import Any
 
 import torch
 
+from tlt.colours import BLUE, GREY, ORANGE, PURPLE, RED
 from tlt.drafter.checkpoint import load_drafter
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows
 from tlt.drafter.passes import DraftPasses
 from tlt.observe.provenance import provenance
 from tlt.observe.record import read
+from tlt.report.bootstrap import interval
 from tlt.states.captured import Captured
 from words import solved
 
 RESULT = Path(__file__).parent / "results" / "following.json"
 DRAFT_LENGTH = 3
-RESAMPLES = 4000
 SMOOTHED = 4
 CURVES = {
-    "frozen": ("#d55e00", "frozen"),
-    "published": ("#009e73", "published when the policy was new"),
-    "next": ("#56b4e9", "published ten RL steps later"),
+    "frozen": (PURPLE, "frozen"),
+    "published": (ORANGE, "published when the policy was new"),
+    "next": (RED, "published ten RL steps later"),
 }
 KEPT = ("eval/reward_mean", "reward/mean", "rollout/acceptance_length", "harvest/used_s")
 
@@ -99,11 +99,9 @@ def mean(values: Sequence[tuple[float, int]]) -> float:
     return sum(length * count for length, count in values) / sum(count for _, count in values)
 
 
-def interval(compute: Any, count: int) -> list[float]:
-    """Return the bootstrap interval of `compute(chosen problems)`."""
-    rng = random.Random(0)
-    drawn = sorted(compute(rng.choices(range(count), k=count)) for _ in range(RESAMPLES))
-    return [drawn[round(0.025 * (RESAMPLES - 1))], drawn[round(0.975 * (RESAMPLES - 1))]]
+def _ratio(both: Sequence[tuple[tuple[float, int], tuple[float, int]]]) -> float:
+    """Return the ratio of two drafters' means on the same problems."""
+    return mean([mine for mine, _ in both]) / mean([other for _, other in both])
 
 
 def described(found: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
@@ -112,15 +110,13 @@ def described(found: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
     for name, values in found.items():
         result[name] = {
             "length": mean(values),
-            "interval": interval(lambda c, v=values: mean([v[i] for i in c]), len(values)),
+            "interval": list(interval(mean, values)),
         }
         if name != "frozen" and "frozen" in found:
             frozen = found["frozen"]
             result[name]["to_frozen"] = mean(values) / mean(frozen)
-            result[name]["to_frozen_interval"] = interval(
-                lambda c, v=values, f=frozen: mean([v[i] for i in c]) / mean([f[i] for i in c]),
-                len(values),
-            )
+            both = list(zip(values, frozen, strict=True))
+            result[name]["to_frozen_interval"] = list(interval(_ratio, both))
     return result
 
 
@@ -129,7 +125,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from tlt.pictures import pyplot
 
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 4.2), layout="constrained", facecolor="white", width_ratios=(2, 1)
+        1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=(2, 1)
     )
     for name, (colour, label) in CURVES.items():
         rows = [row for row in result["policies"] if name in row["drafters"]]
@@ -146,11 +142,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     around = {
         step: [rewards[near] for near in steps if abs(near - step) <= SMOOTHED] for step in steps
     }
-    right.plot(steps, [rewards[step] for step in steps], ".", color="#bbbbbb", label="RL step")
+    right.plot(steps, [rewards[step] for step in steps], ".", color=GREY, label="RL step")
     right.plot(
         steps,
         [sum(around[step]) / len(around[step]) for step in steps],
-        color="#0072b2",
+        color=BLUE,
         label=f"mean of {2 * SMOOTHED + 1} RL steps",
     )
     right.set_ylim(0, 1.02)
@@ -159,7 +155,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_xlabel("RL step")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=9)
-    figure.savefig(path, dpi=110, facecolor="white")
+    last = result["policies"][-1]
+    lengths = {name: of["length"] for name, of in last["drafters"].items()}
+    figure.suptitle(
+        f"After {last['step']} RL steps the frozen drafter gets {lengths['frozen']:.2f} tokens per "
+        f"draft, the published one {lengths['published']:.2f}"
+    )
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

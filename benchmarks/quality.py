@@ -57,11 +57,17 @@ def compared(off: list[float], tlt: list[float]) -> dict[str, float]:
     }
 
 
+def mean_rewards(runs: list[dict[str, list[float]]]) -> list[float]:
+    """Return the mean reward of every run."""
+    return [statistics.fmean(found["rewards"]) for found in runs]
+
+
 def plot(runs: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
+    from tlt.colours import MODES
     from tlt.pictures import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for arm, colour in zip(runs, ("tab:blue", "tab:green"), strict=True):
+    for arm, colour in ((arm, MODES[arm]) for arm in runs):
         curves = [found["rewards"] for found in runs[arm]]
         for curve in curves:
             axis.plot(range(1, len(curve) + 1), curve, color=colour, alpha=0.25, lw=1)
@@ -69,6 +75,9 @@ def plot(runs: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
         axis.plot(range(1, len(means) + 1), means, color=colour, lw=2, label=arm)
     axis.set_xlabel("RL step")
     axis.set_ylabel("mean reward")
+    found = compared(*(mean_rewards(runs[arm]) for arm in ("off", "tlt")))
+    differ = "differ" if found["p"] < 0.05 else "do not differ significantly"
+    figure.suptitle(f"Rewards with and without TLT {differ} (p = {found['p']:.2f})")
     axis.set_title(f"tiny recipe, {len(curves)} seeds each (thin), and their mean")
     axis.legend()
     axis.grid(alpha=0.3)

@@ -1,12 +1,12 @@
 """TRL's GRPOTrainer with and without TLT: seconds of generation and rewards of every RL step.
 
     make setup-trl && source .venv-trl/bin/activate
-    tlt models tiny --out models/tiny
-    python benchmarks/trl_pairs.py [--model models/tiny] [--pairs 2] [--steps 20]
+    python benchmarks/trl_pairs.py [--pairs 2] [--steps 20] [--minutes 12]
 
-Runs examples/trl_grpo.py in pairs, whose order alternates. Both runs of a pair draw the same
-samples, so an RL step of one run is compared with the same RL step of the other. Writes
-benchmarks/results/trl_pairs.json.
+Runs examples/trl_grpo.py in pairs, whose order alternates, on word problems, with the policy and
+the drafter that benchmarks/words.sh makes. Both runs of a pair draw the same samples, so an RL step
+of one run is compared with the same RL step of the other. Writes benchmarks/results/trl_pairs.json
+after every pair, and begins no pair that would end after the given minutes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
 RESULT = Path(__file__).parent / "results" / "trl_pairs.json"
 
-Step = dict[str, float | None]
+Step = dict[str, float]
 
 
 def steps_of(text: str) -> list[Step]:
     """Return the metrics of every RL step that the example printed."""
     lines = [line for line in text.splitlines() if line.startswith("step ")]
     pairs = [re.findall(r"(\S+)=(\S+)", line) for line in lines]
-    return [{k: None if v == "None" else float(v) for k, v in found} for found in pairs]
+    return [{name: float(value) for name, value in found} for found in pairs]
 
 
-def run(model: str, num_steps: int, without: bool) -> list[Step]:
+def run(arguments: list[str], without: bool) -> list[Step]:
     """Run the example in a process of its own, and return its RL steps."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, str(EXAMPLE), model, "--steps", str(num_steps), "--out", out]
+        command = [sys.executable, str(EXAMPLE), *arguments, "--out", out]
         command += ["--without"] * without
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -44,23 +46,41 @@ def run(model: str, num_steps: int, without: bool) -> list[Step]:
     return steps_of(done.stdout)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     from tlt.observe.provenance import provenance
+    from tlt.tasks.gym import problems
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/tiny")
+    parser.add_argument("--model", default="models/smollm2-words")
+    parser.add_argument("--drafter", default="models/smollm2-words-eagle3")
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="RL steps of a run")
-    options = parser.parse_args()
-    pairs = []
+    parser.add_argument("--minutes", type=float, default=12, help="time for all pairs")
+    parser.add_argument("--busy", action="store_true", help="note that the machine was not quiet")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args(words)
+    questions = [problem.question for problem in problems("word_problems", 64, purpose="trl")]
+    arguments = [options.model, "--drafter", options.drafter, "--steps", str(options.steps)]
+    arguments += ["--ask", *questions]
+    result: dict[str, Any] = {
+        "provenance": provenance(),
+        "model": Path(options.model).name,
+        "drafter": Path(options.drafter).name,
+        "busy": options.busy,
+        "pairs": [],
+    }
+    started_s = time.monotonic()
     for number in range(options.pairs):
-        order = [False, True] if number % 2 else [True, False]
-        found = {without: run(options.model, options.steps, without) for without in order}
-        pairs.append({"without": found[True], "tlt": found[False]})
-        same = [s["reward"] for s in found[True]] == [s["reward"] for s in found[False]]
+        passed_s = time.monotonic() - started_s
+        if number and passed_s * (number + 1) / number > 60 * options.minutes:
+            print(f"no time for pair {number + 1}: {passed_s:.0f} s have passed")
+            break
+        order = ["tlt", "without"] if number % 2 else ["without", "tlt"]
+        pair = {name: run(arguments, name == "without") for name in order}
+        result["pairs"].append({"first": order[0], **pair})
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        same = [s["reward"] for s in pair["without"]] == [s["reward"] for s in pair["tlt"]]
         print(f"pair {number + 1}: {'the same' if same else 'OTHER'} rewards", flush=True)
-        result = {"provenance": provenance(), "model": Path(options.model).name, "pairs": pairs}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from trl.generation import vllm_generation
 from tlt.integrations.trl import TLTCallback, TltConfig, new_drafter
 
 QUESTIONS = ["What is 2 + 3?", "Name a colour.", "Count to ten.", "Say hello."]
-SHOWN = "generation_s", "recorded_samples", "acceptance_length", "drafter_version"
+SHOWN = "reward", "step_time", "tlt/"  # TRL's metrics that begin like this are printed
 
 
 def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -28,25 +28,25 @@ def variety(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(set(ids)) / len(ids) for ids in completion_ids]
 
 
-def main(model: str, num_steps: int, out: str, without: bool) -> None:
-    """Train, and print reward, seconds of generation and acceptance length of every RL step."""
-    drafter = new_drafter(model, f"{out}/drafter-start", dtype="float32")
-    os.environ["TLT_CONFIG"] = f"drafter={drafter} strategy.kind={'off' if without else 'adaptive'}"
+def main(model: str, steps: int, out: str, drafter: str, ask: list[str], without: bool) -> None:
+    """Train, and print rewards, seconds and TLT's metrics of every RL step."""
+    start = drafter or new_drafter(model, f"{out}/drafter-start", dtype="float32")
+    os.environ["TLT_CONFIG"] = f"drafter={start} strategy.kind={'off' if without else 'adaptive'}"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
     os.environ["VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"] = "1"  # both runs draw the same samples
     # TRL has no settings for this; by default vLLM compiles for a minute, and rounds to bfloat16.
     vllm_generation.LLM = partial(vllm_generation.LLM, enforce_eager=True, dtype="float32")
     settings: dict[str, Any] = {"use_vllm": True, "vllm_max_model_length": 256, "use_cpu": True}
-    settings |= {"bf16": False, "max_steps": num_steps, "save_strategy": "no", "logging_steps": 1}
-    settings |= {"per_device_train_batch_size": 16, "num_generations": 4, "report_to": "none"}
+    settings |= {"bf16": False, "max_steps": steps, "save_strategy": "no", "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 8, "num_generations": 4, "report_to": "none"}
     settings |= {"max_completion_length": 128, "learning_rate": 1e-5, "output_dir": out}
-    data = Dataset.from_dict({"prompt": QUESTIONS * 4 * num_steps})
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": q}] for q in ask * steps]})
     trainer = GRPOTrainer(model, variety, args=GRPOConfig(**settings), train_dataset=data)
-    share = 0.0 if without else 1.0  # a new drafter has much to learn in a short run
+    share = 0.0 if without else 0.1 if drafter else 1.0  # a new drafter has much to learn
     trainer.add_callback(TLTCallback(trainer, share, TltConfig(session_s=2.0)))
     trainer.train()
-    for step in trainer.state.log_history[:num_steps]:
-        print("step", *(f"{n}={step.get(n)}" for n in ("reward", *(f"tlt/{n}" for n in SHOWN))))
+    for step in trainer.state.log_history[:steps]:
+        print("step", *(f"{name}={step[name]}" for name in step if name.startswith(SHOWN)))
 
 
 if __name__ == "__main__":
@@ -54,6 +54,7 @@ if __name__ == "__main__":
     parser.add_argument("model", help="folder of the policy, in Hugging Face format")
     parser.add_argument("--steps", type=int, default=20, help="RL steps")
     parser.add_argument("--out", default="runs/trl", help="folder for the drafter")
+    parser.add_argument("--drafter", default="", help="folder of a trained drafter to start from")
+    parser.add_argument("--ask", nargs="+", default=QUESTIONS, help="questions to train on")
     parser.add_argument("--without", action="store_true", help="generate without drafts")
-    options = parser.parse_args()
-    main(options.model, options.steps, options.out, options.without)
+    main(**vars(parser.parse_args()))

@@ -61,6 +61,7 @@ def main(model: str, num_steps: int, out: Path, without: bool, more: list[str]) 
         drafter = new_drafter(model, str(out / "drafter-start"))
         os.environ["TLT_CONFIG"] = f"drafter={Path(drafter).absolute()}"
     words = settings_of_verl(model, num_steps, out, "sync" if without else "tlt")
+    words.append(f"hydra.run.dir={out}/hydra")
     return subprocess.call([sys.executable, "-m", "verl.trainer.main_ppo", *words, *more])
 
 

@@ -6,19 +6,18 @@ the turn of another arm in the same RL step, seconds apart. A pair with a mark d
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
+
+from tlt.report.bootstrap import RESAMPLES, interval
 
 WAITING_CORES = 0.15
 """Cores that a waiting arm may keep busy during a turn; its Ray, engines and learner need 0.06."""
 OTHER_SHARE = 0.05
 """Share of the cores' time that processes outside the benchmark, or other virtual machines, may use
 during a turn."""
-RESAMPLES = 4000
-LEVEL = 0.95
 
 Turn = dict[str, Any]
 Pair = tuple[Turn, Turn]
@@ -75,22 +74,19 @@ def speed_up(values: Sequence[tuple[float, float]], resamples: int = RESAMPLES) 
     `values` are the seconds of the reference and of the arm. `median` is that of the ratios, pair
     by pair; `total` is the ratio of the summed seconds. Both have a bootstrap interval over pairs.
     """
-
-    def of(sample: Sequence[tuple[float, float]]) -> tuple[float, float]:
-        ratios = [a / b for a, b in sample]
-        return statistics.median(ratios), sum(a for a, _ in sample) / sum(b for _, b in sample)
-
-    rng = random.Random(0)
-    drawn = [of(rng.choices(values, k=len(values))) for _ in range(resamples)]
-    found = {}
-    for name, value, resampled in zip(
-        ("median", "total"), of(values), zip(*drawn, strict=True), strict=True
-    ):
-        ordered = sorted(resampled)
-        low = ordered[round((1 - LEVEL) / 2 * (resamples - 1))]
-        high = ordered[round((1 + LEVEL) / 2 * (resamples - 1))]
-        found |= {name: value, f"{name}_low": low, f"{name}_high": high}
+    found: dict[str, float] = {}
+    for name, of in {"median": _median, "total": _total}.items():
+        low, high = interval(of, values, resamples)
+        found |= {name: of(values), f"{name}_low": low, f"{name}_high": high}
     return found
+
+
+def _median(values: Sequence[tuple[float, float]]) -> float:
+    return statistics.median(a / b for a, b in values)
+
+
+def _total(values: Sequence[tuple[float, float]]) -> float:
+    return sum(a for a, _ in values) / sum(b for _, b in values)
 
 
 def compare(turns: Sequence[Turn], arm: str, reference: str, warm_up: int) -> dict[str, Any]:
@@ -128,8 +124,4 @@ def _values(found: Sequence[Pair], seconds: Callable[[Turn], float]) -> list[tup
 def _thirds(values: Sequence[tuple[float, float]]) -> list[float]:
     """Return the ratio of the summed seconds in each third of the pairs."""
     cuts = [len(values) * third // 3 for third in range(4)]
-    return [
-        sum(a for a, _ in values[i:j]) / sum(b for _, b in values[i:j])
-        for i, j in pairwise(cuts)
-        if j > i
-    ]
+    return [_total(values[i:j]) for i, j in pairwise(cuts) if j > i]

@@ -18,9 +18,9 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from steps import rounded
 
+from tlt.colours import INK, STATES
 from tlt.observe.provenance import provenance
 from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline
-from tlt.report.charts import STATE_COLOURS
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "e2e" / "workers.json"
@@ -34,8 +34,7 @@ NAMES = {
     "swapping": "weight sync",
     "waiting": "waiting",
 }
-WIDTH, LEFT, RIGHT, ROW, GAP = 880, 100, 90, 26, 6
-INK = "#7d8590"  # in the middle: 4 to 1 or more on white and on black
+WIDTH, LEFT, RIGHT, ROW, GAP = 690, 114, 70, 26, 6
 
 
 def states(timeline: StepTimeline) -> dict[str, list[list[Any]]]:
@@ -85,13 +84,19 @@ def draw(doc: dict[str, Any]) -> Element:
     svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     svg.set("aria-label", "what two workers do in one RL step, without and with TLT")
     SubElement(svg, "style").text = (
-        f"text{{font:13px system-ui,sans-serif;fill:{INK}}}.in{{fill:#fff;font-size:12px}}"
+        f"text{{font:15px system-ui,sans-serif;fill:{INK}}}.in{{fill:#fff;font-size:14px}}"
         ".total{font-weight:600}"
     )
-    y = 8.0
+    ends_s = {arm: max(row[-1][2] for row in rows.values()) for arm, rows in doc["arms"].items()}
+    earlier_s = ends_s["off"] - ends_s["tlt"]
+    title = (
+        f"With TLT, idle time trains the drafter, and this RL step ends {earlier_s:.1f} s earlier"
+    )
+    text(svg, WIDTH / 2, 18, title, **{"text-anchor": "middle", "class": "total"})
+    y = 36.0
     used: list[str] = []
     for arm, rows in doc["arms"].items():
-        end_s = max(row[-1][2] for row in rows.values())
+        end_s = ends_s[arm]
         middle = y + len(rows) * (ROW + GAP) / 2
         text(svg, LEFT - 12, middle + 2, TITLES[arm], **{"text-anchor": "end", "class": "total"})
         text(svg, LEFT + end_s * scale + 8, middle + 2, f"{end_s:.1f} s", **{"class": "total"})
@@ -100,22 +105,24 @@ def draw(doc: dict[str, Any]) -> Element:
                 x, width = LEFT + begin_s * scale, (stop_s - begin_s) * scale
                 box = SubElement(svg, "rect", x=f"{x:.1f}", y=f"{y:.1f}", width=f"{width:.1f}")
                 box.set("height", str(ROW))
-                box.set("fill", STATE_COLOURS[state])
+                box.set("fill", STATES[state])
                 if state not in used:
                     used.append(state)
                 if state in ("idle", "training") and width > 34:
                     fill = {} if state == "training" else {"style": "fill:#57606a"}
                     says = f"{stop_s - begin_s:.1f} s"
                     anchor = {"text-anchor": "middle", "class": "in"}
-                    text(svg, x + width / 2, y + ROW / 2 + 4.5, says, **anchor, **fill)
+                    text(svg, x + width / 2, y + ROW / 2 + 5, says, **anchor, **fill)
             y += ROW + GAP
         y += 12
     x = float(LEFT)
     for state in (name for name in NAMES if name in used):
+        if x + 19 + 7.6 * len(NAMES[state]) > WIDTH:
+            x, y = float(LEFT), y + 24
         box = SubElement(svg, "rect", x=f"{x:.1f}", y=f"{y:.1f}", width="13", height="13")
-        box.set("fill", STATE_COLOURS[state])
-        text(svg, x + 19, y + 11, NAMES[state])
-        x += 38 + 7.2 * len(NAMES[state])
+        box.set("fill", STATES[state])
+        text(svg, x + 19, y + 12, NAMES[state])
+        x += 40 + 7.6 * len(NAMES[state])
     svg.set("viewBox", f"0 0 {WIDTH} {y + 22:.0f}")
     return svg
 

@@ -38,11 +38,11 @@ def test_the_drafter_trains_and_rewards_stay_the_same(tmp_path: Path) -> None:
     assert len(drafted) == len(plain) == NUM_STEPS
     assert [step["reward"] for step in drafted] == [step["reward"] for step in plain]
     assert len({step["reward"] for step in plain}) > 1
-    recorded = drafted[-1]["tlt/recorded_samples"] or 0
-    assert recorded > 16 * (NUM_STEPS - 1), "threads store samples, the last ones a moment later"
-    assert any(step["tlt/acceptance_length"] for step in drafted)
-    assert not any(step["tlt/acceptance_length"] for step in plain)
-    versions = [step["tlt/drafter_version"] or 0 for step in drafted]
+    recorded = drafted[-1]["tlt/recorded_samples"]
+    assert recorded > 8 * (NUM_STEPS - 1), "threads store samples, the last ones a moment later"
+    assert any("tlt/acceptance_length" in step for step in drafted)
+    assert not any("tlt/acceptance_length" in step for step in plain)
+    versions = [step["tlt/drafter_version"] for step in drafted]
     assert versions[0] == 0
     assert versions[-1] >= 1, "no better drafter reached the engine"
     assert {step["tlt/drafter_version"] for step in plain} == {0}

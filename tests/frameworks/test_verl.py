@@ -6,9 +6,9 @@ The tests of verl's sources need verl alone, without the packages that it depend
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -26,64 +26,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 EXAMPLE = ROOT / "examples" / "verl_grpo.py"
 NUM_STEPS = 10
-SAMPLES_PER_STEP = 16
-CPU = {
-    "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
-    "VERL_ENGINE_DEVICE": "cuda",  # verl's FSDP engine is registered for this name only
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "GOMP_SPINCOUNT": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-ROLLOUT = "actor_rollout_ref.rollout"
-ON_CPU = [
-    *("trainer.device=cpu", "trainer.n_gpus_per_node=2"),
-    *("+ray_kwargs.ray_init.num_gpus=2", "ray_kwargs.ray_init.num_cpus=16"),
-    "+ray_kwargs.ray_init.include_dashboard=false",
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-    *("actor_rollout_ref.model.use_remove_padding=false", "data.filter_overlong_prompts=false"),
-    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    *("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.actor.use_torch_compile=false"),
-    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=false",
-    *(f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.enforce_eager=true", f"{ROLLOUT}.max_num_seqs=16"),
-    *(f"{ROLLOUT}.free_cache_engine=false", f"+{ROLLOUT}.enable_sleep_mode=false"),
-    *(f"{ROLLOUT}.max_model_len=640", f"{ROLLOUT}.agent.num_workers=1", "reward.num_workers=1"),
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=64",
-    f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",
-    f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={2**28}",
-]
-"""Settings of verl for two replicas on CPU cores."""
 
-
-def on_cpu() -> dict[str, str]:
-    """Return an environment in which verl runs on CPU cores."""
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    return dict(os.environ) | CPU | {"PYTHONPATH": path}
-
-
-def run(model: Path, out: Path, *more: str) -> str:
-    """Run the example, and return what it printed."""
-    done = subprocess.run(
-        [
-            *(sys.executable, str(EXAMPLE), str(model), "--out", str(out), *more),
-            *("--steps", str(NUM_STEPS), *ON_CPU, f"trainer.rollout_data_dir={out}/rollouts"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=3600,
-        env=on_cpu(),
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
-    return done.stdout + done.stderr
-
-
-def steps_of(text: str) -> list[dict[str, float]]:
-    """Return the metrics of every RL step that verl printed."""
-    lines = re.findall(r"step:\d+ - .*", text)
-    pairs = [re.findall(r"(\S+):(-?[\d.]+(?:e[-+]?\d+)?)(?: - |$)", line) for line in lines]
-    return [{name: float(value) for name, value in found} for found in pairs]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+verl_steps = importlib.import_module("verl_steps")
 
 
 @pytest.mark.vllm
@@ -96,17 +41,17 @@ def test_idle_replicas_train_a_drafter(model: Path, tmp_path: Path) -> None:
     from tlt.drafter.checkpoint import load_drafter
 
     out = tmp_path / "run"
-    quick = ("+tlt.session_s=2", "+tlt.min_lease_s=0", f"trainer.save_freq={NUM_STEPS}")
-    steps = steps_of(run(model, out, *quick))
+    more = (f"trainer.save_freq={NUM_STEPS}", f"trainer.rollout_data_dir={out}/rollouts")
+    steps = verl_steps.run(model, out, NUM_STEPS, *verl_steps.QUICK, *more)
     assert len(steps) == NUM_STEPS
     assert sum(step["harvest/used_s"] for step in steps) > 0
     assert steps[-1]["tlt/drafter_version"] >= 1, "no better drafter reached the replicas"
+    samples = []
     for number in range(1, NUM_STEPS + 1):
         lines = (out / "rollouts" / f"{number}.jsonl").read_text().splitlines()
-        samples = [json.loads(line) for line in lines]
-        assert len(samples) == SAMPLES_PER_STEP, "every sample once"
-        prompts = [sample["input"] for sample in samples]
-        assert {prompts.count(prompt) for prompt in prompts} == {4}
+        assert len(lines) == verl_steps.SAMPLES_PER_STEP
+        samples += [json.loads(line)["uid"] for line in lines]
+    assert len(set(samples)) == len(samples), "every sample once"
     trained = load_drafter(out / f"global_step_{NUM_STEPS}" / "drafter")
     first = load_drafter(out / "drafter-start")
     assert not trained.fc.weight.equal(first.fc.weight)
@@ -138,7 +83,7 @@ def part_of_verl(name: str, model: Path, trainer: str, folder: Path, **environme
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    words = [*example.settings_of_verl(str(model), 1, folder, trainer), *ON_CPU]
+    words = [*example.settings_of_verl(str(model), 1, folder, trainer), *verl_steps.ON_CPU]
     return program(name, words, folder, **environment)
 
 
@@ -149,7 +94,7 @@ def program(name: str, words: list[str], folder: Path, **environment: str) -> An
         [sys.executable, str(HERE / "verl_programs.py"), name, str(folder / "settings.json")],
         capture_output=True,
         text=True,
-        env=on_cpu() | environment,
+        env=verl_steps.on_cpu() | environment,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -180,6 +125,15 @@ def test_verls_replicas_are_its_own_without_the_variable(model: Path, tmp_path: 
     assert "Adaptive" not in found["scheduler"] + found["worker"]
     assert not found["tlt"]
     assert found["method"] is None
+
+
+def test_verls_actor_learns_on_cpu_cores(model: Path, tmp_path: Path) -> None:
+    """The half of a whole run that needs no engine: policies come from here."""
+    found = part_of_verl("actor", model, "sync", tmp_path)
+    assert found["num_samples"] == 16
+    assert found["grad_norm"] > 0
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(found["sent"]), "trainers ask"
+    assert found["changed"] == found["sent"]
 
 
 def test_the_worker_extension_tells_of_policies_and_keeps_their_ends(tmp_path: Path) -> None:

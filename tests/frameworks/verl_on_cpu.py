@@ -120,13 +120,15 @@ def update_weights_from_ipc(
 ) -> None:
     """Receive all weights, then reload the policy."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+    from vllm.config import set_current_vllm_config
 
     self.received = []
     receiver = BucketedWeightReceiver(self._get_zmq_handle(), torch.device("cpu"), use_shm)
     receiver.receive_weights(
         lambda weights, is_last: self._update_weights(weights, peft_config, base_sync_done)
     )
-    self.model_runner.reload_weights(weights_iterator=iter(self.received))
+    with set_current_vllm_config(self.vllm_config):
+        self.model_runner.reload_weights(weights_iterator=iter(self.received))
     self.received = []
 
 

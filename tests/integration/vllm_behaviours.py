@@ -2,8 +2,9 @@
 
     python tests/integration/vllm_behaviours.py FOLDER
 
-One engine of the tiny model starts under `TLT_CONFIG` in this process. The last line is JSON: for
-every behaviour "passed", or its error. FOLDER holds the model and two drafters, made if missing.
+One engine of the tiny model starts under `TLT_CONFIG` in this process, and later one of TLT's own
+in another. The last line is JSON: for every behaviour "passed", or its error. FOLDER holds the
+model and two drafters, made if missing.
 """
 
 from __future__ import annotations
@@ -13,17 +14,30 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from switch_programs import ENGINE, ENVIRONMENT, counted, tokens_of
-from workloads import changed_policy, greedy, random_prompts, save_fresh_drafter
+from engine_process import EngineProcess
+from switch_programs import ENGINE, ENVIRONMENT, counted, refusal, tokens_of
+from workloads import TINY_ARGS, changed_policy, greedy, random_prompts, save_fresh_drafter
 
 PASSED, NOT_RUN = "passed", "not run"
 PROMPTS = random_prompts(6, seed=5)
 NUM_TOKENS = 40
 ARMS = [["off", 0], ["eagle3", 4], ["ngram", 4], ["eagle3", 2], ["ngram", 2]]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95}
+LOSSY_REQUESTS: list[dict[str, Any]] = [
+    {"min_p": 0.1},
+    {"logit_bias": {5: 1.0}},
+    {"repetition_penalty": 1.2},
+    {"presence_penalty": 0.5},
+]
+LOSSY_ENGINES: list[dict[str, Any]] = [
+    {"logits_processors": ["some.module:Processor"]},
+    {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+]
 
 
 def make_models(folder: Path) -> None:
@@ -144,6 +158,46 @@ class Trial:
                     ours[:-1].float(), theirs[:-1].float(), rtol=0.02, atol=0.02
                 )
 
+    def refuses_lossy_settings(self) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        for settings in LOSSY_REQUESTS:
+            said = refusal(partial(tokens_of, self._llm, PROMPTS[:1], **settings))
+            assert "while TLT drafts" in said, said
+        for arguments in LOSSY_ENGINES:
+            program = EngineArgs(str(self._folder / "tiny"), **ENGINE, **arguments)
+            said = refusal(program.create_engine_config)
+            assert said.startswith("TLT_CONFIG: the program sets"), said
+
+    def runs_on_its_own(self) -> None:
+        """An engine of `tlt train`: its settings, its process, its weight transfer."""
+        from tlt.config.rollout import EngineConfig
+        from tlt.contracts import SamplingSpec
+        from tlt.node.weights import SharedWeights
+
+        config = EngineConfig(
+            model=str(self._folder / "tiny"),
+            drafter=str(self._folder / "trained"),
+            strategy={"kind": "random", "arms": ARMS, "seed": 1},
+            kv_cache_gib=0.25,
+            core_group="vllm-versions",
+            engine_args=TINY_ARGS,
+        )
+        sampling = SamplingSpec(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        engine = EngineProcess(config)
+        try:
+            faults = engine.start()["faults"]
+            assert not faults, faults[0]
+            tokens = [sample.token_ids for sample in engine.generate(PROMPTS, sampling)]
+            assert tokens == self._greedy, "an engine of TLT changes greedy tokens"
+            changed = changed_policy(self._folder / "tiny", 1)
+            with SharedWeights(changed.state_dict().items()) as weights:
+                engine.call("update_policy", weights.manifest(), 1)
+            tokens = [sample.token_ids for sample in engine.generate(PROMPTS, sampling)]
+            assert tokens == greedy(changed, PROMPTS, NUM_TOKENS), "a policy was not loaded"
+        finally:
+            engine.close()
+
 
 BEHAVIOURS: dict[str, Callable[[Trial], None]] = {
     "greedy": Trial.says_the_same,
@@ -152,6 +206,8 @@ BEHAVIOURS: dict[str, Callable[[Trial], None]] = {
     "drafter swap": Trial.swaps_its_drafter,
     "weight sync": Trial.loads_a_policy,
     "hidden states": Trial.records_states,
+    "refusals": Trial.refuses_lossy_settings,
+    "own engine": Trial.runs_on_its_own,
 }
 
 

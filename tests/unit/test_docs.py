@@ -1,4 +1,4 @@
-"""Docs are current: the settings page matches the schema; links, commands and flows exist."""
+"""Docs are current: the settings page matches the schema; links and flows exist."""
 
 import ast
 import re
@@ -12,14 +12,32 @@ from tlt.config.reference import SECTIONS, reference
 from tlt.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
+BESIDE = ("examples/README.md", "benchmarks/README.md")
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", *BESIDE)),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 
 
+FENCED = re.compile(r"^```.*?^```", re.S | re.M)
+MADE = ("reference.md",)
+"""Pages that exist on the site only."""
+
+
 def test_the_settings_page_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference()
+
+
+def test_the_scenario_page_is_current() -> None:
+    pytest.importorskip("numpy")
+    from tlt.simulate import reference as scenario
+
+    assert (ROOT / "docs" / "scenario.md").read_text() == scenario.reference()
+    sections = {name: schema for name, schema in scenario.SECTIONS if name != "scenario"}
+    for name, schema in sections.items():
+        assert all(field.description for field in schema.model_fields.values()), name
+    top = dict(scenario.SECTIONS)["scenario"].model_fields
+    assert all(field.description for key, field in top.items() if key not in sections)
 
 
 def test_every_section_is_on_the_settings_page() -> None:
@@ -31,11 +49,21 @@ def test_every_setting_is_documented(schema: type[BaseModel]) -> None:
     assert all(field.description for field in schema.model_fields.values())
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as on a forge and on the site."""
+    titles = re.findall(r"^#+ (.+)", FENCED.sub("", page.read_text()), re.M)
+    bare = [re.sub(r"\]\([^)]*\)|[^\w\- ]", "", title.strip().lower()) for title in titles]
+    return {title.replace(" ", "-") for title in bare}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)", FENCED.sub("", page.read_text())):
+        path, _, anchor = target.partition("#")
+        if not target.startswith("http") and path not in MADE:
+            there = page.parent / path if path else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
 
 
 def flows() -> dict[str, list[str]]:
@@ -90,24 +118,6 @@ def test_tests_that_pages_name_exist() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_commands_exist(page: Path) -> None:
-    """Every `tlt ...` line of a code block parses down to its last option."""
-    from typer.main import get_command
-
-    from tlt.cli.main import app
-
-    blocks = "\n".join(re.findall(r"```(?:bash|sh)\n(.*?)```", page.read_text(), re.S))
-    lines = re.sub(r"\\\n\s*", "", blocks).splitlines()
-    commands = [line.split("#")[0].split()[1:] for line in lines if line.startswith("tlt ")]
-    for words in commands:
-        command: Any = get_command(app)
-        while words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words.pop(0)]
-        options = {name for parameter in command.params for name in parameter.opts}
-        assert {w for w in words if w.startswith("--")} <= options | {"--help"}, words
 
 
 @pytest.mark.parametrize(("name", "of"), [("trl", "GRPOConfig"), ("verl", "verl")])

@@ -13,7 +13,8 @@ ALLOWED = {
     "errors": set(),
     "packing": set(),
     "spans": set(),
-    "pictures": set(),
+    "colours": set(),
+    "pictures": {"colours"},
     "contracts": set(),
     "hardware": set(),
     "config": {"contracts", "errors", "hardware"},
@@ -33,12 +34,15 @@ ALLOWED = {
         *("node", "states", "drafter", "rollout"),
     },
     "observe": {"contracts", "errors", "config", "hardware", "spans"},
-    "report": {"contracts", "errors", "config", "spans", "pictures", "observe"},
+    "report": {"contracts", "errors", "config", "spans", "colours", "pictures", "observe"},
     "simulate": {
         *("contracts", "errors", "config", "spans", "pictures"),
         *("strategy", "tasks", "rollout", "harvest", "observe", "report"),
     },
-    "bench": {"contracts", "errors", "config", "pictures", "strategy", "rollout", "tasks"},
+    "bench": {
+        *("contracts", "errors", "config", "colours", "pictures"),
+        *("strategy", "rollout", "tasks"),
+    },
 }
 PARTS = {*ALLOWED} - {"bench", "simulate", "report"}
 ALLOWED["integrations"] = PARTS
@@ -51,13 +55,16 @@ ALLOWED["run"] = PARTS
 ALLOWED["cli"] = {*ALLOWED}
 ALLOWED["__main__"] = {"cli"}
 
-STDLIB_ONLY = {"contracts", "errors", "hardware", "packing", "spans", "__init__"}
+STDLIB_ONLY = {"colours", "contracts", "errors", "hardware", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
     *(ROOT / "harvest" / f"{name}.py" for name in ("leases", "forecast", "rounds", "coordinator")),
     ROOT / "harvest" / "release.py",
     ROOT / "learner" / "memory.py",
-    *(ROOT / "rollout" / f"{name}.py" for name in ("dispatch", "lengths", "work", "recheck")),
+    *(
+        ROOT / "rollout" / f"{name}.py"
+        for name in ("dispatch", "lengths", "work", "recheck", "texts")
+    ),
     ROOT / "run" / "fit.py",
     ROOT / "run" / "memory.py",
 }

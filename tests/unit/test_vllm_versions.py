@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
@@ -63,3 +64,22 @@ def test_engines_on_cpus_support_the_versions_that_passed() -> None:
     for version, found in result["versions"].items():
         passed = set(found["behaviours"].values()) == {"passed"}  # nothing, where not run
         assert version_supported(version, on_cpu=True) == passed, version
+
+
+@pytest.mark.parametrize(("extra", "on_cpu"), [("cpu", True), ("gpu", False)])
+def test_the_package_asks_for_the_versions_that_engines_support(extra: str, on_cpu: bool) -> None:
+    pytest.importorskip("torch")
+    requirements = pytest.importorskip("packaging.requirements")
+    from tlt.rollout.vllm.compat import supported_versions, version_supported
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = requirements.Requirement(supported_versions(on_cpu))
+    (asked,) = (
+        need
+        for need in map(requirements.Requirement, project["optional-dependencies"][extra])
+        if need.name == said.name
+    )
+    for version in (f"0.{minor}.{patch}" for minor in range(20, 40) for patch in (0, 1)):
+        supported = version_supported(version, on_cpu)
+        assert asked.specifier.contains(version) == supported, version
+        assert said.specifier.contains(version) == supported, version

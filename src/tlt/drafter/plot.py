@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+WHEN = ("before", "after")
+
 
 def plot_training(report: dict[str, Any], out: Path) -> Path:
     """Plot the acceptance length during training, and acceptance by position before and after."""
@@ -28,11 +30,16 @@ def plot_training(report: dict[str, Any], out: Path) -> Path:
     left.set_ylabel("expected acceptance length")
     left.set_ylim(1, report["num_draft_tokens"] + 1)
     left.set_title("held-out samples, while training")
+    measured = [report["acceptance"][when][temperatures[-1]]["length"] for when in WHEN]
+    figure.suptitle(
+        "Acceptance length {:.2f} before training, {:.2f} after".format(*measured)
+        + f" (temperature {temperatures[-1]})"
+    )
     left.legend()
 
     positions = range(1, report["num_draft_tokens"] + 1)
     width = 0.8 / (2 * len(temperatures))
-    bars = [(when, t) for t in temperatures for when in ("before", "after")]
+    bars = [(when, t) for t in temperatures for when in WHEN]
     for index, (when, temperature) in enumerate(bars):
         measured = report["acceptance"][when][temperature]
         right.bar(

@@ -19,6 +19,8 @@ from typing import Any
 from tlt.config.load import apply_overrides, check, read_toml
 from tlt.config.rollout import EngineConfig, SwitchConfig
 from tlt.errors import ConfigError, LossyError
+from tlt.models.folder import check_drafter
+from tlt.models.hub import local_folder
 from tlt.rollout.vllm.args import CONFIG_KEY, GRAPH_ARGS, engine_args, strategy_spec
 from tlt.rollout.vllm.plugin import SWITCH_VARIABLE as VARIABLE
 from tlt.strategy.spec import build_strategy
@@ -83,18 +85,19 @@ def wire(
     if CONFIG_KEY in extra:
         return None  # an engine of TLT, or one that was wired before
     settings = read_settings(text)
-    _check_model(str(given["model"]))
+    model = _model_settings(str(given["model"]))
     if runner_type() != "generate":
         return None
-    _check_program(given, settings)
+    _check_program(given)
+    drafter = _drafter_folder(settings, model)
     if not on_gpu:
         # vLLM schedules synchronously on CPUs, whatever the program asks for.
         given = {key: value for key, value in given.items() if key != "async_scheduling"}
-    config = _engine_config(settings, given, on_gpu)
+    config = _engine_config(settings, drafter, given, on_gpu)
     args = engine_args(config)
     changes = {key: args[key] for key in _WRITTEN if key in args and key not in given}
     drafts = changes.get("speculative_config")
-    if given.get("load_format") == "dummy" and drafts and settings.drafter is not None:
+    if given.get("load_format") == "dummy" and drafts and drafter is not None:
         # The program loads its policy later. Nobody would load the drafter.
         changes["speculative_config"] = drafts | {"draft_load_config": {"load_format": "auto"}}
     ours = args["additional_config"][CONFIG_KEY] | {"embedded": True}
@@ -105,20 +108,27 @@ def wire(
     return Wiring(changes, _message(settings, config))
 
 
-def _check_model(model: str) -> None:
-    """Refuse a drafter's folder in place of a model, which vLLM would take for both."""
+def _model_settings(model: str) -> Mapping[str, Any]:
+    """Return the settings of a model's folder; empty for other names, of which vLLM knows more.
+
+    Refuse a drafter's folder in place of a model, which vLLM would take for both.
+    """
     try:
         found = json.loads((Path(model) / "config.json").read_bytes())
     except (OSError, ValueError):
-        return  # not a folder; vLLM says what is wrong
-    if isinstance(found, dict) and "speculators_model_type" in found:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    if "speculators_model_type" in found:
         raise ConfigError(
             f"{VARIABLE}: the program's model = {model!r} is a drafter, from which vLLM takes "
             f'model and drafts; name the policy as the model, and set {VARIABLE}="drafter={model}"'
         )
+    text = found.get("text_config")  # of models that also see or hear
+    return text if isinstance(text, dict) else found
 
 
-def _check_program(given: Mapping[str, Any], settings: SwitchConfig) -> None:
+def _check_program(given: Mapping[str, Any]) -> None:
     """Refuse arguments of the program that TLT cannot work with."""
     for key in ("scheduler_cls", "worker_cls"):
         if key in given:
@@ -149,11 +159,22 @@ def _check_program(given: Mapping[str, Any], settings: SwitchConfig) -> None:
                 f"{VARIABLE}: {key} changes how vLLM samples, and TLT has a sampler of its own; "
                 f"leave {key} out, or start the program without {VARIABLE}"
             )
-    if settings.drafter is not None and not Path(settings.drafter).is_dir():
+
+
+def _drafter_folder(settings: SwitchConfig, model: Mapping[str, Any]) -> str | None:
+    """Return the folder of the model's drafter; an id of the Hub is downloaded."""
+    if settings.drafter is None:
+        return None
+    folder = local_folder(settings.drafter, f"{VARIABLE}: drafter")
+    if not folder.is_dir():
         raise ConfigError(
             f"{VARIABLE}: drafter = {settings.drafter!r} is no folder, seen from {Path.cwd()}; "
-            "name the folder of an EAGLE-3 drafter by its full path, or leave it out for n-grams"
+            "name the folder of an EAGLE-3 drafter by its full path, or its id on the Hub, or "
+            "leave it out for n-grams"
         )
+    if {"hidden_size", "vocab_size"} <= model.keys() and any(folder.glob("*.safetensors")):
+        check_drafter(folder, model, f"{VARIABLE}: drafter")
+    return str(folder)
 
 
 def _instead(given: Mapping[str, Any]) -> str:
@@ -163,14 +184,17 @@ def _instead(given: Mapping[str, Any]) -> str:
     return f'{VARIABLE}="drafter={model}"' if model else f'{VARIABLE}="strategy.kind=adaptive"'
 
 
-def _engine_config(settings: SwitchConfig, given: Mapping[str, Any], on_gpu: bool) -> EngineConfig:
+def _engine_config(
+    settings: SwitchConfig, drafter: str | None, given: Mapping[str, Any], on_gpu: bool
+) -> EngineConfig:
     workers = int(given.get("tensor_parallel_size", 1))
     return EngineConfig(
         model=str(given["model"]),
         num_gpus=workers if on_gpu else 0,
         num_cores=1 if on_gpu else workers,
         engine_args={key: given[key] for key in sorted(_READ & given.keys())},
-        **{name: getattr(settings, name) for name in SwitchConfig.model_fields},
+        **{name: getattr(settings, name) for name in SwitchConfig.model_fields}
+        | {"drafter": drafter},
     )
 
 

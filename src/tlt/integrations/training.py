@@ -17,15 +17,19 @@ from tlt.harvest.trainer import (
     NEW_DRAFTER_LR,
     HarvestSettings,
 )
+from tlt.models.hub import local_folder
 from tlt.node.shared import run_id, user_folder
 from tlt.states.buffer import BufferSettings
 
 
 def new_drafter(model: str, out: str, dtype: str = "bfloat16", seed: int = 0) -> str:
-    """Write an untrained drafter for a model folder unless `out` has one; return `out`."""
+    """Write an untrained drafter for a model unless `out` has one; return `out`.
+
+    The model is a folder or an id on the Hub.
+    """
     if not (Path(out) / "config.json").exists():
         on_gpu = torch.cuda.is_available()
-        make_drafter(Path(model), Path(out), None, on_gpu, dtype, seed)
+        make_drafter(local_folder(model, "model"), Path(out), None, on_gpu, dtype, seed)
     return out
 
 
@@ -51,7 +55,7 @@ def harvest_settings(
     untrained = is_new(drafter)
     return HarvestSettings(
         drafter=str(drafter),
-        policy=str(_folder_of(policy)),
+        policy=str(local_folder(policy, "model")),
         buffer=buffer,
         trainer=TrainerSettings(
             num_draft_tokens=tlt.num_draft_tokens,
@@ -65,12 +69,3 @@ def harvest_settings(
         held_out_tokens=tlt.held_out_tokens,
         untrained=untrained,
     )
-
-
-def _folder_of(model: str) -> Path:
-    """Return the folder of a model, which may be in the cache of the Hub."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True))

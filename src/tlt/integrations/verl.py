@@ -29,6 +29,7 @@ from tlt.errors import ConfigError
 from tlt.integrations.replicas import ReplicaHarvest
 from tlt.integrations.switch import EXAMPLE, read_settings
 from tlt.integrations.training import buffer_settings, harvest_settings
+from tlt.models.hub import local_folder
 from tlt.rollout.vllm.plugin import SWITCH_VARIABLE
 
 S = TypeVar("S", bound=BaseModel)
@@ -113,7 +114,7 @@ def _drafter_folder() -> Path:
             f"trainer.v1.trainer_mode = 'tlt' trains a drafter, and {SWITCH_VARIABLE} names none; "
             f"export {EXAMPLE} before verl starts"
         )
-    return Path(drafter)
+    return local_folder(drafter, f"{SWITCH_VARIABLE}: drafter")
 
 
 def _section(schema: type[S], config: DictConfig, name: str) -> S:

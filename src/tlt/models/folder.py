@@ -51,14 +51,15 @@ def check_drafter(folder: Path, model: Mapping[str, Any], key: str) -> None:
     way_out = "make one with `tlt drafter train`, or leave it out"
     drafter = _read_json(folder / "config.json", key, way_out)
     layer = drafter.get("transformer_layer_config")  # of the speculators format
-    drafter = layer if isinstance(layer, dict) else drafter
+    own = layer if isinstance(layer, dict) else drafter
+    own = own | {"hidden_size": drafter.get("target_hidden_size") or own.get("hidden_size")}
     if not list(folder.glob("*.safetensors")):
         raise ConfigError(f"{key} = {str(folder)!r} holds no *.safetensors; {way_out}")
     for name in ("hidden_size", "vocab_size"):
-        if drafter.get(name) != model.get(name):
+        if own.get(name) != model.get(name):
             raise ConfigError(
                 f"{key} = {str(folder)!r} is a drafter of another model: {name} is "
-                f"{drafter.get(name)}, of the policy {model.get(name)}; train one for this model"
+                f"{own.get(name)}, of the policy {model.get(name)}; train one for this model"
             )
     _check_weights(folder, key, way_out)
 

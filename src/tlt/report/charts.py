@@ -7,20 +7,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from tlt.contracts import OFF, Arm
+from tlt import colours
+from tlt.colours import COLOURS, RUNS, arm_colour
+from tlt.contracts import Arm
 from tlt.observe.metrics import STAGES
 from tlt.observe.summary import series, stage_table
 from tlt.observe.timeline import LEARNER, StepTimeline
-from tlt.report.svg import COLOURS, INK, Axis, Box, Chart, Line, Points, on_same_axes
+from tlt.report.svg import INK, Axis, Box, Chart, Line, Points, on_same_axes
 from tlt.report.view import RunView, drafters, lengths, rollouts, running, tail_share
 from tlt.spans import STATES
 
-GREY = "#c4c7cc"
-STAGE_COLOURS = dict(zip(STAGES, COLOURS, strict=False)) | {"other": GREY}
-_STATES = ("#3b6fb6", "#4b9d5b", "#e5e0d3", "#e08a2e", "#b6455b", GREY, "#666a70")
-STATE_COLOURS = dict(zip(STATES, _STATES, strict=True))
-ARM_COLOURS = {"off": GREY, "ngram": "#e08a2e", "eagle3": "#4b9d5b"}
-SHADES = (0.45, 0.6, 0.75, 0.9, 1.0)  # strength of an arm's colour, by its draft tokens
 MAX_BARS = 300  # longer runs show every second RL step, or fewer
 MAX_STRIPS, MAX_WORKERS, NUM_BINS = 6, 12, 24
 NO_TIMELINE = "Nothing to show: only runs with metrics.timeline = true have a timeline.json."
@@ -36,7 +32,7 @@ def charts_of(views: Sequence[RunView]) -> list[dict[str, Chart]]:
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Return the charts that show all runs at once."""
-    runs = list(zip(views, COLOURS, strict=False))
+    runs = list(zip(views, RUNS, strict=False))
 
     def lines(name: str) -> dict[str, Line]:
         return {view.name: Line(_points(view, name), colour) for view, colour in runs}
@@ -56,7 +52,7 @@ def _stages(view: RunView) -> Chart:
             if seconds:
                 says = f"RL step {step:.0f}: {stage.replace('_', ' ')} {seconds:.2f} s"
                 x, y = (step - 0.42, step + 0.42), (below, below + seconds)
-                boxes.append(Box(x, y, STAGE_COLOURS[stage], says))
+                boxes.append(Box(x, y, colours.STAGES[stage], says))
                 below += seconds
     first, last = view.records[0]["step"], view.records[-1]["step"]
     top = max((box.y[1] for box in boxes), default=1.0)
@@ -66,7 +62,7 @@ def _stages(view: RunView) -> Chart:
         Axis("RL step", first - 0.5, last + 0.5),
         Axis("seconds", 0, top),
         boxes,
-        {stage.replace("_", " "): STAGE_COLOURS[stage] for stage in used},
+        {stage.replace("_", " "): colours.STAGES[stage] for stage in used},
     )
 
 
@@ -110,12 +106,7 @@ def _rollout(view: RunView) -> Chart:
 
 def _arm_colour(text: str) -> str:
     arm = Arm.parse(text)
-    base = ARM_COLOURS.get(arm.drafter, "#7a62b3")
-    if arm == OFF:
-        return base
-    share = SHADES[min(len(SHADES) - 1, arm.num_draft_tokens - 1)]
-    parts = [int(base[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(255 - (255 - part) * share):02x}" for part in parts)
+    return arm_colour(arm.drafter, arm.num_draft_tokens)
 
 
 def _workers(view: RunView) -> Chart:
@@ -131,14 +122,14 @@ def _workers(view: RunView) -> Chart:
             used.add(span.state)
             x = span.start_s - timeline.start_s, span.end_s - timeline.start_s
             says = f"{worker}: {span.state} {span.seconds:.2f} s"
-            boxes.append(Box(x, (top - 0.82, top - 0.1), STATE_COLOURS[span.state], says))
+            boxes.append(Box(x, (top - 0.82, top - 0.1), colours.STATES[span.state], says))
     names = {len(workers) - place - 0.46: worker for place, worker in enumerate(workers)}
     return Chart(
         title,
         Axis("seconds since the RL step began", 0, timeline.end_s - timeline.start_s),
         Axis("", 0, len(workers), names=names),
         boxes,
-        {state: STATE_COLOURS[state] for state in STATES if state in used},
+        {state: colours.STATES[state] for state in STATES if state in used},
         note=f"RL step {timeline.step}. ui.perfetto.dev shows the whole run: open timeline.json.",
     )
 

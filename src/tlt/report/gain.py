@@ -6,17 +6,15 @@ the same lengths and seeds, so that their RL steps are pairs.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from tlt.contracts import Arm
+from tlt.report.bootstrap import interval
 from tlt.report.view import RunView, arms, harvest, reclaimed
 
-RESAMPLES = 2000
-LEVEL = 0.95
 MIN_PAIRS = 3
 """Fewest pairs of RL steps that say something about noise."""
 
@@ -75,11 +73,7 @@ def gain(base: RunView, other: RunView) -> Gain | None:
 def paired(values: Sequence[tuple[float, float]]) -> Ratio:
     """Return the median of the ratios and its bootstrap interval, over pairs of seconds."""
     ratios = [a / b for a, b in values]
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    low, high = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
-    last = RESAMPLES - 1
-    return Ratio(median(ratios), medians[round(low * last)], medians[round(high * last)])
+    return Ratio(median(ratios), *interval(median, ratios))
 
 
 def drafting(view: RunView) -> dict[str, dict[str, float]]:

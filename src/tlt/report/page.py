@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree.ElementTree import Element, tostring
 
+from tlt.colours import INK
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
 from tlt.report.findings import Bottleneck, findings
 from tlt.report.svg import Chart, draw, element
@@ -69,9 +70,15 @@ def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
 
 
 def pictures(views: Sequence[RunView]) -> dict[str, str]:
-    """Return every chart as an SVG file, by its file name."""
+    """Return every chart as an SVG file, by its file name. Its ink suits light and dark pages."""
+
+    def drawn(chart: Chart) -> str:
+        picture = draw(chart)
+        picture.set("style", f"color:{INK}")
+        return tostring(picture, encoding="unicode")
+
     return {
-        f"{view.name.replace('/', '-')}-{name}.svg": tostring(draw(chart), encoding="unicode")
+        f"{view.name.replace('/', '-')}-{name}.svg": drawn(chart)
         for view, charts in zip(views, charts_of(views), strict=True)
         for name, chart in charts.items()
         if chart.shapes

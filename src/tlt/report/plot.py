@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tlt import colours
 from tlt.observe.metrics import STAGES
 from tlt.observe.summary import Record, series
 
@@ -50,7 +51,8 @@ def _plot_reward(panel: Any, records: list[Record]) -> None:
         dashed = {"color": "C1", "linestyle": "--", "marker": "D", "markersize": 5}
         panel.plot(steps, values, label="held out", **dashed)
     panel.set_ylabel("reward")
-    panel.set_title("Reward")
+    means = smoothed(values, window) or [math.nan]
+    panel.set_title(f"Reward: from {means[0]:.2f} to {means[-1]:.2f}")
     panel.grid(alpha=0.25)
     panel.legend(fontsize=9)
 
@@ -71,18 +73,20 @@ def _plot_stages(panel: Any, records: list[Record]) -> None:
     # Each bar reaches to the next record's bar.
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     below = [0.0] * len(records)
-    for index, stage in enumerate(STAGES):
+    for stage in STAGES:
         seconds = [max(0.0, record.get(f"time/{stage}_s", 0.0)) for record in records]
         if not any(seconds):
             continue
         tops = [low + more for low, more in zip(below, seconds, strict=True)]
-        color = "0.75" if stage == "other" else f"C{index}"
+        color = colours.STAGES[stage]
         label = stage.replace("_", " ")
         panel.stairs(tops, edges, baseline=below, fill=True, color=color, label=label)
         below = tops
     panel.set_ylim(0, max(below) * 1.3 or 1)  # room for the legend
     panel.set_ylabel("seconds")
-    panel.set_title("Where the time goes")
+    rollout = sum(record.get("time/rollout_s", 0.0) for record in records)
+    share = f": {rollout / sum(below):.0%} rollout" if any(below) else ""
+    panel.set_title(f"Where the time goes{share}")
     if any(below):
         panel.legend(fontsize=9, loc="upper center", ncols=4)
 

@@ -17,7 +17,6 @@ LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 36
 MAX_DOTS = 40  # points of a longer line are not marked
 
 INK = "currentColor"  # that of text: dark on a light page, light on a dark one
-COLOURS = ("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6")
 STYLE = (
     "svg{color:#3c434b}text{font:11px system-ui,sans-serif;fill:currentColor}"
     "line{stroke:currentColor}.rule{opacity:.15}.axis{opacity:.6}.mark{stroke-dasharray:3 3}"

@@ -200,6 +200,29 @@ def test_a_drafter_must_be_a_folder(drafter: str) -> None:
         wired(f"drafter={drafter}-not")
 
 
+def test_a_drafter_of_another_model(drafter: str, tmp_path: Path) -> None:
+    """Without this check, vLLM fails deep inside a matrix product."""
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "vocab_size": 50}))
+    Path(drafter, "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    def names(**sizes: int) -> str:
+        Path(drafter, "config.json").write_text(json.dumps({"vocab_size": 50} | sizes))
+        wiring = wired(f"drafter={drafter}", model=str(tmp_path))
+        return str(wiring.changes["speculative_config"]["model"])
+
+    assert names(hidden_size=64) == names(hidden_size=32, target_hidden_size=64) == drafter
+    with pytest.raises(ConfigError, match="of another model: hidden_size is 32, of the policy 64"):
+        names(hidden_size=32)
+
+
+def test_a_drafter_by_its_id_on_the_hub(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: {"me/eagle3": drafter}[name])
+    found = wired("drafter=me/eagle3")
+    assert found.changes["speculative_config"]["model"] == drafter
+    assert "the drafter me/eagle3" in found.message
+
+
 def test_a_drafter_in_place_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "eagle3"}))
     with pytest.raises(ConfigError, match="name the policy as the model"):

@@ -23,7 +23,7 @@ from tlt.drafter.checkpoint import MOMENTS, load_drafter, save_drafter  # noqa: 
 from tlt.errors import ConfigError, EngineTainted  # noqa: E402
 from tlt.harvest.published import VERSION, is_new, version_of  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
-from tlt.integrations.trl import TLTCallback  # noqa: E402
+from tlt.integrations.trl import TLTCallback, new_drafter  # noqa: E402
 from tlt.node.weights import read_weights  # noqa: E402
 from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
 
@@ -293,3 +293,20 @@ def test_trainers_without_an_engine_for_it_are_refused(trainer: Any, tmp_path: P
     del trainer.vllm_generation
     with pytest.raises(ConfigError, match="use_vllm=True"):
         callback(trainer, tmp_path)
+
+
+def test_a_new_drafter_for_a_policy_on_the_hub(
+    trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from transformers import LlamaConfig
+
+    policy = tmp_path / "policy"
+    sizes = {"vocab_size": CONFIG.vocab_size, "hidden_size": CONFIG.hidden_size}
+    LlamaConfig(**sizes, num_attention_heads=2, intermediate_size=16).save_pretrained(policy)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: {"me/policy": str(policy)}[name]
+    )
+    out = new_drafter("me/policy", str(tmp_path / "new"))
+    assert is_new(Path(out))
+    assert load_drafter(Path(out)).config.hidden_size == CONFIG.hidden_size

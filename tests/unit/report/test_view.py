@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from made_up import made_up_folder
 
+from tlt.colours import INK
 from tlt.errors import ConfigError
 from tlt.report.charts import charts_of, comparison
 from tlt.report.findings import findings
@@ -222,7 +223,9 @@ def test_runs_that_are_compared_have_the_same_axes(make: Run) -> None:
     seconds, reward = comparison(views)
     assert [len(line.points) for line in seconds.shapes if isinstance(line, Line)] == [4, 6]
     assert list(reward.legend) == ["off", "tlt"]
-    assert set(pictures(views)) == {f"{run}-{name}.svg" for run in ("off", "tlt") for name in slow}
+    files = pictures(views)
+    assert set(files) == {f"{run}-{name}.svg" for run in ("off", "tlt") for name in slow}
+    assert all(f'style="color:{INK}"' in text for text in files.values())
 
 
 def test_a_chart_without_data_says_why(make: Run) -> None:

@@ -1,0 +1,68 @@
+"""Pictures can be read on light and dark pages, and give one thing one colour."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tlt import colours
+from tlt.colours import COLOURS, INK, MODES, arm_colour
+from tlt.observe.metrics import STAGES
+from tlt.spans import STATES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *(ROOT / "docs").glob("*.md")]
+PICTURES = sorted(
+    {
+        (page.parent / name).resolve()
+        for page in PAGES
+        for name in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    }
+)
+LIGHT, DARK = "#ffffff", "#0d1117"
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_ink_and_colours_can_be_read_on_both_pages() -> None:
+    for page in (LIGHT, DARK):
+        assert contrast(INK, page) > 3.7
+        assert all(contrast(colour, page) > 2.4 for colour in COLOURS)
+
+
+def test_every_stage_and_state_has_a_colour() -> None:
+    assert tuple(colours.STAGES) == STAGES
+    assert tuple(colours.STATES) == tuple(STATES)
+    assert colours.STAGES["rollout"] == colours.STATES["generating"]
+    assert colours.STAGES["update"] == colours.STATES["updating"]
+
+
+def test_an_arm_has_the_colour_of_its_drafter_and_is_stronger_with_longer_drafts() -> None:
+    assert arm_colour("off", 0) == MODES["off"]
+    assert arm_colour("ngram", 8) == MODES["ngram"]
+    shades = [luminance(arm_colour("eagle3", k)) for k in range(1, 6)]
+    assert shades == sorted(shades, reverse=True)
+
+
+@pytest.mark.parametrize("path", PICTURES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_picture_of_a_page_suits_light_and_dark(path: Path) -> None:
+    if path.suffix == ".svg":
+        text = path.read_text()
+        style = re.search(r"<style>(.*?)</style>", text)
+        assert style is not None
+        for rule in re.findall(r"text\{[^}]*fill:(#[0-9a-f]{6})", style[1]):
+            assert min(contrast(rule, LIGHT), contrast(rule, DARK)) > 3.7, rule
+        return
+    image = pytest.importorskip("matplotlib.image")
+    corner = image.imread(path)[0, 0]
+    assert len(corner) == 4
+    assert corner[3] == 0, "a background"
