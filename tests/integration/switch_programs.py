@@ -245,6 +245,17 @@ def policy_comes_later(model: str, prompts: Sequence[Sequence[int]]) -> dict[str
     return {"greedy": tokens_of(llm, prompts, temperature=0), "fc": fc.T.tolist()}
 
 
+def policy_with_a_tied_head(model: str, prompts: Sequence[Sequence[int]]) -> Any:
+    """Start with dummy weights, load the policy as vLLM does, and generate."""
+    from safetensors.torch import load_file
+    from vllm import LLM
+
+    llm = LLM(model, **ENGINE, load_format="dummy")
+    policy = load_file(Path(model) / "model.safetensors")
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.items())})
+    return tokens_of(llm, prompts, temperature=0)
+
+
 def _louder(model: str) -> list[tuple[str, Any]]:
     """Return the weights of a model with another final norm, so that it says other things."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -174,6 +175,24 @@ def test_a_drafter_is_loaded_where_the_policy_comes_later(
     assert found["greedy"] == expected
     there = load_drafter(fresh_drafter).fc.weight
     assert torch.allclose(torch.tensor(found["fc"]), there, atol=1e-5)
+
+
+def test_a_tied_head_follows_a_policy_that_comes_later(tiny: Path, tmp_path: Path) -> None:
+    """vLLM's CPU engines pack the head when they start, and `reload_weights` skips a tied one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(tiny, tie_word_embeddings=True)
+    policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in policy.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    policy.save_pretrained(tmp_path)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, tmp_path)
+    program = programs.policy_with_a_tied_head
+    found = run(program, str(tmp_path), PROMPTS[:2], TLT_CONFIG=NGRAMS, **ONE_PROCESS)
+    assert found == greedy(policy, PROMPTS[:2], 40)
 
 
 def test_an_engine_that_samples_wrongly_does_not_start(tiny: Path) -> None:

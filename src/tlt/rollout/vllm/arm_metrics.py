@@ -2,11 +2,11 @@
 
 The scheduler counts in the engine's process; vLLM's metrics are in the process of the program. The
 counts travel with vLLM's statistics of each engine step, whose classes have no field for others.
-They use the one dict of counts by name: `attach` writes them there, and `take` removes them again
-before vLLM's loggers see the dict. Can go when vLLM lets a scheduler add statistics.
+They use a dict of counts by name that every vLLM has, of LoRA adapters: `attach` writes them there,
+and `take` removes them again before vLLM's loggers see the dict. Can go when vLLM lets a scheduler
+add statistics.
 
-With vLLM's statistics off (`disable_log_stats`, the default of `vllm.LLM`), nothing is counted, and
-nothing before vLLM 0.32, which has no such dict.
+With vLLM's statistics off (`disable_log_stats`, the default of `vllm.LLM`), nothing is counted.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PREFIX = "tlt/"
 def attach(outputs: Iterable[Any], report: StepReport) -> None:
     """Put the counts of an engine step into the statistics that go with its outputs."""
     stats = next((out.scheduler_stats for out in outputs if out.scheduler_stats), None)
-    if (by_name := _counts_by_name(stats)) is not None:
-        by_name.update(counts(report))
+    if stats is not None:
+        stats.waiting_lora_adapters.update(counts(report))
 
 
 def counts(report: StepReport) -> dict[str, int]:
@@ -52,16 +52,12 @@ def counts(report: StepReport) -> dict[str, int]:
 
 def take(stats: Any) -> dict[tuple[str, str], int]:
     """Remove the counts from the statistics of an engine step; return them by counter and arm."""
-    by_name = _counts_by_name(stats) or {}
+    by_name = {} if stats is None else stats.waiting_lora_adapters
     found = {}
     for key in [key for key in by_name if key.startswith(_PREFIX)]:
         name, arm = key.removeprefix(_PREFIX).split("/")
         found[name, arm] = by_name.pop(key)
     return found
-
-
-def _counts_by_name(stats: Any) -> dict[str, int] | None:
-    return getattr(stats, "num_kv_fetch_reqs_by_stage", None)
 
 
 def install() -> None:

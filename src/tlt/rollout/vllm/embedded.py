@@ -110,9 +110,11 @@ class EmbeddedWorker:
     def tlt_policy_changed(self) -> None:
         """Note a policy that the program loaded.
 
+        On CPUs vLLM leaves a head that is tied to the embedding as it was: it is packed anew here.
         The drafter takes over embedding and head where its checkpoint has none. Without this call,
-        drafts are worse until the next swap; samples stay the policy's.
+        drafts are worse until the next swap, and samples come from that old head.
         """
+        compat.repack_tied_heads(self.get_model())  # type: ignore[attr-defined]
         self._renew_drafter()  # type: ignore[attr-defined]
         self._drop_states()  # type: ignore[attr-defined]
         self._watch.expect_present()  # type: ignore[attr-defined]

@@ -23,8 +23,7 @@ def report(arm: Arm) -> StepReport:
 
 
 def outputs() -> list[SimpleNamespace]:
-    own = {"in_progress": 1}
-    stats = SimpleNamespace(num_kv_fetch_reqs_by_stage=own)
+    stats = SimpleNamespace(waiting_lora_adapters={"french": 1})
     return [SimpleNamespace(scheduler_stats=None), SimpleNamespace(scheduler_stats=stats)]
 
 
@@ -41,17 +40,10 @@ def test_counts_arrive_by_counter_and_arm() -> None:
         ("output_tokens", "ngram:4"): 7,
     }
     assert {name for name, _ in found} == set(COUNTERS)
-    assert stats.num_kv_fetch_reqs_by_stage == {"in_progress": 1}  # vLLM's own counts stay
+    assert stats.waiting_lora_adapters == {"french": 1}  # vLLM's own counts stay
     assert take(stats) == {}
 
 
 def test_without_statistics_nothing_is_counted() -> None:
     attach([SimpleNamespace(scheduler_stats=None)], report(OFF))
     assert take(None) == {}
-
-
-def test_statistics_before_vllm_0_32_count_nothing() -> None:
-    stats = SimpleNamespace(num_running_reqs=1)
-    attach([SimpleNamespace(scheduler_stats=stats)], report(OFF))
-    assert take(stats) == {}
-    assert vars(stats) == {"num_running_reqs": 1}
