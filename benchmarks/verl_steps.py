@@ -25,6 +25,8 @@ PATCHES = ROOT / "tests" / "frameworks"
 RESULT = Path(__file__).parent / "results" / "verl.json"
 
 SAMPLES_PER_STEP = 16
+LIMIT_S = 3000.0
+"""Longest time of a run."""
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
@@ -86,6 +88,7 @@ def run(model: Path, out: Path, num_steps: int, *more: str) -> list[Step]:
         capture_output=True,
         text=True,
         env=on_cpu() | {"VERL_FILE_LOGGER_PATH": str(log)},
+        timeout=LIMIT_S,
     )
     (out / "log.txt").write_text(done.stdout + done.stderr)
     if done.returncode:
