@@ -34,7 +34,9 @@ NAMES = {
     "swapping": "weight sync",
     "waiting": "waiting",
 }
-WIDTH, LEFT, RIGHT, ROW, GAP = 690, 114, 70, 26, 6
+WIDTH, LEFT, RIGHT, ROW, GAP = 690, 130, 76, 28, 6
+LETTER = 9.2
+"""Width of a letter in the legend; at 18 pixels, text can still be read on a phone."""
 
 
 def states(timeline: StepTimeline) -> dict[str, list[list[Any]]]:
@@ -84,22 +86,20 @@ def draw(doc: dict[str, Any]) -> Element:
     svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     svg.set("aria-label", "what two workers do in one RL step, without and with TLT")
     SubElement(svg, "style").text = (
-        f"text{{font:15px system-ui,sans-serif;fill:{INK}}}.in{{fill:#fff;font-size:14px}}"
+        f"text{{font:18px system-ui,sans-serif;fill:{INK}}}.in{{fill:#fff;font-size:16px}}"
         ".total{font-weight:600}"
     )
     ends_s = {arm: max(row[-1][2] for row in rows.values()) for arm, rows in doc["arms"].items()}
     earlier_s = ends_s["off"] - ends_s["tlt"]
-    title = (
-        f"With TLT, idle time trains the drafter, and this RL step ends {earlier_s:.1f} s earlier"
-    )
-    text(svg, WIDTH / 2, 18, title, **{"text-anchor": "middle", "class": "total"})
-    y = 36.0
+    title = f"Idle time trains the drafter, and this RL step ends {earlier_s:.1f} s earlier"
+    text(svg, WIDTH / 2, 20, title, **{"text-anchor": "middle", "class": "total"})
+    y = 40.0
     used: list[str] = []
     for arm, rows in doc["arms"].items():
         end_s = ends_s[arm]
         middle = y + len(rows) * (ROW + GAP) / 2
-        text(svg, LEFT - 12, middle + 2, TITLES[arm], **{"text-anchor": "end", "class": "total"})
-        text(svg, LEFT + end_s * scale + 8, middle + 2, f"{end_s:.1f} s", **{"class": "total"})
+        text(svg, LEFT - 12, middle + 3, TITLES[arm], **{"text-anchor": "end", "class": "total"})
+        text(svg, LEFT + end_s * scale + 8, middle + 3, f"{end_s:.1f} s", **{"class": "total"})
         for spans in rows.values():
             for state, begin_s, stop_s in spans:
                 x, width = LEFT + begin_s * scale, (stop_s - begin_s) * scale
@@ -108,7 +108,7 @@ def draw(doc: dict[str, Any]) -> Element:
                 box.set("fill", STATES[state])
                 if state not in used:
                     used.append(state)
-                if state in ("idle", "training") and width > 34:
+                if state in ("idle", "training") and width > 40:
                     fill = {} if state == "training" else {"style": "fill:#57606a"}
                     says = f"{stop_s - begin_s:.1f} s"
                     anchor = {"text-anchor": "middle", "class": "in"}
@@ -117,12 +117,12 @@ def draw(doc: dict[str, Any]) -> Element:
         y += 12
     x = float(LEFT)
     for state in (name for name in NAMES if name in used):
-        if x + 19 + 7.6 * len(NAMES[state]) > WIDTH:
-            x, y = float(LEFT), y + 24
-        box = SubElement(svg, "rect", x=f"{x:.1f}", y=f"{y:.1f}", width="13", height="13")
+        if x + 21 + LETTER * len(NAMES[state]) > WIDTH:
+            x, y = float(LEFT), y + 28
+        box = SubElement(svg, "rect", x=f"{x:.1f}", y=f"{y:.1f}", width="15", height="15")
         box.set("fill", STATES[state])
-        text(svg, x + 19, y + 12, NAMES[state])
-        x += 40 + 7.6 * len(NAMES[state])
+        text(svg, x + 21, y + 14, NAMES[state])
+        x += 40 + LETTER * len(NAMES[state])
     svg.set("viewBox", f"0 0 {WIDTH} {y + 22:.0f}")
     return svg
 
