@@ -29,7 +29,7 @@ def main() -> None:
     docs = {title: results[f"e2e/pairs/{name}"] for name, title in SCENARIOS.items()}
     arms = list(reversed(labels(*docs.values()).items()))
     figure, axes = pyplot.subplots(
-        1, len(docs), figsize=(11, 3.2), sharey=True, layout="constrained"
+        1, len(docs), figsize=(11, 3.2), sharex=True, sharey=True, layout="constrained"
     )
     for axis, (title, doc) in zip(axes, docs.items(), strict=True):
         for measure, (label, marker, shift) in MEASURES.items():
