@@ -92,8 +92,8 @@ def main() -> None:
 
 async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, float]]:
     from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.harvest.contract import NoHarvest
     from tlt.harvest.forecast import TailForecast
-    from tlt.harvest.session import NoHarvest
     from tlt.observe.live import Live
     from tlt.observe.stopwatch import Stopwatch
     from tlt.rollout.actor import ray_spawner

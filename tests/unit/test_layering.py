@@ -58,8 +58,10 @@ ALLOWED["__main__"] = {"cli"}
 STDLIB_ONLY = {"colours", "contracts", "errors", "hardware", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
-    *(ROOT / "harvest" / f"{name}.py" for name in ("leases", "forecast", "rounds", "coordinator")),
-    ROOT / "harvest" / "release.py",
+    *(
+        ROOT / "harvest" / f"{name}.py"
+        for name in ("contract", "leases", "forecast", "record", "release", "rounds", "coordinator")
+    ),
     ROOT / "learner" / "memory.py",
     *(
         ROOT / "rollout" / f"{name}.py"

@@ -1,4 +1,4 @@
-"""Folders of drafters in a run: the first one, and those of checkpoints.
+"""The published drafter of a run, and the folders of drafters: the first one, and checkpoints'.
 
 A checkpoint's folder holds the published drafter as vLLM loads it, its version, and, to resume
 from, the state of the optimizer.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = "version.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedDrafter:
+    """The drafter that engines have."""
+
+    version: int
+    weights: Mapping[str, torch.Tensor] | None = None
+    """Weights, or None for those that the run began with."""
+    shared: Any = None
+    """The weights as trainers get them."""
 
 
 def make_drafter(
@@ -86,3 +98,14 @@ def _version(folder: Path) -> dict[str, Any]:
 def engine_dtype(folder: Path) -> str:
     """Return the dtype in which engines load the drafter of a folder."""
     return str(json.loads((folder / "config.json").read_text()).get("dtype", "bfloat16"))
+
+
+def for_engines(weights: Mapping[str, torch.Tensor], start: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a drafter of the form in `start` as engines load them."""
+    import torch
+
+    from tlt.drafter.checkpoint import drafter_weights
+    from tlt.drafter.eagle3.config import Eagle3Config
+
+    config = Eagle3Config.from_hf(json.loads((start / "config.json").read_text()))
+    return drafter_weights(weights, config, getattr(torch, engine_dtype(start)))

@@ -1,4 +1,4 @@
-"""Harvest as the run sees it: `RunHarvest`, implemented by `Harvest` and by `NoHarvest`.
+"""Harvest in a run: the implementation of `contract.RunHarvest` that trains.
 
 `Harvest` tells the coordinator which engines are idle, and hands published drafters to the engines.
 The coordinator is an object of this process. Whatever happens here, the run goes on: an exception
@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
+from tlt.harvest.contract import Engines, Record
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
-from tlt.harvest.published import engine_dtype, save_published
+from tlt.harvest.published import PublishedDrafter, for_engines, save_published
+from tlt.harvest.record import step_record
 from tlt.harvest.rounds import TrainerHandle, Version, now_s
 from tlt.rollout.distribution import SWAP_S
 from tlt.rollout.handle import place_of
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Record = dict[str, float]
 
 NUM_UPDATES = 5
 """Updates from which the duration of the next one is expected."""
@@ -63,71 +62,6 @@ START_S = 60.0
 ALARM_DRAFTS = 200
 ALARM_LENGTH = 1.1
 """Acceptance length below which a drafter is of no use, over `ALARM_DRAFTS` drafts of a step."""
-
-
-class RunHarvest(Protocol):
-    """The calls that a run makes to harvest."""
-
-    async def start(self) -> None: ...
-    def rollout_started(self, num_samples: int) -> None: ...
-    def sample_finished(self) -> None: ...
-    async def rollout_ended(self) -> None: ...
-    def update_started(self) -> None: ...
-    async def update_ended(self) -> None: ...
-    def policy_changed(self, weights: NewWeights, version: int) -> None: ...
-    def alarm(self, drafts: int, accepted: int) -> None: ...
-    def record(self) -> Record: ...
-    def leased(self) -> list[str]: ...
-    def take_spans(self) -> dict[str, list[Span]]: ...
-    async def save(self, folder: Path, to_resume: bool) -> None: ...
-    async def stop(self) -> None: ...
-
-
-class Engines(Protocol):
-    """The engines of a run, as harvest sees them; a `RolloutPool` has these methods."""
-
-    @property
-    def engines(self) -> list[str]:
-        """Names of the engines that are ready."""
-        ...
-
-    async def call_engine(self, engine: str, method: str) -> None:
-        """Let an engine `sleep` or `wake`."""
-        ...
-
-    async def update_drafter(
-        self, weights: NewWeights, version: int, skip: Collection[str] = ()
-    ) -> list[float]:
-        """Load a drafter into all engines but those to skip; return the seconds of each."""
-        ...
-
-    async def refresh_drafter(self, engine: str) -> None:
-        """Load the last drafter into an engine that was skipped."""
-        ...
-
-
-class NoHarvest:
-    """A run without harvest: every call does nothing."""
-
-    async def start(self) -> None: ...
-    def rollout_started(self, num_samples: int) -> None: ...
-    def sample_finished(self) -> None: ...
-    async def rollout_ended(self) -> None: ...
-    def update_started(self) -> None: ...
-    async def update_ended(self) -> None: ...
-    def policy_changed(self, weights: NewWeights, version: int) -> None: ...
-    def alarm(self, drafts: int, accepted: int) -> None: ...
-    async def save(self, folder: Path, to_resume: bool) -> None: ...
-    async def stop(self) -> None: ...
-
-    def record(self) -> Record:
-        return {}
-
-    def leased(self) -> list[str]:
-        return []
-
-    def take_spans(self) -> dict[str, list[Span]]:
-        return {}
 
 
 class Harvest:
@@ -170,9 +104,7 @@ class Harvest:
         """Engines whose memory is the trainers'."""
         self._moving: dict[str, asyncio.Lock] = {}
         """Held while an engine falls asleep or wakes."""
-        self._published: tuple[int, dict[str, torch.Tensor] | None, Any]
-        self._published = first_version, None, None
-        """Number, weights, and the weights as trainers get them; None are those of the start."""
+        self._published = PublishedDrafter(first_version)
         self._policy: tuple[int, Any] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
@@ -342,24 +274,7 @@ class Harvest:
         if now["trained_steps"]:
             self._failures = 0
         before, self._before = self._before, now
-        since = {name: now[name] - before.get(name, 0.0) for name in now}
-        return record | {
-            "harvest/idle_s": since["idle_s"],
-            "harvest/coverable_s": since["coverable_s"],
-            "harvest/used_s": since["used_s"],
-            "harvest/evaluated_s": since["evaluated_s"],
-            "harvest/evaluated_share": now["evaluated_s"] / max(now["used_s"], 1e-9),
-            "harvest/trained_tokens": since["trained_tokens"],
-            "harvest/published": since["published"],
-            "harvest/refused": since["refused"],
-            "harvest/merges": since["merges"],
-            "harvest/faults": since["faults"],
-            "harvest/trainer_restarts": since["trainer_restarts"],
-            "harvest/kills": since["kills"],
-            "harvest/stop_max_s": now["stop_max_s"],
-            "harvest/loss": now["loss"],
-            "harvest/held_out_length": now["length"],
-        }
+        return record | step_record(before, now)
 
     def leased(self) -> list[str]:
         """Return the workers that train now."""
@@ -407,18 +322,14 @@ class Harvest:
             return None
 
     def _save(self, folder: Path, moments: Packed | None) -> None:
-        version, weights, _ = self._published
+        drafter = self._published
         state = None if moments is None else unpack(moments)
-        save_published(folder, Path(self._trainer.drafter), weights, version, state)
+        save_published(folder, self._start_folder, drafter.weights, drafter.version, state)
 
-    def _pool_dtype(self) -> str:
-        return engine_dtype(Path(self._trainer.drafter))
-
-    def _drafter_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(
-            (Path(self._trainer.drafter) / "config.json").read_text()
-        )
-        return config
+    @property
+    def _start_folder(self) -> Path:
+        """Folder of the drafter that the run began with."""
+        return Path(self._trainer.drafter)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -434,8 +345,8 @@ class Harvest:
     def _start_coordinator(self) -> None:
         self._coordinator = Coordinator(self._settings, self._spawn_trainer, self._failed)
         self._before = {}
-        number, _, blob = self._published
-        self._tell(lambda coordinator: coordinator.start_from(number, blob))
+        drafter = self._published
+        self._tell(lambda coordinator: coordinator.start_from(drafter.version, drafter.shared))
         for worker in self._engines:
             self._tell(partial(Coordinator.join, worker=worker))
         if (policy := self._policy) is not None:
@@ -545,7 +456,7 @@ class Harvest:
 
         A coordinator that was lost meanwhile publishes nothing: its successor counts on that.
         """
-        weights, tensors = await asyncio.to_thread(self._for_engines, packed)
+        weights, tensors = await asyncio.to_thread(_unpacked, packed, self._start_folder)
         shared = await asyncio.to_thread(lambda: self._share(pack(weights)))
         while True:
             await self._rollout.wait()
@@ -559,22 +470,10 @@ class Harvest:
                         tensors.items(), version.number, skip=frozenset(self._asleep)
                     )
                 # A coordinator that is lost from here on has a successor that starts from it.
-                self._published = version.number, weights, shared
+                self._published = PublishedDrafter(version.number, weights, shared)
                 break
         self._swap_s += max(seconds, default=0.0)
         logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)
-
-    def _for_engines(
-        self, packed: Packed
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the weights, and the weights as the engines load them."""
-        import torch
-
-        from tlt.drafter.checkpoint import drafter_weights
-
-        weights = unpack(packed)
-        config = Eagle3Config.from_hf(self._drafter_config())
-        return weights, drafter_weights(weights, config, getattr(torch, self._pool_dtype()))
 
 
 @dataclass(eq=False, slots=True)
@@ -584,6 +483,14 @@ class _Spell:
     engine: str
     worker: str
     remaining_s: float
+
+
+def _unpacked(
+    packed: Packed, start: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a drafter's weights, and the weights as engines load them."""
+    weights = unpack(packed)
+    return weights, for_engines(weights, start)
 
 
 async def _shut_down(coordinator: Coordinator) -> None:

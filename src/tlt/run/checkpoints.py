@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tlt.config.train import TrainConfig
 from tlt.errors import CheckpointFailed
-from tlt.harvest.session import RunHarvest
+from tlt.harvest.contract import RunHarvest
 from tlt.learner.group import LearnerGroup
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.lengths import LengthForecast

@@ -18,11 +18,12 @@ from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.speculators import plain_config
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
+from tlt.harvest.contract import NoHarvest, RunHarvest
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.published import VERSION, make_drafter, version_of
 from tlt.harvest.release import stop_timeout_s
-from tlt.harvest.session import Harvest, NoHarvest, RunHarvest
+from tlt.harvest.session import Harvest
 from tlt.harvest.trainer import (
     AVERAGED_STEPS,
     DRAFTER_LR,

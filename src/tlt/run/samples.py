@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
 from tlt.errors import ConfigError, EngineError
-from tlt.harvest.session import RunHarvest
+from tlt.harvest.contract import RunHarvest
 from tlt.observe.live import Activity, Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool

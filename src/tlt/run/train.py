@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from tlt.config.train import TrainConfig
 from tlt.contracts import Scored
 from tlt.errors import LearnerLost
-from tlt.harvest.session import RunHarvest
+from tlt.harvest.contract import RunHarvest
 from tlt.learner.advantage import ADVANTAGES
 from tlt.learner.batch import Groups
 from tlt.learner.group import LearnerGroup

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 
 from tlt.config.train import TrainConfig
 from tlt.errors import CheckpointFailed, ConfigError, LearnerLost
-from tlt.harvest.session import NoHarvest
+from tlt.harvest.contract import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.lengths import LengthForecast
 from tlt.rollout.texts import Texts

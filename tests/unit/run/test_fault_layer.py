@@ -500,7 +500,7 @@ def records(out: Path) -> list[tuple[float, float]]:
 
 def light_save(harvest: Harvest, folder: Path, moments: object) -> None:
     folder.mkdir()
-    (folder / VERSION).write_text(json.dumps({"version": harvest._published[0]}))
+    (folder / VERSION).write_text(json.dumps({"version": harvest._published.version}))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ pytest.importorskip("ray")
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, Scored
 from tlt.errors import ConfigError, EngineError
+from tlt.harvest.contract import NoHarvest
 from tlt.harvest.forecast import TailForecast
-from tlt.harvest.session import NoHarvest
 from tlt.observe.live import Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.run.samples import Rollouts, make_requests

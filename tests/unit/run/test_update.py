@@ -12,8 +12,8 @@ pytest.importorskip("ray")
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
+from tlt.harvest.contract import NoHarvest
 from tlt.harvest.forecast import TailForecast
-from tlt.harvest.session import NoHarvest
 from tlt.learner.batch import TrainSample
 from tlt.observe.live import Live
 from tlt.observe.stopwatch import Stopwatch
