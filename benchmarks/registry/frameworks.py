@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from registry.core import Doc, Rows, figures, table, times
+from registry.core import Doc, Rows, figures, several, table, times
 from tlt.report.bootstrap import interval
 
 BEHAVIOURS = (
@@ -39,6 +39,56 @@ def errors(d: Doc) -> Rows:
             rows.append([version, f"`{text}`"])
     return rows
 
+
+# --- verl (`benchmarks/verl_steps.py`) ------------------------------------------------------------
+
+
+def verl_step(d: Doc, arm: str, number: int, name: str) -> float:
+    """Return the mean of a value over the pairs, in an RL step."""
+    return statistics.mean(pair[arm][number].get(name, 0.0) for pair in d["pairs"])
+
+
+@table("verl.table", "verl")
+def verl_steps(d: Doc) -> Rows:
+    head = ["RL step", "verl alone", "its tokens", "with TLT", "its tokens"]
+    rows = [[*head, "trained in idle time", "drafter"]]
+    for number in range(len(d["pairs"][0]["tlt"])):
+        row = [str(number + 1)]
+        for arm in ("without", "tlt"):
+            row.append(f"{verl_step(d, arm, number, 'seconds'):.1f} s")
+            row.append(f"{verl_step(d, arm, number, 'tokens'):,.0f}")
+        row.append(f"{verl_step(d, 'tlt', number, 'trained_s'):.1f} s")
+        versions = [pair["tlt"][number].get("drafter", 0.0) for pair in d["pairs"]]
+        rows.append([*row, several(versions, "{:.0f}", "")])
+    return rows
+
+
+def verl_total(arm: str, name: str) -> Callable[[Doc], float]:
+    return lambda d: sum(step[name] for pair in d["pairs"] for step in pair[arm][1:])
+
+
+def verl_pace(name: str) -> Callable[[Doc], str]:
+    """Return how much sooner a token is there with TLT, from the second RL step on."""
+
+    def text(d: Doc) -> str:
+        a, b = (
+            verl_total(arm, name)(d) / verl_total(arm, "tokens")(d) for arm in ("without", "tlt")
+        )
+        return times(a / b)
+
+    return text
+
+
+figures(
+    "verl",
+    "verl",
+    {
+        "pairs": lambda d: str(len(d["pairs"])),
+        "steps": lambda d: str(len(d["pairs"][0]["tlt"])),
+        "pace": verl_pace("seconds"),
+        "generation": verl_pace("generation_s"),
+    },
+)
 
 # --- TRL (`benchmarks/trl_pairs.py`) --------------------------------------------------------------
 
