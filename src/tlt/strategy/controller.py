@@ -75,6 +75,7 @@ class DraftController:
         self._schedule_started_s = 0.0
         self._last_finished_s = 0.0
         self.drafter_version = 0
+        self.texts_version = 0
         self.uncounted = False
         """Whether the engine generates no samples, but a recheck or texts of look-ahead
         (`tlt.rollout.recheck`, `tlt.rollout.ahead`): it drafts nothing, and counts nothing."""
@@ -111,6 +112,7 @@ class DraftController:
             num_prefills=num_prefills,
             num_waiting=num_waiting,
             drafter_version=self.drafter_version,
+            texts_version=self.texts_version,
         )
         if self.uncounted:
             return StepRecord(

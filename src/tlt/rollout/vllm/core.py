@@ -66,6 +66,8 @@ class VllmCore:
         self._own_texts: dict[str, array[int]] = {}
         """Texts generated ahead of samples that are not in flight yet."""
         self._is_keyed = False
+        self._has_own_texts = False
+        """Whether texts generated ahead have come since the policy was loaded."""
         self._cores: tuple[int, ...] = ()
         self._asleep: set[str] = set()
         """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
@@ -282,6 +284,7 @@ class VllmCore:
             )
         self._has_policy = True
         self._own_texts.clear()  # of samples that other engines generated
+        self._has_own_texts = False
         return self._loaded(started_s)
 
     # A policy from GPU to GPU (`send`) comes in several calls.
@@ -376,6 +379,9 @@ class VllmCore:
                 if lesson.sample_id:
                     self._own_texts[lesson.sample_id] = lesson.response
                     self._follow(lesson.sample_id)
+                    if not self._has_own_texts:
+                        self._has_own_texts = True
+                        self.controller.texts_version += 1
 
     def _follow(self, sample_id: str) -> None:
         """Draft a sample in flight from the text that was generated ahead for it."""
