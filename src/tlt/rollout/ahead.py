@@ -154,7 +154,8 @@ class LookAhead:
     @property
     def agreement(self) -> float:
         """Share of the tokens generated ahead that samples lately repeated."""
-        repeated, compared = map(sum, zip(*self._agreed, strict=True)) if self._agreed else (0, 0)
+        repeated = sum(repeated for repeated, _ in self._agreed)
+        compared = sum(compared for _, compared in self._agreed)
         return repeated / compared if compared else FIRST_AGREEMENT
 
     def seconds_left(self, engine: str) -> float:

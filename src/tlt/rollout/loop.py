@@ -219,8 +219,8 @@ class EngineLoop:
         """
         with self._lock:
             self._raise_if_dead()
-            is_busy = self._queue or self._in_flight or self._commands
-            is_busy = is_busy or self._rechecking or self._ahead
+            has_work = self._queue or self._in_flight or self._commands
+            is_busy = has_work or self._rechecking or self._ahead
             is_late = recheck.request.sample_id == self._ended_recheck
             if is_busy or is_late:
                 return None

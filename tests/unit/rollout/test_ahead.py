@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ class Clock:
         return self.now_s
 
 
-def request(name: str, prompt: int = 1, seed: int | None = 3, **sampling: int) -> SampleRequest:
+def request(name: str, prompt: int = 1, seed: int | None = 3, **sampling: Any) -> SampleRequest:
     spec = SamplingSpec(**({"max_tokens": 50} | sampling), seed=seed)
     return SampleRequest(name, (prompt,), spec, rl_step=2)
 

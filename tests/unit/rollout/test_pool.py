@@ -707,8 +707,6 @@ async def test_an_engine_that_is_lost_in_a_recheck_is_replaced() -> None:
 class LookingAhead(KeyedEngine):
     """Generates ahead a token per tick for each slot, until a request comes or the turn ends."""
 
-    can_look_ahead = True
-
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__(name, **kwargs)
         self.seen: list[SampleRequest] = []
