@@ -179,6 +179,9 @@ bench:
 	$(BIN)/python benchmarks/look_ahead.py --start raw --model models/smollm2
 	$(BIN)/python benchmarks/look_ahead.py --start cool --model models/smollm2
 	$(BIN)/python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft
+	$(BIN)/python benchmarks/ahead_steps.py --start raw
+	$(BIN)/python benchmarks/ahead_steps.py --start cool
+	$(BIN)/python benchmarks/ahead_steps.py --start sft --model runs/draft_noise/sft
 	$(BIN)/python benchmarks/e2e/run.py identical
 	$(BIN)/python benchmarks/e2e/run.py words
 	$(BIN)/python benchmarks/simulated_words.py

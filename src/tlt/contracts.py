@@ -187,6 +187,8 @@ class StepContext:
     num_prefills: int
     num_waiting: int
     drafter_version: int = 0
+    texts_version: int = 0
+    """Times that texts came which requests are expected to repeat: n-grams may be better now."""
 
 
 @dataclass(frozen=True, slots=True)

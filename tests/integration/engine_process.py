@@ -14,6 +14,7 @@ from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
+from tlt.rollout.ahead import AheadText
 from tlt.rollout.recheck import Recheck, Verdict
 
 # Engines are forked from a process that has imported vLLM, because the import takes longer than the
@@ -49,6 +50,23 @@ def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> 
         time.sleep(0.05)
         engine.submit([request])
         return verdict.result()
+
+
+def interrupt_look_ahead(
+    engine: Any, turn: int, ahead: Sequence[SampleRequest], request: SampleRequest
+) -> tuple[list[AheadText], bool]:
+    """Submit a request in the middle of look-ahead, and return what the turn has come to."""
+
+    def shortest() -> int:
+        running = engine.core.llm.engine_core.engine_core.scheduler.requests.values()
+        return min((len(r.output_token_ids) for r in running), default=0)
+
+    with ThreadPoolExecutor(1) as executor:
+        texts = executor.submit(engine.look_ahead, turn, ahead, 60.0)
+        while engine.between_steps(shortest) < 3:
+            time.sleep(0.005)
+        engine.submit([request])
+        return texts.result()
 
 
 class EngineProcess:

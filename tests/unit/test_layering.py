@@ -65,7 +65,7 @@ PURE = {
     ROOT / "learner" / "memory.py",
     *(
         ROOT / "rollout" / f"{name}.py"
-        for name in ("dispatch", "lengths", "work", "recheck", "texts")
+        for name in ("dispatch", "lengths", "work", "recheck", "texts", "ahead")
     ),
     ROOT / "run" / "fit.py",
     ROOT / "run" / "memory.py",

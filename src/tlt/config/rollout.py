@@ -98,6 +98,11 @@ class PoolConfig(Schema):
     """Memory of the driver in MiB for responses by prompt, which the n-gram drafters of other
     engines, epochs and runs learn from, for example 64; 0: every engine learns from its own samples
     only."""
+    look_ahead: bool = False
+    """Whether engines that have nothing left to generate draw samples of the next RL step with the
+    present policy. The texts are drafts for the next policy, which has the same noise, and are
+    never samples. Engines need n-gram arms, for example `["ngram", 8]` and `["ngram", 16]`. Harvest
+    gets the rest of the idle time. Samples are the same."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine may take to start, including the wait for free resources."""
     health_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)

@@ -15,6 +15,7 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, SampleRequest, StepReport
 from tlt.errors import ConfigError, EngineUnsafe
+from tlt.rollout.ahead import AheadText
 from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Recheck, Verdict
@@ -55,6 +56,18 @@ class RolloutEngine(EngineLoop):
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
         """Queue all requests or, when the engine refuses one of them, none."""
+        self._check(requests)
+        super().submit(requests)
+
+    def look_ahead(
+        self, turn: int, requests: Sequence[SampleRequest], wait_s: float
+    ) -> tuple[list[AheadText], bool]:
+        """Generate these texts ahead as well, or, when the engine refuses one of them, none."""
+        self._check(requests)
+        return super().look_ahead(turn, requests, wait_s)
+
+    def _check(self, requests: Sequence[SampleRequest]) -> None:
+        """Refuse requests that would be sampled wrongly, or that do not fit."""
         longest = self.core.max_draft_tokens
         for request in requests:
             check_sampling(request.sampling, speculating=longest > 0)
@@ -65,7 +78,6 @@ class RolloutEngine(EngineLoop):
                     "distribution. Set temperature = 0, start it without drafter, or see "
                     "`tlt doctor`"
                 )
-        super().submit(requests)
 
     def recheck(self, recheck: Recheck) -> Verdict | None:
         """Generate a sample again without drafts; only with keyed sampling it must be the same."""

@@ -32,10 +32,12 @@ from typing import TYPE_CHECKING, Any
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import WHOLE, EngineStats, Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
+from tlt.rollout.ahead import LookAhead
 from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.distribution import WeightDistribution
 from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.lengths import LengthForecast
+from tlt.rollout.lookout import Lookout
 from tlt.rollout.recheck import Recheck, Rechecks
 from tlt.rollout.runner import ROUNDS_BY_BATCH
 from tlt.rollout.teacher import Teacher
@@ -80,6 +82,16 @@ class RolloutPool:
         self._rechecks = Rechecks(share=0.0, max_tokens=0, dtype="float32")
         self._rechecking: dict[str, WatchedEngine] = {}
         """Samples that are generated again, and the engine of each."""
+        self.ahead = LookAhead(self.lengths, clock)
+        """Texts of the next RL step that idle engines generate ahead."""
+        self._lookout = Lookout(
+            self.ahead,
+            self._spawn_send,
+            self._is_idle,
+            self._turn_ended,
+            clock,
+            config.command_timeout_s,
+        )
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
         self._absent: dict[str, list[Span]] = {}
@@ -100,6 +112,7 @@ class RolloutPool:
     def listen(self, listener: LoadListener) -> None:
         """Tell this listener which engines are idle. Call it before the pool starts."""
         self._listener = listener
+        self._lookout.shares = True
 
     def recheck_with(self, rechecks: Rechecks) -> None:
         """Let idle engines generate some samples again without drafts, and compare them."""
@@ -144,6 +157,7 @@ class RolloutPool:
         self._dispatcher.submit(batch)
         self._rechecks.rollout_started(batch)
         self.texts.rollout_started(batch)
+        self.ahead.rollout_started(batch)
         for request in batch:
             self._waiting[request.sample_id] = inbox
         self._pump()
@@ -153,6 +167,16 @@ class RolloutPool:
             if isinstance(item, Exception):
                 raise item
             yield item
+
+    def look_ahead_on(self, requests: Iterable[SampleRequest]) -> None:
+        """Let idle engines generate these samples of the next RL step ahead, as drafts.
+
+        It counts until the rollout under way ends, or the next one.
+        """
+        if self._config.look_ahead:
+            self.ahead.plan(requests)
+            if self._listener is None:  # else idle engines may be leased already
+                self._tell_idle(self._handles)
 
     # --- engines ------------------------------------------------------------------------------
 
@@ -317,6 +341,8 @@ class RolloutPool:
         if report.get("learns"):
             self.texts.engine_ready(name)
             self._spawn_send(self._share_running(name, handle))
+            if report.get("keyed"):
+                self._lookout.engine_ready(name, report["slots"])
         logger.info("%s is ready with %d slots", name, report["slots"])
         if report.get("rounds_by_batch") and not self._told_rounding:
             self._told_rounding = True
@@ -344,6 +370,7 @@ class RolloutPool:
         logger.warning("%s is lost (%r); %d samples start again", name, error, len(requeued))
         self.num_restarts += 1
         self.texts.engine_lost(name)
+        self._lookout.engine_lost(name)
         self._pump()
         if self._listener is not None:
             self._spawn_send(self._listener.needed(name))  # for its successor
@@ -391,22 +418,30 @@ class RolloutPool:
             self._delivered.add(name)
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
             self._rechecks.finished(by_id[sample_id])
+            self.ahead.finished(by_id[sample_id])
             self._teach_others(self.texts.finished(by_id[sample_id]))
         if not self._dispatcher.num_unfinished:
             self._end_rechecks()
+            self._lookout.rollout_ended()
             self.texts.rollout_ended()
         self._pump()
         self._tell_idle([name])
 
     def _tell_idle(self, names: Iterable[str]) -> None:
-        """Let idle engines make a recheck, if one is due, and tell the listener after it."""
+        """Let idle engines make a recheck, if one is due, then look ahead, then be leased."""
         for name in names:
-            if not self._is_idle(name):
+            if not self._is_idle(name) or name in self._lookout:
                 continue
+            self.ahead.idle(name)
             if (recheck := self._rechecks.next()) is not None:
                 self._spawn_send(self._recheck(name, self._handles[name], recheck))
-            elif self._listener is not None:
-                self._listener.idle(name)
+            else:
+                self._leave_idle(name)
+
+    def _leave_idle(self, name: str) -> None:
+        """Let an idle engine look ahead, or tell the listener that its device is free."""
+        if not self._lookout.begin(self._handles[name]) and self._listener is not None:
+            self._listener.idle(name)
 
     def _is_idle(self, name: str) -> bool:
         """Return whether an engine has nothing to generate while others have."""
@@ -428,6 +463,11 @@ class RolloutPool:
             if verdict is not None:
                 self._tell_idle([name])
         elif self._is_idle(name):
+            self._leave_idle(name)
+
+    def _turn_ended(self, name: str) -> None:
+        """Tell the listener that an engine has looked ahead, and is still idle."""
+        if self._listener is not None and self._is_idle(name):
             self._listener.idle(name)
 
     def _end_rechecks(self) -> None:
@@ -476,6 +516,7 @@ class RolloutPool:
     async def _send(
         self, name: str, handle: WatchedEngine, requests: Sequence[SampleRequest]
     ) -> None:
+        self.ahead.needed(name)
         try:
             if self._listener is not None:
                 await self._listener.needed(name)
@@ -488,7 +529,8 @@ class RolloutPool:
                 # Nobody knows which requests it holds: its successor's samples count.
                 handle.condemn(f"it did not take {len(requests)} requests: {error}")
             return
-        self._teacher.teach(handle, self.texts.assigned(name, requests))
+        lessons = [*self.ahead.lessons(requests), *self.texts.assigned(name, requests)]
+        self._teacher.teach(handle, lessons)
         self._dispatcher.arrived(name)
         self._pump()
 

@@ -40,6 +40,8 @@ class Lesson:
     response: array[int]
     start: int = 0
     """Place of the first token in the whole response."""
+    sample_id: str = ""
+    """Sample that this text was generated ahead for (`ahead`): it begins with the same tokens."""
 
     @property
     def num_tokens(self) -> int:

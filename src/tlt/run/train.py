@@ -201,17 +201,22 @@ class Training:
         config, sampling = self._config, self._config.sampling
         groups = Groups(sampling.group_size, ADVANTAGES[config.algorithm.advantage])
         watch.skip()
-        scored = await self._rollouts.generate(
-            f"{step}",
-            problems,
-            sampling.group_size,
-            sampling.temperature,
-            self._update.version,
-            watch,
-            stage="rollout",
-            on_scored=lambda scored: self._update.add(groups.add(scored)),
-            rl_step=step,
-        )
+        looking_ahead = asyncio.create_task(self._look_ahead(step + 1))
+        try:
+            scored = await self._rollouts.generate(
+                f"{step}",
+                problems,
+                sampling.group_size,
+                sampling.temperature,
+                self._update.version,
+                watch,
+                stage="rollout",
+                on_scored=lambda scored: self._update.add(groups.add(scored)),
+                rl_step=step,
+            )
+        finally:
+            # Before the next call of the source, which is not for two threads at once.
+            await asyncio.gather(looking_ahead, return_exceptions=True)
         work = await self._counters.rollout_ended()
         self._update.rollout_ended()
         engines_capture = config.capture.by == "engines"
@@ -219,7 +224,19 @@ class Training:
         record["prompt/left_out"] = self._rollouts.num_left_out
         during = work.during
         self._parts.harvest.alarm(during.model_drafts, during.model_accepted_tokens)
+        if config.pool.look_ahead:
+            record |= self._parts.pool.ahead.record()
         return scored, record | self._parts.harvest.record()
+
+    async def _look_ahead(self, step: int) -> None:
+        """Let engines that become idle generate samples of the next RL step ahead, as drafts."""
+        if not self._config.pool.look_ahead or step > self._config.run.num_steps:
+            return
+        batch, count = self._prepared.source.batch, self._config.sampling.prompts_per_step
+        try:
+            self._rollouts.look_ahead(step, await asyncio.to_thread(batch, step, count))
+        except Exception as error:  # look-ahead saves time, and must not cost any
+            logger.warning("idle engines do not look ahead at RL step %d: %r", step, error)
 
     async def _evaluate(self, step: int, watch: Stopwatch) -> Record:
         """Return the record of the held-out problems under the current policy."""

@@ -14,9 +14,10 @@ strategy calm and safe:
   twice as much while no drafter is in use. The budget bounds what a bad drafter can cost.
 - **Like is compared with like.** Text turns from easy to hard within a response, for all drafters
   alike. The draft length follows the recent text; drafters are compared over all text.
-- **Changes are noticed.** A new version of the drafter soon gets a trial. A drafter that is not in
-  use gets a trial after its retry interval. Each failed trial doubles the interval, and a change
-  of acceptance resets it. Drafts that do not fit the remembered acceptance replace it.
+- **Changes are noticed.** A new version of the drafter soon gets a trial, and so do n-grams when
+  texts of look-ahead come. A drafter that is not in use gets a trial after its retry interval. Each
+  failed trial doubles the interval, and a change of acceptance resets it. Drafts that do not fit
+  the remembered acceptance replace it.
 
 There is no clock but the seconds that steps report, and no random choice: the same reports give
 the same decisions.
@@ -102,6 +103,7 @@ class Adaptive:
         self._switches = 3.0
         self._best_rate = 0.0
         self._version: int | None = None
+        self._texts_version = 0
         self._steps = 0
         self._last_used: dict[str, int] = {}
         """Engine step at which a draft of each drafter was last verified."""
@@ -147,7 +149,14 @@ class Adaptive:
     def decide(self, context: StepContext) -> Arm:
         """Return the arm that drafts in the next engine step."""
         if context.drafter_version != self._version:
-            self._meet_new_drafter(context.drafter_version)
+            if self._version is not None:
+                self._expect_change("eagle3")
+            self._version = context.drafter_version
+        if context.texts_version != self._texts_version:
+            self._expect_change("ngram")
+            self._texts_version = context.texts_version
+            if "ngram" in self._spent_due:
+                self._spent_due["ngram"].trials_s = 0.0  # once in a rollout
         num_decodes = self._num_decodes = context.num_decodes or context.num_prefills
         self._steps_left -= 1
         if num_decodes <= 0 or not self._time.known:
@@ -337,10 +346,10 @@ class Adaptive:
         seconds, least_s = times[arm]
         return num_decodes * gained / seconds, num_decodes * optimistic / least_s
 
-    def _meet_new_drafter(self, version: int) -> None:
-        if self._version is not None and "eagle3" in self._acceptance:
-            self._acceptance["eagle3"].forget(weight=24.0)
+    def _expect_change(self, drafter: str) -> None:
+        """Try a drafter again soon that has become another one."""
+        if drafter in self._acceptance:
+            self._acceptance[drafter].forget(weight=24.0)
             self._steps_left = 0
-            self._last_used.pop("eagle3", None)
-            self._failed_trials.pop("eagle3", None)
-        self._version = version
+            self._last_used.pop(drafter, None)
+            self._failed_trials.pop(drafter, None)

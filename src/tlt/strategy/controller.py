@@ -29,7 +29,7 @@ class StepRecord:
     num_prefill_tokens: int
     started_s: float
     counts: bool = True
-    """False for a recheck: neither counters nor the strategy see the engine step."""
+    """False for rechecks and look-ahead: neither counters nor the strategy see the engine step."""
 
 
 @dataclass(slots=True)
@@ -75,8 +75,10 @@ class DraftController:
         self._schedule_started_s = 0.0
         self._last_finished_s = 0.0
         self.drafter_version = 0
-        self.rechecking = False
-        """Whether the engine generates a sample again without drafts (`tlt.rollout.recheck`)."""
+        self.texts_version = 0
+        self.uncounted = False
+        """Whether the engine generates no samples, but a recheck or texts of look-ahead
+        (`tlt.rollout.recheck`, `tlt.rollout.ahead`): it drafts nothing, and counts nothing."""
         self.totals = Totals()
         self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
         self.spans = SpanLog()
@@ -110,8 +112,9 @@ class DraftController:
             num_prefills=num_prefills,
             num_waiting=num_waiting,
             drafter_version=self.drafter_version,
+            texts_version=self.texts_version,
         )
-        if self.rechecking:
+        if self.uncounted:
             return StepRecord(
                 context, OFF, OFF, num_prefill_tokens, self._schedule_started_s, counts=False
             )

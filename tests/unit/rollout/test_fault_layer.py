@@ -2,7 +2,8 @@
 
 Every call of the pool may be dropped, delayed, delivered twice, answered by an error, or delivered
 and never answered. Whatever the seed: every sample comes exactly once, from the current policy, and
-nobody waits longer than the limits allow. `TLT_FAULT_SEEDS` sets the number of seeds.
+nobody waits longer than the limits allow. With every other seed, idle engines look ahead.
+`TLT_FAULT_SEEDS` sets the number of seeds.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from tlt.errors import EngineError, EngineGone
 from tlt.rollout.loop import EngineLoop, Finished
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Recheck
+from tlt.rollout.texts import Lesson
 
 NUM_SEEDS = int(os.environ.get("TLT_FAULT_SEEDS", "50"))
 AT_ONCE = 25
@@ -50,13 +52,28 @@ class LightCore:
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
+        self.can_look_ahead = True
+        self.ahead: set[str] = set()
 
     def start(self) -> dict[str, Any]:
-        return {"slots": 2}
+        return {"slots": 2, "learns": True, "keyed": True}
 
     def admit(self, request: SampleRequest) -> None:
         assert request.sample_id not in self.left, "the same request twice"
+        assert not self.ahead, "a sample beside look-ahead"
         self.left[request.sample_id] = request.sampling.max_tokens
+
+    def begin_ahead(self, request: SampleRequest) -> None:
+        assert request.sample_id not in self.left, "the same request twice"
+        assert self.left.keys() <= self.ahead, "look-ahead beside a sample"
+        assert len(self.left) < 2, "more than the engine's slots"
+        self.ahead.add(request.sample_id)
+        self.left[request.sample_id] = request.sampling.max_tokens
+
+    def end_ahead(self) -> dict[str, list[int]]:
+        texts = {name: [7] for name in self.ahead if self.left.pop(name, None) is not None}
+        self.ahead.clear()
+        return texts
 
     def step(self) -> list[Finished]:
         self.left = {sample_id: left - 1 for sample_id, left in self.left.items()}
@@ -83,6 +100,9 @@ class LightEngine(EngineLoop):
 
     def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
         return self.between_steps(lambda: 0.0)
+
+    def learn(self, lessons: Sequence[Lesson]) -> None:
+        assert all(lesson.sample_id for lesson in lessons), "only texts generated ahead"
 
 
 class Handle:
@@ -144,19 +164,26 @@ def faults_of(seed: int) -> Iterator[str]:
 
 def requests(label: str) -> list[SampleRequest]:
     return [
-        SampleRequest(f"{label}/{index}", (1,), SamplingSpec(max_tokens=1 + 7 * index % 23))
+        SampleRequest(
+            f"{label}/{index}", (1,), SamplingSpec(1 + 7 * index % 23, seed=index), rl_step=1
+        )
         for index in range(20)
     ]
 
 
 async def one_seed(seed: int, threads: ThreadPoolExecutor) -> None:
     faults = faults_of(seed)
-    pool = RolloutPool(LIMITS, lambda name: Handle(name, faults, threads))
+    limits = LIMITS.model_copy(update={"look_ahead": seed % 2 == 0})
+    pool = RolloutPool(limits, lambda name: Handle(name, faults, threads))
     async with pool:
         for version in (1, 2):
             await pool.update_policy([("w", torch.ones(1))], version)
             wanted = requests(f"{seed}-{version}")
-            samples = [sample async for sample in pool.generate(wanted)]
+            samples = []
+            async for sample in pool.generate(wanted):
+                if not samples:
+                    pool.look_ahead_on(requests(f"{seed}-{version + 1}"))
+                samples.append(sample)
             ids = sorted(sample.sample_id for sample in samples)
             assert ids == sorted(request.sample_id for request in wanted), f"seed {seed}"
             assert {sample.policy_version for sample in samples} == {version}, f"seed {seed}"

@@ -15,6 +15,7 @@ from tlt.config.rollout import DispatchOrder, PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted
 from tlt.rollout import teacher
+from tlt.rollout.ahead import AheadText
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks, Verdict
 from tlt.rollout.texts import Lesson
@@ -698,6 +699,205 @@ async def test_an_engine_that_is_lost_in_a_recheck_is_replaced() -> None:
     [(name, _)] = calls(made, "recheck")
     assert f"{name}.1" in made
     assert (record["recheck/samples"], record["recheck/ended_early"]) == (0, 1)
+
+
+# --- look-ahead ---------------------------------------------------------------------------------
+
+
+class LookingAhead(KeyedEngine):
+    """Generates ahead a token per tick for each slot, until a request comes or the turn ends."""
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(name, **kwargs)
+        self.seen: list[SampleRequest] = []
+        """Requests that came to be generated ahead."""
+        self.ahead: dict[str, tuple[tuple[int, ...], int]] = {}
+        """Tokens of the requests under way, and how many of them there are yet."""
+        self.ended_turn = 0
+
+    async def start(self) -> dict[str, Any]:
+        return await super().start() | {"keyed": True}
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "look_ahead":
+            return await self.look_ahead(*args)
+        if method == "end_look_ahead":
+            self.ended_turn = max(self.ended_turn, args[0])
+        return await super().call(method, *args)
+
+    async def look_ahead(
+        self, turn: int, requests: list[SampleRequest], wait_s: float
+    ) -> tuple[list[AheadText], bool]:
+        assert 0 <= wait_s < 10
+        self.seen += requests
+        self.ahead |= {r.sample_id: (self.drawn(r)[0], 0) for r in requests}
+        if self.dead:
+            raise EngineError("gone")
+        for _ in range(int(wait_s / self.tick_s)):
+            if turn <= self.ended_turn or self.waiting or self.running:
+                texts = [self.text(name) for name in self.ahead]
+                self.ahead.clear()
+                return texts, True
+            await asyncio.sleep(self.tick_s)
+            self.ahead = {name: (t, count + 1) for name, (t, count) in self.ahead.items()}
+            ended = [name for name, (tokens, count) in self.ahead.items() if count >= len(tokens)]
+            if ended:
+                texts = [self.text(name) for name in ended]
+                for name in ended:
+                    del self.ahead[name]
+                return texts, False
+        return [], False
+
+    def text(self, name: str) -> AheadText:
+        tokens, count = self.ahead[name]
+        return AheadText(name, array("i", tokens[:count]))
+
+
+AHEAD = PoolConfig(num_engines=2, look_ahead=True)
+
+
+def step_of(step: int, longest: int = 60) -> list[SampleRequest]:
+    """Return 7 short samples and a long one, all with other prompts and seeds in each RL step."""
+    return [
+        SampleRequest(
+            f"{step}/{i}",
+            (10 * step + i,),
+            SamplingSpec(longest if i == 0 else 2, seed=100 * step + i),
+            rl_step=step,
+        )
+        for i in range(8)
+    ]
+
+
+async def rollout(pool: RolloutPool, step: int, longest: int = 60) -> dict[str, tuple[int, ...]]:
+    """Generate an RL step, while idle engines look ahead at the next one."""
+    found = {}
+    pool.look_ahead_on(step_of(step + 1))
+    async with asyncio.timeout(20):
+        async for sample in pool.generate(step_of(step, longest)):
+            assert sample.sample_id not in found
+            found[sample.sample_id] = sample.token_ids
+        await asyncio.sleep(0.02)
+    assert sorted(found) == [r.sample_id for r in step_of(step)]
+    return found
+
+
+class Long(LookingAhead):
+    """The first sample of each RL step takes all its tokens."""
+
+    def drawn(self, request: SampleRequest) -> tuple[tuple[int, ...], int]:
+        rng = random.Random(request.sampling.seed)
+        limit = request.sampling.max_tokens
+        return tuple(rng.randrange(100) for _ in range(limit)), limit
+
+
+async def test_an_idle_engine_looks_ahead_and_its_texts_reach_the_engines_of_the_samples() -> None:
+    factory = Factory(Long)
+    async with RolloutPool(AHEAD, factory) as pool:
+        made: dict[str, Any] = factory.made
+        await rollout(pool, 1, longest=40)
+        assert {r.sample_id for e in made.values() for r in e.seen} == {
+            f"ahead/{r.sample_id}" for r in step_of(2)
+        }
+        for engine in made.values():
+            assert all(r.rl_step is None and not r.sampling.logprobs for r in engine.seen)
+            assert engine.ahead == {}, "the end of the rollout frees the engine"
+            assert engine.lessons == []
+        record = pool.ahead.record()
+        assert record["ahead/texts"] == 8
+        assert 14 < record["ahead/tokens"] < 14 + 60, "the long one was aborted"
+        found = await rollout(pool, 2)
+        taught = {lesson.sample_id: lesson for e in made.values() for lesson in e.lessons}
+        assert taught.keys() == found.keys()
+        for request in step_of(2):
+            lesson, tokens = taught[request.sample_id], found[request.sample_id]
+            assert lesson.prompt_token_ids == request.prompt_token_ids
+            assert tuple(lesson.response) == tokens[: len(lesson.response)]
+        assert pool.ahead.record()["ahead/repeated_share"] == 1
+    alone: dict[str, tuple[int, ...]] = {}
+    async with RolloutPool(PoolConfig(num_engines=2), Factory(Long)) as pool:
+        for step, longest in ((1, 40), (2, 60)):
+            alone |= await rollout(pool, step, longest)
+    assert {name: alone[name] for name in found} == found
+
+
+async def test_look_ahead_is_off_by_default_and_where_engines_are_not_keyed() -> None:
+    for config, kind in ((PoolConfig(num_engines=2), Long), (AHEAD, KeyedEngine)):
+        factory = Factory(kind)
+        async with RolloutPool(config, factory) as pool:
+            await rollout(pool, 1)
+            assert pool.ahead.record()["ahead/texts"] == 0
+        calls = [method for e in factory.made.values() for method, _ in e.calls]
+        assert "look_ahead" not in calls
+        assert not any(getattr(engine, "seen", ()) for engine in factory.made.values())
+
+
+async def test_an_engine_in_the_middle_of_look_ahead_is_free_for_samples_of_a_lost_one() -> None:
+    factory = Factory(Long, slots=8)
+    async with RolloutPool(AHEAD, factory) as pool:
+        made: dict[str, Any] = factory.made
+        found = {}
+        pool.look_ahead_on(step_of(2, longest=2000))
+        async with asyncio.timeout(20):
+            async for sample in pool.generate(step_of(1, longest=200)):
+                found[sample.sample_id] = sample.token_ids
+                if len(found) == 7:
+                    [busy] = [e for e in made.values() if e.running or e.waiting]
+                    while not any(engine.ahead for engine in made.values()):
+                        await asyncio.sleep(0.001)
+                    busy.dead = True
+        assert len(found) == 8
+        assert len(found["1/0"]) == 200
+        assert not any(engine.ahead for engine in made.values())
+
+
+async def test_an_engine_that_is_lost_in_look_ahead_is_replaced() -> None:
+    factory = Factory(Long)
+    async with RolloutPool(AHEAD, factory) as pool:
+        made: dict[str, Any] = factory.made
+        found = {}
+        pool.look_ahead_on(step_of(2, longest=2000))
+        async with asyncio.timeout(20):
+            async for sample in pool.generate(step_of(1, longest=200)):
+                found[sample.sample_id] = sample.token_ids
+                if len(found) == 7:
+                    while not (looking := [e for e in made.values() if e.ahead]):
+                        await asyncio.sleep(0.001)
+                    looking[0].dead = True
+        assert len(found) == 8
+        await pool.wait_ready(2)
+        assert pool.num_restarts == 1
+
+
+class Trainers(Listener):
+    """Notes whether an engine that may be leased still looks ahead."""
+
+    def __init__(self, factory: Factory) -> None:
+        super().__init__()
+        self.made: dict[str, Any] = factory.made
+        self.looking: list[bool] = []
+
+    def idle(self, engine: str) -> None:
+        self.looking.append(bool(self.made[engine].ahead))
+
+
+@pytest.mark.parametrize(("longest", "looking"), [(60, []), (600, [False])])
+async def test_harvest_gets_an_engine_after_it_has_looked_ahead(
+    longest: int, looking: list[bool]
+) -> None:
+    """Never both at once, and not at all if the rollout ends before."""
+    factory = Factory(Long)
+    pool, trainers = RolloutPool(AHEAD, factory), Trainers(factory)
+    pool.listen(trainers)
+    async with pool:
+        if looking:  # idle spells were short
+            pool.ahead.idle("engine-0")
+            await asyncio.sleep(0.1)
+            pool.ahead.rollout_ended()
+            assert 0.04 < pool.ahead.seconds_left("engine-0") < 0.2
+        await rollout(pool, 1, longest)
+        assert any(engine.seen for engine in trainers.made.values())
+        assert trainers.looking == looking
 
 
 async def test_ten_thousand_samples_over_64_engines() -> None:

@@ -57,6 +57,7 @@ class FakePool:
 
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
+        self.ahead: list[SampleRequest] = []
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
         self.requests = list(requests)
@@ -65,20 +66,27 @@ class FakePool:
             tokens = (1,) * ((request.sampling.seed or 0) % 7)
             yield Sample(request.sample_id, tokens, (), "stop", "engine-0", 4, 0.0, 0.0, 0.0)
 
+    def look_ahead_on(self, requests: Sequence[SampleRequest]) -> None:
+        self.ahead = list(requests)
+
     def loads(self) -> dict[str, int | None]:
         return {}
+
+
+def rollouts_of(pool: Any, live: Any, max_prompt_tokens: int, **sampling: Any) -> Rollouts:
+    chat: Any = FakeChat()
+    rewards: Any = FakeRewards()
+    made = config(**sampling)
+    return Rollouts(made, chat, pool, rewards, NoHarvest(), live, max_prompt_tokens)
 
 
 def generate(
     policy_version: int = 4, max_prompt_tokens: int = 1, **sampling: Any
 ) -> tuple[list[Scored], list[Scored], FakePool]:
     pool: Any = FakePool()
-    chat: Any = FakeChat()
-    rewards: Any = FakeRewards()
     shown: list[tuple[str, float, float]] = []
     live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *s: shown.append(s))
-    made = config(**sampling)
-    rollouts = Rollouts(made, chat, pool, rewards, NoHarvest(), live, max_prompt_tokens)
+    rollouts = rollouts_of(pool, live, max_prompt_tokens, **sampling)
     ended: list[Scored] = []
     scored = asyncio.run(
         rollouts.generate(
@@ -184,3 +192,17 @@ def test_samples_of_neighbouring_steps_and_places_are_independent() -> None:
         table = numpy.zeros((4, 4))
         numpy.add.at(table, (first, second), 1)
         assert stats.chi2_contingency(table).pvalue > 1e-5
+
+
+@pytest.mark.parametrize("lengths", [None, {"median": 5, "p95": 20, "longest": 40}])
+def test_samples_of_the_next_rl_step_are_generated_ahead_as_they_will_be(
+    lengths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the prompts, ids, seeds and lengths of the samples, and without prompts too long."""
+    monkeypatch.setattr(FakeChat, "long", frozenset({"7"}))
+    _, _, pool = generate(forced_lengths=lengths, temperature=0.5)
+    assert len(pool.requests) == 11 * 11
+    ahead = FakePool()
+    rollouts_of(ahead, None, 1, forced_lengths=lengths, temperature=0.5).look_ahead(2, PROBLEMS)
+    assert ahead.ahead == pool.requests
+    assert ahead.requests == []

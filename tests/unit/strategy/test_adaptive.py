@@ -251,6 +251,30 @@ def test_a_new_drafter_is_tried_at_once() -> None:
     assert last.drafter == "eagle3"
 
 
+def test_ngrams_are_tried_at_once_when_texts_of_look_ahead_come() -> None:
+    """Beside a drafter in use, n-grams that were of no use would wait for hundreds of steps."""
+
+    def tried_after(texts_version: int) -> tuple[int, Arm]:
+        strategy, last, found = Adaptive(ARMS), OFF, 10**9
+        for step in range(1100):
+            after = step - 1000
+            version = texts_version if after >= 0 else 0
+            arm = strategy.decide(StepContext(step, 4, 0, 0, texts_version=version))
+            if after >= 0 and arm.drafter == "ngram":
+                found = min(found, after)
+            good = 2 if last.drafter == "eagle3" else 4 if after >= 0 else 0
+            accepted = tuple([good] * last.num_draft_tokens)
+            seconds = 0.03 + 0.002 * last.num_draft_tokens
+            strategy.observe(report((last, arm), 4, seconds, accepted))
+            last = arm
+        return found, last
+
+    found, last = tried_after(texts_version=1)
+    assert found <= 8, found
+    assert last == NGRAM[-1]
+    assert tried_after(texts_version=0)[0] > 50
+
+
 def test_nothing_is_tried_while_the_batch_fills_up() -> None:
     strategy = Adaptive(ARMS)
     for step in range(50):

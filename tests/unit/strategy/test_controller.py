@@ -54,11 +54,11 @@ def test_a_recheck_drafts_nothing_and_is_not_counted() -> None:
     eagle = Arm("eagle3", 4)
     strategy, clock = Scripted([eagle, eagle]), Clock()
     controller = DraftController(strategy, clock)
-    for rechecking in (False, True, True, False):
-        controller.rechecking = rechecking
+    for uncounted in (False, True, True, False):
+        controller.uncounted = uncounted
         controller.schedule_started()
         record = controller.step_scheduled(1, 0, 0, 0)
-        assert record.proposed == (OFF if rechecking else eagle)
+        assert record.proposed == (OFF if uncounted else eagle)
         clock.now += 1.0
         controller.step_finished(record, [], 1)
     assert [context.step for context in strategy.contexts] == [0, 1]

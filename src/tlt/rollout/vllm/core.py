@@ -61,6 +61,13 @@ class VllmCore:
         """Responses of other engines, epochs and runs to learn n-grams from."""
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
+        self._ahead: set[str] = set()
+        """Requests in flight that are generated ahead."""
+        self._own_texts: dict[str, array[int]] = {}
+        """Texts generated ahead of samples that are not in flight yet."""
+        self._is_keyed = False
+        self._has_own_texts = False
+        """Whether texts generated ahead have come since the policy was loaded."""
         self._cores: tuple[int, ...] = ()
         self._asleep: set[str] = set()
         """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
@@ -120,6 +127,7 @@ class VllmCore:
         faults = sorted({fault for report in reports for fault in report["faults"]})
         if faults:
             logger.error("%s samples wrongly with drafts: %s", self._name, "; ".join(faults))
+        self._is_keyed = bool(reports[0]["keyed"])
         return reports[0] | {
             "faults": faults,
             "rounds_by_batch": rounds_by_batch(self._config.num_gpus),
@@ -173,6 +181,7 @@ class VllmCore:
             sampling_params(request.sampling),
         )
         self._requests[request.sample_id] = (request, vllm_id)
+        self._follow(request.sample_id)
 
     def step(self) -> list[Finished]:
         """Run one engine step, and return the requests that it finished."""
@@ -191,14 +200,46 @@ class VllmCore:
                 finish_reason=completion.finish_reason,
                 finished_at_s=time.time(),
             )
-            if self._config.capture is not None:
+            if self._config.capture is not None and request.sample_id not in self._ahead:
                 self._keep_states(vllm_id, request, end)
+            self._ahead.discard(request.sample_id)
             finished.append(end)
         return finished
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether the engine is awake, samples by keys, and drafts from texts."""
+        return self.learns and self._is_keyed and self._has_policy and not self._asleep
+
+    def begin_ahead(self, request: SampleRequest) -> None:
+        """Hand a request of look-ahead to vLLM. Nothing is drafted or counted until `end_ahead`.
+
+        No n-grams are learned from it, and its hidden states are not recorded.
+        """
+        self.controller.uncounted = True
+        self.admit(request)
+        self._ahead.add(request.sample_id)
+        _, vllm_id = self._requests[request.sample_id]
+        self.llm.collective_rpc("tlt_begin_ahead", args=(vllm_id,))
+
+    def end_ahead(self) -> dict[str, list[int]]:
+        """Abort all requests of look-ahead, and return their tokens so far."""
+        known = self.llm.engine_core.engine_core.scheduler.requests
+        unfinished = {name: self._requests.pop(name)[1] for name in self._ahead}
+        texts = {
+            name: list(known[vllm_id].output_token_ids)
+            for name, vllm_id in unfinished.items()
+            if vllm_id in known
+        }
+        if unfinished:
+            self.llm.abort_request(list(unfinished.values()), internal=True)
+        self._ahead.clear()
+        self.controller.uncounted = False
+        return texts
+
     def begin_recheck(self, recheck: Recheck) -> None:
         """Hand a recheck to vLLM. Nothing is drafted or counted until `end_recheck`."""
-        self.controller.rechecking = True
+        self.controller.uncounted = True
         self.admit(recheck.request)
         _, vllm_id = self._requests[recheck.request.sample_id]
         num_prompt_tokens = len(recheck.request.prompt_token_ids)
@@ -211,7 +252,7 @@ class VllmCore:
         unfinished = self._requests.pop(recheck.request.sample_id, None)
         if unfinished is not None:
             self.llm.abort_request([unfinished[1]], internal=True)
-        self.controller.rechecking = False
+        self.controller.uncounted = False
         # V2 may draw on any one of the workers.
         missed = self.llm.collective_rpc("tlt_end_recheck")
         return {place: short for worker in missed for place, short in worker.items()}
@@ -242,6 +283,8 @@ class VllmCore:
                 f"{self._name} keeps cached prefixes of the last policy: vLLM did not drop them"
             )
         self._has_policy = True
+        self._own_texts.clear()  # of samples that other engines generated
+        self._has_own_texts = False
         return self._loaded(started_s)
 
     # A policy from GPU to GPU (`send`) comes in several calls.
@@ -332,6 +375,19 @@ class VllmCore:
         """Learn n-grams from some of the responses that came from elsewhere."""
         if self.learns and (lessons := self.inbox.take(LESSON_TOKENS)):
             self.llm.collective_rpc("tlt_learn", args=(lessons,))
+            for lesson in lessons:
+                if lesson.sample_id:
+                    self._own_texts[lesson.sample_id] = lesson.response
+                    self._follow(lesson.sample_id)
+                    if not self._has_own_texts:
+                        self._has_own_texts = True
+                        self.controller.texts_version += 1
+
+    def _follow(self, sample_id: str) -> None:
+        """Draft a sample in flight from the text that was generated ahead for it."""
+        _, vllm_id = self._requests.get(sample_id, (None, ""))
+        if vllm_id and (text := self._own_texts.pop(sample_id, None)) is not None:
+            self.llm.collective_rpc("tlt_follow", args=(vllm_id, text))
 
     def sleep(self, keep_policy: bool) -> None:
         """Free the device's memory. The policy goes to the host if it is kept, else it is lost.

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from tlt.rollout.vllm.history_kernels import draft_rows, learn_rows
+from tlt.rollout.vllm.own_texts import OwnTexts
 
 _LESSON = ""
 """Name of a text that is no request's."""
@@ -59,6 +60,7 @@ class History:
         self._num_learned = 0
         # The row of `state` of each running request; see `history_kernels`.
         self._running: dict[str, tuple[int, int, int]] = {}
+        self._own_texts = OwnTexts()
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +101,17 @@ class History:
             num_drafted,
         )
         drafted = zip(drafts.tolist(), num_drafted.tolist(), strict=True)
-        return [draft[:length] for draft, length in drafted]
+        found = [draft[:length] for draft, length in drafted]
+        for row, request_id in enumerate(request_ids):
+            if num_wanted[row] and request_id in self._own_texts:
+                response = token_ids[rows[row], num_prompt_tokens[row] : num_tokens[row]]
+                own = self._own_texts.draft(request_id, response, num_wanted[row])
+                found[row] = own or found[row]
+        return found
+
+    def follow(self, request_id: str, text: Any) -> None:
+        """Draft a request from a text of its own, as long as its response repeats the text."""
+        self._own_texts.follow(request_id, text)
 
     def end(self, request_id: str, num_prompt_tokens: int, token_ids: Any) -> None:
         """Learn the rest of a request that has ended. A later request may reuse its name."""
@@ -123,10 +135,12 @@ class History:
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, without learning the rest of it."""
         self._running.pop(request_id, None)
+        self._own_texts.forget(request_id)
 
     def clear(self) -> None:
         """Forget all tokens learned so far; running requests stay known."""
         self._tables.fill(0)
+        self._own_texts.clear()
 
     def _learn(
         self,

@@ -52,6 +52,9 @@ class NgramDrafts(Protocol):
     def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
         """Learn a response that this engine did not generate, or a later part, after its prompt."""
 
+    def follow(self, request_id: str, text: Any) -> None:
+        """Draft a request from a text of its own, as long as its response repeats the text."""
+
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
 
@@ -119,6 +122,10 @@ class HistoryDrafts:
         """Learn a response that this engine did not generate, or a later part, after its prompt."""
         self.history.learn(num_prompt_tokens, text, is_begin)
 
+    def follow(self, request_id: str, text: Any) -> None:
+        """Draft a request from a text of its own, as long as its response repeats the text."""
+        self.history.follow(request_id, text)
+
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
         for request_id in request_ids:
@@ -168,6 +175,9 @@ class OwnTextDrafts:
 
     def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
         """Learn nothing."""
+
+    def follow(self, request_id: str, text: Any) -> None:
+        """Follow nothing."""
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop nothing."""

@@ -68,15 +68,15 @@ class RunnerV1:
 
     # --- engine steps -------------------------------------------------------------------------
 
-    def begin_step(self, scheduler_output: Any, rechecks: Collection[str]) -> None:
-        """Set the drafter of this engine step; learn from ended requests that are no rechecks."""
+    def begin_step(self, scheduler_output: Any, unlearned: Collection[str]) -> None:
+        """Set the drafter of this engine step; learn from ended requests but for `unlearned`."""
         drafter = getattr(self.runner, "drafter", None)
         ended = scheduler_output.finished_req_ids
         if isinstance(drafter, SwitchingProposer):
             drafter.drafter = getattr(scheduler_output, "tlt_drafter", "eagle3")
             drafter.missed.forget(ended)
         if (lookup := self._history_lookup()) is not None:
-            lookup.requests_ended(ended - set(rechecks))
+            lookup.requests_ended(ended - set(unlearned))
 
     def end_step(self) -> None:
         """Note that the forward pass of this engine step has been started."""
@@ -116,6 +116,11 @@ class RunnerV1:
         """Learn a response that this engine did not generate, or a later part, after its prompt."""
         if (lookup := self._history_lookup()) is not None:
             lookup.history.learn(num_prompt_tokens, text, is_begin)
+
+    def follow(self, request_id: str, text: Any) -> None:
+        """Draft a request from a text of its own, as long as its response repeats the text."""
+        if (lookup := self._history_lookup()) is not None:
+            lookup.history.follow(request_id, text)
 
     def _history_lookup(self) -> Any:
         """Return the proposer that looks n-grams up in a history of samples; None without one."""

@@ -81,8 +81,8 @@ class RunnerV2:
 
     # --- engine steps -------------------------------------------------------------------------
 
-    def begin_step(self, scheduler_output: Any, rechecks: Collection[str]) -> None:
-        """Set the drafter of this engine step; learn from ended requests that are no rechecks."""
+    def begin_step(self, scheduler_output: Any, unlearned: Collection[str]) -> None:
+        """Set the drafter of this engine step; learn from ended requests but for `unlearned`."""
         speculator = self.runner.speculator
         if not hasattr(speculator, "drafter"):
             return
@@ -91,7 +91,7 @@ class RunnerV2:
         speculator.forget(ended)
         if (history := speculator.history) is not None:
             texts = getattr(scheduler_output, "tlt_ended", {})
-            learned = {name: text for name, text in texts.items() if name not in rechecks}
+            learned = {name: text for name, text in texts.items() if name not in unlearned}
             history.requests_ended(learned)
             history.drop(ended - learned.keys())
 
@@ -136,6 +136,11 @@ class RunnerV2:
         """Learn a response that this engine did not generate, or a later part, after its prompt."""
         if (history := getattr(self.runner.speculator, "history", None)) is not None:
             history.learn(num_prompt_tokens, text, is_begin)
+
+    def follow(self, request_id: str, text: Any) -> None:
+        """Draft a request from a text of its own, as long as its response repeats the text."""
+        if (history := getattr(self.runner.speculator, "history", None)) is not None:
+            history.follow(request_id, text)
 
     # --- what the runner is made of -----------------------------------------------------------
 

@@ -253,3 +253,58 @@ def test_like_comparing_everything(
         for name, (prompt, response) in asked.items():
             expected = reference.draft(prompt + response, tuple(prompt), num_wanted)
             assert drafts[name] == expected
+
+
+# --- texts that requests are expected to repeat -------------------------------------------------
+
+
+def follow(history: History, name: str, text: list[int]) -> None:
+    history.follow(name, np.array(text, dtype=np.int32))
+
+
+def test_a_text_of_its_own_is_drafted_by_position() -> None:
+    history = History(100, 2, 4)
+    follow(history, "a", [1, 2, 3, 4, 5, 6, 7])
+    assert draft(history, {"a": (PROMPT, [])}) == {"a": [1, 2, 3, 4]}
+    assert draft(history, {"a": (PROMPT, [1, 2, 3]), "b": (PROMPT, [9])}) == {
+        "a": [4, 5, 6, 7],
+        "b": [],
+    }
+    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5])}) == {"a": [6, 7]}
+    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5, 6, 7])}) == {"a": []}
+
+
+def test_a_text_of_its_own_comes_before_a_sibling() -> None:
+    """A later sibling began alike; by the longest match alone it would be drafted."""
+    history = History(100, 2, 4)
+    own, other = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 8, 9]
+    history.learn(len(PROMPT), np.array(PROMPT + own, dtype=np.int32))
+    end(history, "sibling", PROMPT, other)
+    follow(history, "a", own)
+    requests = {"b": (PROMPT, own[:4]), "a": (PROMPT, own[:4])}
+    assert draft(history, requests, 2) == {"b": [8, 9], "a": [5, 6]}
+
+
+def test_ngrams_draft_after_the_first_difference() -> None:
+    history = History(100, 2, 4)
+    own = [1, 2, 3, 4, 5, 6, 7, 8]
+    history.learn(len(PROMPT), np.array(PROMPT + own, dtype=np.int32))
+    follow(history, "a", own)
+    assert draft(history, {"a": (PROMPT, [1, 99])}) == {"a": []}
+    assert draft(history, {"a": (PROMPT, [1, 99, 3, 4])}) == {"a": [5, 6, 7, 8]}, "found again"
+    follow(history, "b", own)
+    history.forget("b")
+    assert draft(history, {"b": (OTHER, [])}) == {"b": []}
+
+
+def test_a_text_of_its_own_may_come_late() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [1]), "b": (PROMPT, [2])}) == {"a": [], "b": []}
+    for name in "ab":
+        follow(history, name, [1, 50, 51, 52])
+    assert draft(history, {"a": (PROMPT, [1, 50]), "b": (PROMPT, [2, 50])}) == {
+        "a": [51, 52],
+        "b": [],
+    }
+    history.clear()
+    assert draft(history, {"a": (PROMPT, [1, 50])}) == {"a": []}
