@@ -38,8 +38,11 @@ Times = Mapping[Arm, tuple[float, float]]
 Trial = Literal["due", "promising"]
 """Why an arm gets a trial: its drafter's retry interval has passed, or its optimistic rate exceeds
 the best arm's."""
-PRIOR = {"eagle3": 0.7, "ngram": 0.3}
+PRIOR = {"eagle3": 0.7, "ngram": 0.3, "mixed": 0.7}
 """Chance that a draft token is accepted, before any draft was verified."""
+
+LEAST_PRICE, MOST_PRICE = 0.05, 0.6
+"""Bounds of the chance of acceptance that is worth the verification of a draft token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,16 @@ class Adaptive:
         self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
         self._steps += 1
         self._last_used[drafter] = self._steps
+
+    @property
+    def price(self) -> float | None:
+        """Chance of acceptance that is worth the verification of a draft token.
+
+        A token takes the seconds of its verification, in which the batch would gain tokens.
+        """
+        if self._best_rate <= 0:
+            return None
+        return min(max(self._time.draft_token_s * self._best_rate, LEAST_PRICE), MOST_PRICE)
 
     # --- deciding -----------------------------------------------------------------------------
 
@@ -266,6 +279,8 @@ class Adaptive:
 
         due = []
         for drafter, lengths in self._lengths.items():
+            if drafter == "mixed" and "eagle3" in self._lengths and self._settled == OFF:
+                continue  # a mix is of no use where none of its parts is
             # While no drafter is in use, trials stay frequent: the text may have become easy.
             doublings = min(4 if self._settled != OFF else 1, self._failed_trials.get(drafter, 0))
             steps = self._steps - self._last_used.get(drafter, 0)
@@ -307,8 +322,8 @@ class Adaptive:
         for drafter, lengths in self._lengths.items():
             shorter_s = times[OFF][0]
             for arm in lengths:
-                share = self._acceptance[drafter].drafted_share
-                draft_tokens = num_decodes * arm.num_draft_tokens * share
+                drafted = self._acceptance[drafter].drafted(arm.num_draft_tokens)
+                draft_tokens = num_decodes * drafted
                 seconds, error = self._time.expected_s(num_decodes, draft_tokens, arm)
                 least_s = seconds * (1 - 0.5 * error)
                 times[arm] = (
@@ -338,9 +353,10 @@ class Adaptive:
         return num_decodes * gained / seconds, num_decodes * optimistic / least_s
 
     def _meet_new_drafter(self, version: int) -> None:
-        if self._version is not None and "eagle3" in self._acceptance:
-            self._acceptance["eagle3"].forget(weight=24.0)
-            self._steps_left = 0
-            self._last_used.pop("eagle3", None)
-            self._failed_trials.pop("eagle3", None)
+        for drafter, arms in self._lengths.items():
+            if self._version is not None and arms[0].uses_model:
+                self._acceptance[drafter].forget(weight=24.0)
+                self._steps_left = 0
+                self._last_used.pop(drafter, None)
+                self._failed_trials.pop(drafter, None)
         self._version = version

@@ -102,10 +102,8 @@ def test_drafts_count_for_their_own_places_only() -> None:
         matches: Any = np.tile((IN_PROMPT, 7), (3, 1))
         wrong = [[WRONG] * PLACES] * 3
         sources.begin(["moved", "ended", ""], np.array([5, 5, 5]), matches, wrong, none)
-        assert sources.is_waiting
         drawn: Any = np.zeros((2, 4), dtype=np.int64)
         sources.verified(["moved", "new"], np.array([6, 5]), drawn)
-        assert not sources.is_waiting
         sources.verified(["ended"], np.array([5]), drawn)
     assert choose(sources, [(IN_PROMPT, 7)]) == before
 
