@@ -10,6 +10,7 @@ MODES = {
     "off": GREY,
     "ngram": GREEN,
     "eagle3": BLUE,
+    "mixed": TEAL,
     "frozen": PURPLE,
     "tlt": ORANGE,
     "adaptive": ORANGE,

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
-DrafterName = Literal["off", "ngram", "eagle3"]
+DrafterName = Literal["off", "ngram", "eagle3", "mixed"]
+"""Who drafts; `mixed` is EAGLE-3, and n-grams for requests with a promising match."""
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 WHOLE: frozenset[FinishReason] = frozenset({"stop", "length"})
 """How a whole sample ends. Any other end is a fault, and the sample is generated again."""
@@ -164,6 +165,16 @@ class Arm:
                 "'off' drafts 0, every drafter at least 1"
             )
 
+    @property
+    def uses_model(self) -> bool:
+        """Whether the draft model drafts, for all requests or for some."""
+        return self.drafter in ("eagle3", "mixed")
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Whether n-grams are looked up, for all requests or for some."""
+        return self.drafter in ("ngram", "mixed")
+
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Return the arm that `str` wrote as this text."""
@@ -212,6 +223,11 @@ class StepReport:
     num_output_tokens: int
     elapsed_s: float
     drafter_version: int = 0
+    history_drafts: int = 0
+    """Drafts that a mixed arm took from the history of samples; the others are the model's."""
+    history_draft_tokens: int = 0
+    history_accepted_at: tuple[int, ...] = ()
+    """Like `accepted_at`, of drafts that a mixed arm took from the history."""
     ended_s: float = 0.0
     """Time of the end, by the clock of the engine's node."""
 

@@ -31,7 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 SWITCHING = {
     "kind": "random",
-    "arms": [["off", 0], ["eagle3", 1], ["eagle3", 3], ["ngram", 2]],
+    "arms": [["off", 0], ["eagle3", 1], ["eagle3", 3], ["ngram", 2], ["mixed", 3]],
     "seed": 1,
 }
 

@@ -29,7 +29,11 @@ RESTLESS = {
     "known_drafts": 10**9,
 }
 """The adaptive strategy without its caution: it tries every drafter all the time."""
-SWITCHING_ARMS = [["off", 0]] + [[d, k] for d in ("ngram", "eagle3") for k in (1, 2, 4, 8)]
+SWITCHING_ARMS: list[list[Any]] = [
+    ["off", 0],
+    *([drafter, k] for drafter in ("ngram", "eagle3") for k in (1, 2, 4, 8)),
+    *(["mixed", k] for k in (1, 4)),
+]
 
 
 def random_prompts(count: int, seed: int = 0, vocab: tuple[int, int] = (4, 260)) -> list[list[int]]:

@@ -33,7 +33,8 @@ class DraftSettings(Schema):
     strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
     """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""
     max_draft_tokens: int | None = Field(default=None, ge=1, le=32)
-    """Longest draft that a strategy of this engine may use; by default what `strategy` needs."""
+    """Longest draft that a strategy of this engine may use; by default what `strategy` needs. In
+    mixed arms, drafts from the history of samples may have as many tokens, by default 8."""
     ngram: NgramConfig | None = Field(default_factory=NgramConfig)
     """Settings of the n-gram drafter; null leaves n-grams out of the engine."""
     drafter_state_mib: int = Field(default=512, ge=0)

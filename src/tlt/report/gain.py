@@ -18,7 +18,12 @@ from tlt.report.view import RunView, arms, harvest, reclaimed
 MIN_PAIRS = 3
 """Fewest pairs of RL steps that say something about noise."""
 
-DRAFTERS = {"off": "no drafts", "ngram": "n-grams", "eagle3": "EAGLE-3 drafter"}
+DRAFTERS = {
+    "off": "no drafts",
+    "ngram": "n-grams",
+    "eagle3": "EAGLE-3 drafter",
+    "mixed": "EAGLE-3 and n-grams",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,12 +130,17 @@ class RolloutEngine(EngineLoop):
                     f"arm {arm} drafts more than the {longest} tokens this engine was started for; "
                     f"set engine.max_draft_tokens = {arm.num_draft_tokens}"
                 )
-            if arm.drafter == "eagle3" and self.config.drafter is None:
+            if arm.uses_model and self.config.drafter is None:
                 raise ConfigError(f"arm {arm}: this engine was started without engine.drafter")
-            if arm.drafter == "ngram" and not self.core.has_ngrams:
+            if arm.uses_ngrams and not self.core.has_ngrams:
                 raise ConfigError(
                     f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
                     "engine_args.async_scheduling = false"
+                )
+            if arm.drafter == "mixed" and not self.core.has_history:
+                raise ConfigError(
+                    f"arm {arm}: this engine was started without a history of samples; set "
+                    "engine.ngram.history_tokens, e.g. 1000000"
                 )
         self.between_steps(lambda: self.core.controller.set_strategy(strategy))
 

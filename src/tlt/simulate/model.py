@@ -69,7 +69,7 @@ def _features(arm: Arm, running: Any, context: Any, free_rows: float) -> Any:
     )
     length = float(arm.num_draft_tokens)
     # N-grams are looked up, so they need no forward passes.
-    passes = length if arm.drafter == "eagle3" else 0.0
+    passes = length if arm.uses_model else 0.0
     rows = running * (1 + length)
     return np.stack(
         [

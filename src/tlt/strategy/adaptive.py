@@ -26,7 +26,7 @@ the same decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +39,11 @@ Times = Mapping[Arm, tuple[float, float]]
 Trial = Literal["due", "promising"]
 """Why an arm gets a trial: its drafter's retry interval has passed, or its optimistic rate exceeds
 the best arm's."""
-PRIOR = {"eagle3": 0.7, "ngram": 0.3}
+PRIOR = {"eagle3": 0.7, "ngram": 0.3, "mixed": 0.7}
 """Chance that a draft token is accepted, before any draft was verified."""
+
+LEAST_PRICE, MOST_PRICE = 0.05, 0.6
+"""Bounds of the chance of acceptance that is worth the verification of a draft token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,19 +147,30 @@ class Adaptive:
         self._steps += 1
         self._last_used[drafter] = self._steps
 
+    @property
+    def price(self) -> float | None:
+        """Chance of acceptance that is worth the verification of a draft token.
+
+        A token takes the seconds of its verification, in which the batch would gain tokens.
+        """
+        if self._best_rate <= 0:
+            return None
+        return min(max(self._time.draft_token_s * self._best_rate, LEAST_PRICE), MOST_PRICE)
+
     # --- deciding -----------------------------------------------------------------------------
 
     def decide(self, context: StepContext) -> Arm:
         """Return the arm that drafts in the next engine step."""
         if context.drafter_version != self._version:
             if self._version is not None:
-                self._expect_change("eagle3")
+                for drafter in self._drafters(lambda arm: arm.uses_model):
+                    self._expect_change(drafter)
             self._version = context.drafter_version
         if context.texts_version != self._texts_version:
-            self._expect_change("ngram")
+            for drafter in self._drafters(lambda arm: arm.uses_ngrams):
+                self._expect_change(drafter)
+                self._spent_due[drafter].trials_s = 0.0  # once in a rollout
             self._texts_version = context.texts_version
-            if "ngram" in self._spent_due:
-                self._spent_due["ngram"].trials_s = 0.0  # once in a rollout
         num_decodes = self._num_decodes = context.num_decodes or context.num_prefills
         self._steps_left -= 1
         if num_decodes <= 0 or not self._time.known:
@@ -275,6 +289,8 @@ class Adaptive:
 
         due = []
         for drafter, lengths in self._lengths.items():
+            if drafter == "mixed" and "eagle3" in self._lengths and self._settled == OFF:
+                continue  # a mix is of no use where none of its parts is
             # While no drafter is in use, trials stay frequent: the text may have become easy.
             doublings = min(4 if self._settled != OFF else 1, self._failed_trials.get(drafter, 0))
             steps = self._steps - self._last_used.get(drafter, 0)
@@ -316,8 +332,8 @@ class Adaptive:
         for drafter, lengths in self._lengths.items():
             shorter_s = times[OFF][0]
             for arm in lengths:
-                share = self._acceptance[drafter].drafted_share
-                draft_tokens = num_decodes * arm.num_draft_tokens * share
+                drafted = self._acceptance[drafter].drafted(arm.num_draft_tokens)
+                draft_tokens = num_decodes * drafted
                 seconds, error = self._time.expected_s(num_decodes, draft_tokens, arm)
                 least_s = seconds * (1 - 0.5 * error)
                 times[arm] = (
@@ -346,10 +362,13 @@ class Adaptive:
         seconds, least_s = times[arm]
         return num_decodes * gained / seconds, num_decodes * optimistic / least_s
 
+    def _drafters(self, are: Callable[[Arm], bool]) -> list[str]:
+        """Return the drafters whose arms are of a kind."""
+        return [drafter for drafter, arms in self._lengths.items() if are(arms[0])]
+
     def _expect_change(self, drafter: str) -> None:
         """Try a drafter again soon that has become another one."""
-        if drafter in self._acceptance:
-            self._acceptance[drafter].forget(weight=24.0)
-            self._steps_left = 0
-            self._last_used.pop(drafter, None)
-            self._failed_trials.pop(drafter, None)
+        self._acceptance[drafter].forget(weight=24.0)
+        self._steps_left = 0
+        self._last_used.pop(drafter, None)
+        self._failed_trials.pop(drafter, None)

@@ -28,6 +28,8 @@ class StepRecord:
     proposed: Arm
     num_prefill_tokens: int
     started_s: float
+    price: float | None = None
+    """Chance of acceptance that is worth the verification of a draft token; None if unknown."""
     counts: bool = True
     """False for rechecks and look-ahead: neither counters nor the strategy see the engine step."""
 
@@ -53,10 +55,11 @@ class Totals:
         self.drafts += report.num_drafts
         self.draft_tokens += report.num_draft_tokens
         self.accepted_tokens += report.num_accepted_tokens
-        if report.verified.drafter == "eagle3":
-            self.model_drafts += report.num_drafts
-            self.model_accepted_tokens += report.num_accepted_tokens
-            self.model_first_accepted += report.accepted_at[0] if report.accepted_at else 0
+        if report.verified.uses_model:
+            others = report.history_accepted_at
+            self.model_drafts += report.num_drafts - report.history_drafts
+            self.model_accepted_tokens += report.num_accepted_tokens - sum(others)
+            self.model_first_accepted += sum(report.accepted_at[:1]) - sum(others[:1])
         self.output_tokens += report.num_output_tokens
         self.busy_s += report.elapsed_s
         self.accepted_at.extend([0] * (len(report.accepted_at) - len(self.accepted_at)))
@@ -125,28 +128,30 @@ class DraftController:
             proposed=self._strategy.decide(context),
             num_prefill_tokens=num_prefill_tokens,
             started_s=self._schedule_started_s,
+            price=getattr(self._strategy, "price", None),  # only some strategies know it
         )
         self._last_arm = record.proposed
         return record
 
     def step_finished(
-        self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
+        self,
+        record: StepRecord,
+        drafts: Sequence[tuple[int, int]],
+        num_output_tokens: int,
+        from_history: Sequence[tuple[int, int]] = (),
     ) -> StepReport:
         """Report a finished engine step to the strategy.
 
-        `drafts` holds (drafted tokens, accepted tokens) of each request with a draft.
+        `drafts` holds (drafted tokens, accepted tokens) of each request with a draft, but those
+        that a mixed arm took from the history are in `from_history`.
         """
         now = self.now_s()
         started_s = max(record.started_s, self._last_finished_s)
         elapsed_s = now - started_s
         self._last_finished_s = now
-        accepted_at = [0] * max((accepted for _, accepted in drafts), default=0)
-        draft_tokens = accepted_tokens = 0
-        for drafted, accepted in drafts:
-            draft_tokens += drafted
-            accepted_tokens += accepted
-            for position in range(accepted):
-                accepted_at[position] += 1
+        drafts = [*drafts, *from_history]
+        accepted_at = _accepted_at(drafts)
+        accepted_tokens = sum(accepted_at)
         report = StepReport(
             step=record.context.step,
             verified=record.verified,
@@ -154,12 +159,15 @@ class DraftController:
             num_decodes=record.context.num_decodes,
             num_prefill_tokens=record.num_prefill_tokens,
             num_drafts=len(drafts),
-            num_draft_tokens=draft_tokens,
+            num_draft_tokens=sum(drafted for drafted, _ in drafts),
             num_accepted_tokens=accepted_tokens,
-            accepted_at=tuple(accepted_at),
+            accepted_at=accepted_at,
             num_output_tokens=num_output_tokens,
             elapsed_s=elapsed_s,
             drafter_version=record.context.drafter_version,
+            history_drafts=len(from_history),
+            history_draft_tokens=sum(drafted for drafted, _ in from_history),
+            history_accepted_at=_accepted_at(from_history),
             ended_s=now,
         )
         if not record.counts:
@@ -180,3 +188,12 @@ class DraftController:
         self.totals.add(report)
         self._strategy.observe(report)
         return report
+
+
+def _accepted_at(drafts: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Return how many drafts were accepted at least up to each position."""
+    counts = [0] * max((accepted for _, accepted in drafts), default=0)
+    for _, accepted in drafts:
+        for position in range(accepted):
+            counts[position] += 1
+    return tuple(counts)

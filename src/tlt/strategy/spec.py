@@ -40,6 +40,7 @@ EXAMPLES = {
 """A spec of every kind, in TOML."""
 LEARNING = ("adaptive", "beg_mab")
 """Kinds that find the best of their arms while decoding."""
+DRAFTERS = ("ngram", "eagle3", "mixed")
 DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
 """Draft lengths that a learning kind chooses from when its spec names no arms."""
 
@@ -76,7 +77,7 @@ class ByBatchSize:
                 f"strategy.schedule needs rising batch sizes from 1 on, got {limits}; "
                 "e.g. [[4, 4], [16, 2]]"
             )
-        if drafter not in ("ngram", "eagle3"):
+        if drafter not in DRAFTERS:
             raise ConfigError(
                 f"strategy.drafter = {drafter!r} is no drafter; e.g. 'eagle3' or 'ngram'"
             )
@@ -169,8 +170,9 @@ _BUILDERS: dict[str, Callable[[StrategySpec], Strategy]] = {
 def parse_arm(value: Sequence[Any]) -> Arm:
     """Parse an arm such as `["eagle3", 4]`."""
     drafter, num_draft_tokens = value
-    if drafter not in ("off", "ngram", "eagle3"):
-        raise ConfigError(f"unknown drafter {drafter!r}; one of 'off', 'ngram', 'eagle3'")
+    if drafter not in ("off", *DRAFTERS):
+        names = ", ".join(map(repr, ("off", *DRAFTERS)))
+        raise ConfigError(f"unknown drafter {drafter!r}; one of {names}")
     try:
         return Arm(drafter, int(num_draft_tokens))
     except ValueError as error:

@@ -17,6 +17,8 @@ from tlt.strategy.spec import build_strategy, complete_strategy
 CONFIG_KEY = "tlt"
 """Key of our settings in vLLM's `additional_config`."""
 _HERE = "tlt.rollout.vllm"
+HISTORY_DRAFT_TOKENS = 8
+"""Longest draft that mixed arms take from the history, unless `max_draft_tokens` says otherwise."""
 GRAPH_ARGS = {
     "compilation_config",
     "cudagraph_capture_sizes",
@@ -50,6 +52,9 @@ def max_draft_tokens(config: EngineConfig) -> int:
     if not speculates(config, arms):
         return 0
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
+    if config.max_draft_tokens is None and any(arm.drafter == "mixed" for arm in arms):
+        # V2 drafts as many tokens for all requests, and longer drafts would take CUDA graphs.
+        longest = longest if uses_v2(config) else max(longest, HISTORY_DRAFT_TOKENS)
     speculative = config.engine_args.get("speculative_config") or {}
     given = speculative.get("num_speculative_tokens", 0)
     return max(longest, config.max_draft_tokens or 0, given) or 1
@@ -58,7 +63,7 @@ def max_draft_tokens(config: EngineConfig) -> int:
 def ngram_history_tokens(config: EngineConfig) -> int:
     """Return the size of the history that the strategy drafts from; 0 if it uses none."""
     arms = build_strategy(strategy_spec(config)).arms()
-    if config.ngram is None or not any(arm.drafter == "ngram" for arm in arms):
+    if config.ngram is None or not any(arm.uses_ngrams for arm in arms):
         return 0
     return config.ngram.history_tokens
 
@@ -73,7 +78,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     on_gpu = config.num_gpus > 0
     on_v2 = uses_v2(config)
     # The n-gram lookup of the V1 runner needs the tokens of the last engine step.
-    can_be_async = on_v2 or not any(arm.drafter == "ngram" for arm in arms)
+    can_be_async = on_v2 or not any(arm.uses_ngrams for arm in arms)
     is_async = bool(config.engine_args.get("async_scheduling", on_gpu and can_be_async))
     ngram = config.ngram if on_v2 or not is_async else None
     args: dict[str, Any] = {

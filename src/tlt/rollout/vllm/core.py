@@ -54,6 +54,8 @@ class VllmCore:
         """Longest draft that this engine can verify; 0 for an engine that never drafts."""
         self.has_ngrams = self._args["additional_config"]["tlt"]["ngram"] is not None
         """Whether this engine can draft n-grams."""
+        self.has_history = self.has_ngrams and bool(config.ngram and config.ngram.history_tokens)
+        """Whether it looks them up in a history of samples."""
         history_tokens = ngram_history_tokens(config)
         self.learns = history_tokens > 0
         """Whether this engine drafts from a history of samples."""

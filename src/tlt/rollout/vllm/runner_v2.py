@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tlt.rollout.sources import PRICE
 from tlt.rollout.vllm import sampler_v2, selftest_v2
 from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.rollout.vllm.missed_v2 import MissedDrawsV2
@@ -89,11 +90,21 @@ class RunnerV2:
         ended = scheduler_output.finished_req_ids
         speculator.drafter = getattr(scheduler_output, "tlt_drafter", speculator.drafter)
         speculator.forget(ended)
+        if hasattr(speculator, "sources"):
+            speculator.sources.price = getattr(scheduler_output, "tlt_price", PRICE)
         if (history := speculator.history) is not None:
             texts = getattr(scheduler_output, "tlt_ended", {})
             learned = {name: text for name, text in texts.items() if name not in unlearned}
             history.requests_ended(learned)
             history.drop(ended - learned.keys())
+
+    def take_from_history(self) -> frozenset[str]:
+        """Return the requests whose next verified drafts a mixed arm took from the history."""
+        speculator = self.runner.speculator
+        taken: frozenset[str] = getattr(speculator, "from_history", frozenset())
+        if taken:
+            speculator.from_history = frozenset()
+        return taken
 
     def end_step(self) -> None:
         """Note that the forward pass of this engine step has been started."""

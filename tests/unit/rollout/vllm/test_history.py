@@ -308,3 +308,46 @@ def test_a_text_of_its_own_may_come_late() -> None:
     }
     history.clear()
     assert draft(history, {"a": (PROMPT, [1, 50])}) == {"a": []}
+
+
+# --- matches ---------------------------------------------------------------------------------------
+
+
+def matches(
+    history: History, requests: dict[str, tuple[list[int], list[int]]]
+) -> list[tuple[int, int]]:
+    """Return the scope and the length of each request's match."""
+    rows: Any = np.zeros((len(requests), WIDTH), dtype=np.int32)
+    for row, (prompt, response) in enumerate(requests.values()):
+        rows[row, : len(prompt) + len(response)] = prompt + response
+    num_prompt_tokens = [len(prompt) for prompt, _ in requests.values()]
+    num_tokens = [len(prompt) + len(response) for prompt, response in requests.values()]
+    wanted = [4] * len(requests)
+    _, found = history.look_up(list(requests), num_prompt_tokens, num_tokens, rows, wanted)
+    return [(int(scope), int(length)) for scope, length in found]
+
+
+def test_a_match_counts_the_tokens_of_the_response_only() -> None:
+    history = History(200, 2, 4)
+    end(history, "known", PROMPT, [*range(20, 40)])
+    found = matches(
+        history,
+        {
+            "start": (PROMPT, []),
+            "few": (PROMPT, [20, 21, 22]),
+            "many": (PROMPT, [*range(20, 32)]),
+            "part": (PROMPT, [50, 51, *range(24, 32)]),
+            "other prompt": (OTHER, [*range(32, 39)]),
+            "unknown": ([1, 2], [3]),
+        },
+    )
+    assert found == [(0, 0), (0, 3), (0, 12), (0, 8), (1, 7), (-1, 0)]
+
+
+def test_a_match_is_counted_up_to_a_limit_and_within_the_ring() -> None:
+    history = History(50, 2, 4)
+    end(history, "known", PROMPT, [*range(100, 148)])
+    assert matches(history, {"a": (OTHER, [*range(100, 146)])}) == [(-1, 0)], "overwritten by it"
+    history = History(300, 2, 4)
+    end(history, "known", PROMPT, [*range(100, 148)])
+    assert matches(history, {"a": (OTHER, [*range(100, 146)])}) == [(1, 32)]
