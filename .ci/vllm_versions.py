@@ -15,6 +15,7 @@ the table of docs/switch.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -110,11 +111,11 @@ def sources(version: str, folder: Path) -> Path:
 def result_of(output: str) -> dict[str, str]:
     """Return the results that the program printed, or why there are none."""
     lines = output.strip().splitlines() or ["it said nothing"]
-    try:
-        found = json.loads(lines[-1])
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"start": lines[-1][:240]}
+    for line in reversed(lines):  # libraries may complain after it, when the process ends
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
+    return {"start": lines[-1][:240]}
 
 
 def installed(packages: Path, name: str) -> str:

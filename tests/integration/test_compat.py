@@ -138,6 +138,9 @@ def test_the_supported_range() -> None:
 
     assert version_supported("0.32.0", on_cpu=True)
     assert version_supported("0.32.1+cpu", on_cpu=True)
+    assert version_supported("0.27.1+cpu", on_cpu=True)
+    assert not version_supported("0.26.9", on_cpu=True)
+    assert not version_supported("0.30.0", on_cpu=True)
     assert not version_supported("0.31.9", on_cpu=False)
     assert not version_supported("0.33.0", on_cpu=True)
     assert not version_supported("1.0.0", on_cpu=True)

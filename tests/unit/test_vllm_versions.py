@@ -31,6 +31,7 @@ def script() -> ModuleType:
             'INFO x\n{"start": "passed", "greedy": "E: no"}\n',
             {"start": "passed", "greedy": "E: no"},
         ),
+        ('{"start": "passed"}\nnanobind: leaked 4 instances!\n', {"start": "passed"}),
         ("Traceback\nImportError: no torch", {"start": "ImportError: no torch"}),
         ("3\n", {"start": "3"}),
         ("", {"start": "it said nothing"}),

