@@ -289,8 +289,6 @@ class Adaptive:
 
         due = []
         for drafter, lengths in self._lengths.items():
-            if drafter == "mixed" and "eagle3" in self._lengths and self._settled == OFF:
-                continue  # a mix is of no use where none of its parts is
             # While no drafter is in use, trials stay frequent: the text may have become easy.
             doublings = min(4 if self._settled != OFF else 1, self._failed_trials.get(drafter, 0))
             steps = self._steps - self._last_used.get(drafter, 0)
@@ -302,9 +300,12 @@ class Adaptive:
     def _may_try(self, arm: Arm, num_decodes: int, rate: float, trial: Trial) -> bool:
         """Return whether the arm may get a trial now.
 
-        Shorter drafts go first: they are cheaper and teach about longer ones. No trial may cost
-        more than the rest of its budget.
+        Shorter drafts go first: they are cheaper and teach about longer ones. So does the draft
+        model: a mix is of no use where none of its parts is. No trial may cost more than the rest
+        of its budget.
         """
+        if arm.drafter == "mixed" and "eagle3" in self._lengths and self._settled == OFF:
+            return False
         if arm.num_draft_tokens:
             lengths = self._lengths[arm.drafter]
             place = lengths.index(arm)
