@@ -34,6 +34,9 @@ class StepTime:
     """Weight of the fit against the correction, in engine steps."""
     PACE_WINDOW, PACE_STEPS = 24.0, 12.0
     """Engine steps over which the pace is averaged, and steps that an arm needs to contribute."""
+    JUMP, JUMP_STEPS = 1.5, 3
+    """Ratio to the expected time that tells of the machine, not of a well-known arm; and such steps
+    in a row after which the pace follows at once."""
     SOLVE_EVERY = 4
     """Engine steps between two solutions of the fit, once it has seen some dozens."""
     ROWS, PREFILL = 64.0, 512.0
@@ -47,6 +50,9 @@ class StepTime:
         self._parts = [0.0] * size
         self._scale = 0.0
         self._pace = 1.0
+        self._jumps: list[float] = []
+        """Logarithms of the ratios to the expected time of the latest steps in a row that told of
+        the machine."""
         self._growth = 1.0
         self._unsolved = 0
         self._cells: dict[tuple[int, Arm], _Cell] = {}
@@ -77,18 +83,33 @@ class StepTime:
         elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
         prefill_s = self._prefill_s(report.num_prefill_tokens)
         if steady and report.num_decodes > 0 and prefill_s < 0.5 * min(elapsed_s, fitted_s):
-            self._follow_pace(report, elapsed_s - prefill_s)
+            if self._follow_pace(report, elapsed_s - prefill_s):
+                return
             self._correct(report, elapsed_s - prefill_s, fitted_s - prefill_s)
         self._refit(inputs, elapsed_s)
 
-    def _follow_pace(self, report: StepReport, elapsed_s: float) -> None:
-        """Update the pace from arms with well-known times; the error of others would spread."""
-        if self.visits(report.num_decodes, report.proposed) >= self.PACE_STEPS:
-            expected_s = self._usual_s(
-                report.num_decodes, report.num_draft_tokens, report.proposed
-            )[0]
-            surprise = min(0.4, max(-0.4, math.log(elapsed_s / expected_s)))
-            self._pace *= math.exp(surprise / self.PACE_WINDOW)
+    def _follow_pace(self, report: StepReport, elapsed_s: float) -> bool:
+        """Update the pace from arms with well-known times; the error of others would spread.
+
+        Return whether the step tells of the machine alone. A machine that stalls for minutes would
+        make the arm in use look slow next to arms last timed before, and rare trials take hundreds
+        of steps to find that out.
+        """
+        if self.visits(report.num_decodes, report.proposed) < self.PACE_STEPS:
+            return False
+        expected_s = self._usual_s(report.num_decodes, report.num_draft_tokens, report.proposed)[0]
+        surprise = math.log(elapsed_s / expected_s)
+        self._pace *= math.exp(min(0.4, max(-0.4, surprise)) / self.PACE_WINDOW)
+        if abs(surprise) < math.log(self.JUMP):
+            self._jumps.clear()
+            return False
+        if self._jumps and self._jumps[-1] * surprise < 0:
+            self._jumps.clear()
+        self._jumps.append(surprise)
+        if len(self._jumps) == self.JUMP_STEPS:
+            self._pace *= math.exp(min(self._jumps, key=abs))
+            self._jumps.clear()
+        return True
 
     def prefill_s(self, num_prefill_tokens: int) -> float:
         """Return the seconds of a step that prompts took."""

@@ -561,6 +561,70 @@ def tail_rollouts(strategy: Strategy, seed: int) -> float:
     return tokens / clock_s
 
 
+class Stalling:
+    """A strategy in an engine whose machine is five times slower during some engine steps."""
+
+    def __init__(self, strategy: Strategy, slow: range) -> None:
+        self._strategy = strategy
+        self._slow = slow
+
+    def arms(self) -> frozenset[Arm]:
+        return self._strategy.arms()
+
+    def decide(self, context: StepContext) -> Arm:
+        version = int(context.step >= self._slow.stop)  # a drafter swap right after the stall
+        return self._strategy.decide(replace(context, drafter_version=version))
+
+    def observe(self, report: StepReport) -> None:
+        factor, version = 5 if report.step in self._slow else 1, int(report.step >= self._slow.stop)
+        made = replace(report, elapsed_s=factor * report.elapsed_s, drafter_version=version)
+        self._strategy.observe(made)
+
+
+def test_a_machine_that_stalls_for_minutes_makes_no_arm_look_slow() -> None:
+    """EAGLE-3 drafts during the stall; n-grams and plain steps were timed before it."""
+    table, slow = tail_table(), range(500, 630)
+    work = [[60, 80, 100, 120, 140, 160, 180, 220]] * 14
+    shares = []
+    for seed in (1, 3):
+        strategy = Stalling(Adaptive(list(table.seconds)), slow)
+        made = replay(partial(given_strategy, strategy), table, lambda p: 1.0, work, seed)
+        after = [r.proposed.drafter for r in made.reports if r.step >= slow.stop + 50]
+        assert len(after) > 300
+        shares.append(after.count("eagle3") / len(after))
+    assert min(shares) > 0.9, shares
+
+
+def test_the_pace_follows_a_machine_that_stalls_and_the_arms_keep_their_times() -> None:
+    model, arm = StepTime(frozenset(ARMS)), EAGLE[1]
+    rng = random.Random(0)
+
+    def run(used: Arm, seconds: float, steps: int) -> None:
+        for _ in range(steps):
+            made = report((used, used), 8, seconds * rng.uniform(0.9, 1.1))
+            model.observe(made, steady=True)
+
+    def seconds(used: Arm) -> float:
+        return model.expected_s(8, 8 * used.num_draft_tokens, used)[0]
+
+    run(OFF, 0.09, 40)
+    run(arm, 0.12, 60)
+    before = seconds(arm) / seconds(OFF)
+    run(arm, 5 * 0.12, 10)
+    assert seconds(arm) == pytest.approx(5 * 0.12, rel=0.2)
+    assert seconds(arm) / seconds(OFF) == pytest.approx(before, rel=0.05)
+    run(arm, 0.12, 10)
+    assert seconds(arm) == pytest.approx(0.12, rel=0.2)
+    assert seconds(arm) / seconds(OFF) == pytest.approx(before, rel=0.05)
+
+
+def test_one_long_step_is_no_stall() -> None:
+    model = StepTime(frozenset(ARMS))
+    for step in range(60):
+        model.observe(report((OFF, OFF), 8, 2.0 if step % 20 == 19 else 0.09), steady=True)
+    assert model.expected_s(8, 0, OFF)[0] == pytest.approx(0.09, rel=0.1)
+
+
 def test_step_time_predicts_arms_never_tried() -> None:
     model = StepTime(frozenset(ARMS))
 
