@@ -179,7 +179,7 @@ async def one_seed(seed: int, threads: ThreadPoolExecutor) -> None:
         for version in (1, 2):
             await pool.update_policy([("w", torch.ones(1))], version)
             wanted = requests(f"{seed}-{version}")
-            samples = []
+            samples: list[Sample] = []
             async for sample in pool.generate(wanted):
                 if not samples:
                     pool.look_ahead_on(requests(f"{seed}-{version + 1}"))
