@@ -99,7 +99,8 @@ def _packages() -> list[Finding]:
 
 def _engine(probed: dict[str, Any]) -> list[Finding]:
     if "error" in probed:
-        return [Finding(Status.BAD, "vLLM import", probed["error"], "reinstall: make setup")]
+        fix = probed.get("fix", "reinstall: make setup")
+        return [Finding(Status.BAD, "vLLM import", probed["error"], fix)]
     supported, plugin, faults = probed["supported"], probed["plugin"], probed["faults"]
     fixes = [name for name, active in probed["fixes"].items() if active]
     return [
@@ -155,22 +156,24 @@ print("TLT" + json.dumps({
 }))
 """
 """A program that loads vLLM as an engine process does, and prints what it found."""
+PROBE_S = 180
 
 
 def probe() -> dict[str, Any]:
-    """Run `PROBE` in a process of its own, and return what it found or an `error`."""
+    """Run `PROBE` in a process of its own; return what it found, or an `error` and its `fix`."""
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"} | dict(os.environ)
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=PROBE_S,
             env=environment,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": "no answer within 180 s"}
+        fix = "the machine is busy: try again when other programs have ended"
+        return {"error": f"no answer within {PROBE_S} s", "fix": fix}
     for line in done.stdout.splitlines():
         if line.startswith("TLT{"):
             return json.loads(line.removeprefix("TLT"))
