@@ -41,10 +41,11 @@ def test_each_request_gets_the_better_draft(
 ) -> None:
     engine = engines(model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8)
     plain, _ = run(engine, OFF)
-    arms = {"ngram": 8, "eagle3": 3, "mixed": 3}
+    # The first mixed rollouts teach the engine which matches are good.
+    arms = [("ngram", 8), ("eagle3", 3), *[("mixed", 3)] * 4]
     gained: dict[str, float] = {}
     steps: list[StepReport] = []
-    for drafter, length in arms.items():
+    for drafter, length in arms:
         before = engine.stats()
         tokens, steps = run(engine, fixed(drafter, length))
         assert tokens == plain, drafter
@@ -53,13 +54,13 @@ def test_each_request_gets_the_better_draft(
         gained[drafter] = sum(step.num_accepted_tokens for step in steps) / decodes
         model_drafts = after.model_drafts - before.model_drafts
         assert (model_drafts > 0) == (drafter != "ngram")
-    assert gained["mixed"] > max(gained["ngram"], gained["eagle3"]), gained
     # Both sources draft in one engine step, and drafts from the history are longer.
     assert any(0 < step.history_drafts < step.num_drafts for step in steps)
-    assert max(len(step.history_accepted_at) for step in steps) > arms["mixed"]
+    assert max(len(step.history_accepted_at) for step in steps) > 3
     assert sum(step.history_drafts for step in steps) + model_drafts == sum(
         step.num_drafts for step in steps
     )
+    assert gained["mixed"] > max(gained["ngram"], gained["eagle3"]), gained
 
 
 def test_without_a_history_there_is_nothing_to_mix(
