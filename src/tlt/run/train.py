@@ -187,6 +187,8 @@ class Training:
         if every and (step % every == 0 or step == self._config.run.num_steps):
             record |= await self._evaluate(step, watch)
         record |= self._counters.step_ended() | self._parts.rechecks.record()
+        if self._config.pool.look_ahead:  # by now with the texts that the rollout's end aborted
+            record |= self._parts.pool.ahead.record()
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         record["checkpoint/faults"] = self._checkpoints.take_faults()
         self._log.samples(step, problems, scored)
@@ -224,8 +226,6 @@ class Training:
         record["prompt/left_out"] = self._rollouts.num_left_out
         during = work.during
         self._parts.harvest.alarm(during.model_drafts, during.model_accepted_tokens)
-        if config.pool.look_ahead:
-            record |= self._parts.pool.ahead.record()
         return scored, record | self._parts.harvest.record()
 
     async def _look_ahead(self, step: int) -> None:
