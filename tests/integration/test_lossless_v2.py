@@ -31,9 +31,11 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 SWITCHING = {
     "kind": "random",
-    "arms": [["off", 0], ["eagle3", 1], ["eagle3", 3], ["ngram", 2], ["mixed", 3]],
+    "arms": [["off", 0], ["eagle3", 1], ["eagle3", 3], ["ngram", 2]],
     "seed": 1,
 }
+
+MIXED = {"kind": "fixed", "drafter": "mixed", "num_draft_tokens": 3}
 
 
 def start(tiny: Path, drafter: Path, *, is_async: bool, **speculative: Any) -> InterpretedEngine:
@@ -80,9 +82,11 @@ def reference(engine: InterpretedEngine) -> list[Sample]:
     return samples_of(engine, {"kind": "off"})
 
 
-def check_equal(engine: InterpretedEngine, reference: list[Sample]) -> None:
+def check_equal(
+    engine: InterpretedEngine, reference: list[Sample], strategy: dict[str, Any] = SWITCHING
+) -> None:
     before = engine.stats()
-    samples = samples_of(engine, SWITCHING)
+    samples = samples_of(engine, strategy)
     after = engine.stats()
     accepted = after.accepted_tokens - before.accepted_tokens
     assert accepted > 3
@@ -115,6 +119,12 @@ def test_same_samples_while_drafters_and_draft_lengths_switch(
 ) -> None:
     assert len({s.token_ids for s in reference}) == NUM_REQUESTS
     check_equal(engine, reference)
+
+
+def test_same_samples_with_two_sources_in_one_batch(
+    engine: InterpretedEngine, reference: list[Sample]
+) -> None:
+    check_equal(engine, reference, MIXED)
 
 
 def test_samples_are_rechecked(engine: InterpretedEngine, reference: list[Sample]) -> None:

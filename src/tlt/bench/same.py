@@ -116,7 +116,7 @@ def modes(num_samples: int, has_drafter: bool) -> tuple[Mode, ...]:
 def _switching(has_drafter: bool) -> dict[str, Any]:
     arms = [["off", 0], ["ngram", 1], ["ngram", 3], ["ngram", LONGEST_DRAFT]]
     if has_drafter:
-        arms += [["eagle3", 1], ["eagle3", 2], ["eagle3", 5], ["mixed", 3]]
+        arms += [["eagle3", 1], ["eagle3", 2], ["eagle3", 5]]
     return {"kind": "random", "arms": arms, "seed": 1}
 
 
