@@ -16,6 +16,7 @@ Pure: `LookAhead` decides what to generate ahead, for how long, and who gets the
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,8 @@ MAX_TOKENS = 16_000_000
 """Tokens of texts to keep, 64 MB; engines generate no more of them ahead."""
 RECENT = 16
 """Idle spells, and RL steps with texts, from which the next ones are expected."""
+SHARE_OF_LONGEST = 0.5
+"""Requests must be expected to be this long, relative to the longest, to be generated beside it."""
 FIRST_AGREEMENT = 0.5
 """Agreement to expect before any was measured."""
 MIN_AGREEMENT = 0.05
@@ -105,9 +108,17 @@ class LookAhead:
         return limit if known is None else min(known, limit)
 
     def next(self, count: int) -> list[SampleRequest]:
-        """Return requests to generate ahead, at most `count`."""
+        """Return requests to generate ahead, at most `count`.
+
+        The longest responses decide when a rollout ends, and few requests get further in the same
+        time. So requests that are expected to be less than half as long as the longest wait.
+        """
         taken: list[SampleRequest] = []
+        known = [*self._given.values(), *itertools.islice(self._due, 1)]
+        least = SHARE_OF_LONGEST * max(map(self._expected, known), default=0)
         while self._due and len(taken) < count and self._num_tokens < self._max_tokens:
+            if self._expected(self._due[0]) < least:
+                break
             request = self._due.popleft()
             if request.sampling.seed is not None:
                 taken.append(_ahead(request))

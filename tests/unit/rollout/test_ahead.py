@@ -77,7 +77,10 @@ def test_the_longest_come_first() -> None:
     requests = [request(f"{prompt}", prompt) for prompt in (1, 2, 3, 4)]
     ahead.plan([*requests, request("forced", 2, max_tokens=45, ignore_eos=True)])
     # Nothing is known of prompt 4, and prompt 3 was cut off: as long as can be.
-    assert names(ahead.next(9)) == [f"ahead/{n}" for n in ("3", "4", "forced", "1", "2")]
+    assert names(ahead.next(9)) == [f"ahead/{n}" for n in ("3", "4", "forced", "1")]
+    assert ahead.next(9) == [], "far shorter ones would only slow the others down"
+    ahead.ended([text(name, [7]) for name in ("3", "4", "forced", "1")], 0.5)
+    assert names(ahead.next(9)) == ["ahead/2"]
 
 
 def test_a_sample_without_a_seed_has_no_noise_to_share() -> None:
