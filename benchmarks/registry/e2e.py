@@ -13,7 +13,7 @@ SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
 """Results of the natural lengths, by seed."""
 
-for each in (*SCENARIOS, "equal", "identical"):
+for each in (*SCENARIOS, "equal", "identical", "beyond"):
     comparison(f"e2e.{each}", f"e2e/pairs/{each}")
 
 
