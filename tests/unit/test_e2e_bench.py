@@ -142,7 +142,7 @@ def test_arms_and_steps_of_a_scenario_can_be_chosen() -> None:
     assert found.overrides[-1] == "learner.lr=1e-5"
     with pytest.raises(SystemExit, match="has no arm on; it has off"):
         scenario.load("tiny", arms=["on"])
-    with pytest.raises(SystemExit, match="give a path, or one of equal, from_nothing"):
+    with pytest.raises(SystemExit, match="give a path, or one of beyond, equal, from_nothing"):
         scenario.load("tall")
 
 

@@ -796,23 +796,21 @@ async def test_an_idle_engine_looks_ahead_and_its_texts_reach_the_engines_of_the
     async with RolloutPool(AHEAD, factory) as pool:
         made: dict[str, Any] = factory.made
         await rollout(pool, 1, longest=40)
-        assert {r.sample_id for e in made.values() for r in e.seen} == {
-            f"ahead/{r.sample_id}" for r in step_of(2)
-        }
+        seen = {r.sample_id for e in made.values() for r in e.seen}
+        assert seen == {"ahead/2/0"}, "the others are far shorter, and wait for it"
         for engine in made.values():
             assert all(r.rl_step is None and not r.sampling.logprobs for r in engine.seen)
             assert engine.ahead == {}, "the end of the rollout frees the engine"
             assert engine.lessons == []
         record = pool.ahead.record()
-        assert record["ahead/texts"] == 8
-        assert 14 < record["ahead/tokens"] < 14 + 60, "the long one was aborted"
+        assert record["ahead/texts"] == 1
+        assert 0 < record["ahead/tokens"] < 60, "it was aborted"
         found = await rollout(pool, 2)
         taught = {lesson.sample_id: lesson for e in made.values() for lesson in e.lessons}
-        assert taught.keys() == found.keys()
-        for request in step_of(2):
-            lesson, tokens = taught[request.sample_id], found[request.sample_id]
-            assert lesson.prompt_token_ids == request.prompt_token_ids
-            assert tuple(lesson.response) == tokens[: len(lesson.response)]
+        assert taught.keys() == {"2/0"}
+        lesson, tokens = taught["2/0"], found["2/0"]
+        assert lesson.prompt_token_ids == step_of(2)[0].prompt_token_ids
+        assert tuple(lesson.response) == tokens[: len(lesson.response)]
         assert pool.ahead.record()["ahead/repeated_share"] == 1
     alone: dict[str, tuple[int, ...]] = {}
     async with RolloutPool(PoolConfig(num_engines=2), Factory(Long)) as pool:
