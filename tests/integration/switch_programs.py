@@ -230,12 +230,8 @@ def records(model: str, newer: str, prompts: Sequence[Sequence[int]], folder: st
 def policy_comes_later(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Start with dummy weights, load the policy, generate, and run a layer of the drafter."""
     import torch
-    from safetensors.torch import load_file
-    from vllm import LLM
 
-    llm = LLM(model, **ENGINE, load_format="dummy")
-    policy = load_file(Path(model) / "model.safetensors")
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.items())})
+    llm = _reloaded(model)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     drafter = worker._runner.draft_model
     # vLLM packs weights on CPUs and leaves empty tensors behind, so a layer must run to show them.
@@ -247,13 +243,18 @@ def policy_comes_later(model: str, prompts: Sequence[Sequence[int]]) -> dict[str
 
 def policy_with_a_tied_head(model: str, prompts: Sequence[Sequence[int]]) -> Any:
     """Start with dummy weights, load the policy as vLLM does, and generate."""
+    return tokens_of(_reloaded(model), prompts, temperature=0)
+
+
+def _reloaded(model: str) -> Any:
+    """Start an engine with dummy weights, and load the policy as vLLM does."""
     from safetensors.torch import load_file
     from vllm import LLM
 
     llm = LLM(model, **ENGINE, load_format="dummy")
     policy = load_file(Path(model) / "model.safetensors")
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.items())})
-    return tokens_of(llm, prompts, temperature=0)
+    return llm
 
 
 def _louder(model: str) -> list[tuple[str, Any]]:

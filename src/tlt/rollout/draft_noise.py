@@ -20,7 +20,7 @@ Shapes: L levels, B requests, K places in the draft, D tokens of the draft vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,16 +126,25 @@ class NoisyDrafts:
         drafts, self._drafts = self._drafts, None
         if drafts is None:
             return
-        rows = [drafts.row_of.get(name, -1) for name in names]
-        known = [
-            (row, now)
-            for now, row in enumerate(rows)
-            if row >= 0 and drafts.position_B[row] == position_B[now]
-        ]
-        if known:
-            before, now = map(list, zip(*known, strict=True))
+        before, now = made_for(drafts.row_of, drafts.position_B, names, position_B)
+        if now:
             self.levels.observe(
                 np.stack(drafts.candidates, -1)[:, before],
                 np.stack(drafts.drafted, -1)[before],
                 drawn_BK[now],
             )
+
+
+def made_for(
+    row_of: Mapping[str, int], drafted_B: Any, names: Sequence[str], position_B: Any
+) -> tuple[list[int], list[int]]:
+    """Return the rows of drafts that were made for just these places, and the rows of the names.
+
+    `row_of` and `drafted_B` have the rows and the places of the drafts.
+    """
+    known = [
+        (row, now)
+        for now, name in enumerate(names)
+        if (row := row_of.get(name, -1)) >= 0 and drafted_B[row] == position_B[now]
+    ]
+    return [row for row, _ in known], [now for _, now in known]

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from tlt.rollout.draft_noise import made_for
+
 BOUNDS = (1, 2, 4, 6, 8, 12, 20)
 """Matching tokens from which on a match falls into the next cell of its scope."""
 NUM_CELLS = 2 * (len(BOUNDS) + 1)
@@ -174,14 +176,8 @@ class Sources:
         drafts, self._drafts = self._drafts, None
         if drafts is None:
             return
-        rows = [drafts.row_of.get(name, -1) for name in names]
-        known = [
-            (row, now)
-            for now, row in enumerate(rows)
-            if row >= 0 and drafts.position_B[row] == position_B[now]
-        ]
-        if known:
-            before, now = map(list, zip(*known, strict=True))
+        before, now = made_for(drafts.row_of, drafts.position_B, names, position_B)
+        if now:
             cell_B, drawn_BK = drafts.cell_B[before], drawn_BK[now]
             self._history.observe(cell_B, drafts.history_BK[before], drawn_BK)
             if drafts.model_BK.shape[1]:
