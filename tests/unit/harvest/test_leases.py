@@ -359,7 +359,7 @@ def test_four_thousand_workers() -> None:
         leases = Leases(replace(SETTINGS, max_leases=num_workers))
         for index in range(num_workers):
             leases.set_ready(str(index), True)
-        started, events = time.perf_counter(), 0
+        started, events = time.thread_time(), 0
         for turn in range(1, 4, 2):
             for index in range(num_workers):
                 leases.idle(str(index), float(turn))
@@ -370,7 +370,7 @@ def test_four_thousand_workers() -> None:
                 leases.ended(str(index), end.lease, turn + 0.6)
                 leases.actions(turn + 0.6)
                 events += 3
-        return (time.perf_counter() - started) / events
+        return (time.thread_time() - started) / events
 
     small, large = seconds_per_event(64), seconds_per_event(4096)
     assert large < 1e-3

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+from speed import limit  # noqa: E402
 from tlt.drafter.checkpoint import MOMENTS, save_drafter  # noqa: E402
 from tlt.drafter.evaluation import evaluate  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
@@ -175,7 +176,7 @@ def test_it_stops_from_another_thread_in_the_middle_of_its_work(
     thread = threading.Thread(target=stop)
     thread.start()
     one.train(1, LONG_S)
-    assert time.monotonic() - stopped_s[0] < 0.25
+    assert time.monotonic() - stopped_s[0] < limit(1.0)
     thread.join()
 
 
@@ -184,7 +185,7 @@ def test_a_lease_runs_out_by_itself(settings: HarvestSettings) -> None:
     one.begin(1, 0.3)
     started_s = time.monotonic()
     one.train(1, LONG_S)
-    assert time.monotonic() - started_s < 1.0
+    assert time.monotonic() - started_s < limit(2.0)
 
 
 def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:

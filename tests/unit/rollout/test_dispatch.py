@@ -370,9 +370,9 @@ def test_ten_thousand_samples_over_64_engines(order: str) -> None:
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             nonlocal spent
-            started = time.perf_counter()
+            started = time.thread_time()
             result = function(*args)
-            spent += time.perf_counter() - started
+            spent += time.thread_time() - started
             return result
 
         return call

@@ -531,6 +531,9 @@ def test_a_command_between_steps_leaves_look_ahead_alone() -> None:
         assert call_while_stepping(core, lambda: loop.between_steps(lambda: 5)) == 5
         assert not turn.done()
         assert core.aborted == []
+        loop.end_look_ahead(1)
+        core.may_step.release(2)
+        assert turn.result(LIMIT_S)[1]
 
 
 def test_texts_that_nobody_waited_for_are_kept_for_the_next_call() -> None:

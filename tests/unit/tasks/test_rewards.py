@@ -211,9 +211,9 @@ def test_the_last_answer_counts(text: str, answer: str | None) -> None:
 
 
 def test_a_long_text_of_open_tags_takes_no_time() -> None:
-    started = time.monotonic()
+    started_s = time.thread_time()
     assert answer_in("<answer>" * 20_000 + "x" * 100_000) is None
-    assert time.monotonic() - started < 1.0
+    assert time.thread_time() - started_s < 1.0
 
 
 @pytest.mark.parametrize(
