@@ -168,6 +168,7 @@ bench:
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/dispatch.py
+	$(BIN)/python benchmarks/simulated_ahead.py
 	$(BIN)/python benchmarks/simulated_size.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py
@@ -190,6 +191,8 @@ bench:
 	$(BIN)/python benchmarks/e2e/run.py tail
 	$(BIN)/python benchmarks/e2e/workers.py runs/e2e/tail/0-off runs/e2e/tail/0-tlt
 	$(BIN)/python benchmarks/e2e/run.py equal
+	$(BIN)/python benchmarks/e2e/run.py queue
+	$(BIN)/python benchmarks/e2e/run.py beyond
 	$(BIN)/python benchmarks/e2e/picture.py
 	bash benchmarks/strategy.sh
 

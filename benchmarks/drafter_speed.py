@@ -1,12 +1,14 @@
 """What a drafter brings: one engine bound to one core, speculation on against off.
 
-    python benchmarks/drafter_speed.py --model models/smollm2-sft --drafter models/smollm2-eagle3
+    bash benchmarks/words.sh    # makes the policy and the drafter
+    python benchmarks/drafter_speed.py
 
 Two engines on the same core, one working at a time: one without any drafter (`off`), one with the
 drafter, at several draft lengths. Each round runs all of them on the same prompts, starting with
 another one each time; ratios are taken within a round. Responses end by themselves; all problems
 of a batch have the same size, so the batch stays full nearly to the end. A last round times the
-parts of a step. Writes benchmarks/results/drafter_speed.json and .png.
+parts of a step, and the matrix products of each part alone: the same layers with the same kernels
+on as many tokens, one after the other. Writes benchmarks/results/drafter_speed.json and .png.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ def serve(options: argparse.Namespace, drafter: str | None, pipe: Any) -> None:
             max_draft_tokens=max(options.draft_tokens) if drafter else None,
             core_group=f"speed-{'drafter' if drafter else 'off'}",
             engine_args={
+                "dtype": options.dtype,
                 "enforce_eager": options.eager,
                 "max_model_len": 1536,
-                "max_num_seqs": 8,
+                "max_num_seqs": max(8, *options.batch_sizes),
             },
         )
     )
@@ -79,6 +82,7 @@ def serve(options: argparse.Namespace, drafter: str | None, pipe: Any) -> None:
                 "steps": after.steps - before.steps,
                 "ms_per_step": 1e3 * (after.busy_s - before.busy_s) / (after.steps - before.steps),
                 "ms_per_part": timers.per_step_ms(after.steps - before.steps),
+                "ms_of_products": timers.products_ms(len(prompts), draft_tokens) if timed else {},
             }
         )
     engine.shutdown()
@@ -124,20 +128,62 @@ class Timers:
         self._on = on
         self._seconds = {}
 
+    def products_ms(self, size: int, draft_tokens: int) -> dict[str, float]:
+        """Return the milliseconds of the bare matrix products of each part of an engine step."""
+        runner = self._worker.model_runner
+        tokens = size * (1 + draft_tokens)  # vLLM pads drafts to the batch's length
+        found = {
+            "target pass": bare_ms(linears(runner.model), tokens),
+            "target head": bare_ms([runner.model.lm_head], tokens),
+        }
+        if draft_tokens:
+            model = runner.drafter.model
+            layers, head = linears(model), [model.lm_head]
+            found["proposer"] = bare_ms(layers + head, tokens)
+            found["proposer"] += (draft_tokens - 1) * bare_ms(layers + head, size)
+        return found
+
     def per_step_ms(self, steps: int) -> dict[str, float]:
         return {name: 1e3 * seconds / steps for name, seconds in self._seconds.items()}
 
 
+def linears(model: Any) -> list[Any]:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return [module for module in model.modules() if isinstance(module, LinearBase)]
+
+
+def bare_ms(layers: list[Any], tokens: int) -> float:
+    """Return the median milliseconds of these layers' products, one after the other."""
+    import torch
+
+    inputs = {}
+    for layer in layers:
+        width = getattr(layer, "input_size_per_partition", None) or getattr(
+            layer, "input_size", None
+        )
+        inputs[layer] = torch.randn(tokens, width or layer.embedding_dim)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(9):
+            started = time.perf_counter()
+            for layer in layers:
+                layer.quant_method.apply(layer, inputs[layer])
+            seconds.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-sft")
-    parser.add_argument("--drafter", default="models/smollm2-eagle3")
-    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--model", default="models/smollm2-words")
+    parser.add_argument("--drafter", default="models/smollm2-words-eagle3")
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--task", default="chain_sum")
-    parser.add_argument("--size", type=int, default=16, help="steps of every problem")
-    parser.add_argument("--max-tokens", type=int, default=600)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--task", default="word_problems")
+    parser.add_argument("--size", type=int, default=8, help="steps of every problem")
+    parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--logprobs", action="store_true", help="return them, as RL may want")
     parser.add_argument("--eager", action="store_true", help="no torch.compile; quick to start")
@@ -226,7 +272,9 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         run = row["parts_of_one_run"]
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in run["ms_per_part"].items())
-        print(f"  K={row['draft_tokens']}: {run['ms_per_step']:.1f} ms a step: {parts}", flush=True)
+        bare = ", ".join(f"{name} {ms:.1f}" for name, ms in run["ms_of_products"].items())
+        print(f"  K={row['draft_tokens']}: {run['ms_per_step']:.1f} ms a step: {parts}")
+        print(f"       matrix products alone: {bare}", flush=True)
 
 
 def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> None:

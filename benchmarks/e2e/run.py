@@ -11,8 +11,8 @@ beside each group.
 
 Writes results/e2e/pairs/<name>.json: the speed-ups over the reference with intervals (`pairs.py`),
 whether the arms generated the same samples and left the same policy, and a record of every turn. A
-complete group with the same settings is not run again, unless with `--anew`. The runs are left in
-runs/e2e/<name>.
+complete group with the same settings is not run again, unless with `--anew`, and stays in the file
+when other arms are run. The runs are left in runs/e2e/<name>.
 
 `--arms` chooses arms, the reference first. Overrides hold for all arms.
 """
@@ -54,15 +54,24 @@ class Comparison:
         self.turns: list[dict[str, Any]] = []
         self._settings = json.loads(json.dumps(asdict(scenario)))
         if self.path.exists() and not anew:
-            before = json.loads(self.path.read_text())
-            if before["scenario"] == self._settings:
-                done = [i for i, group in enumerate(before["groups"]) if group["complete"]]
-                self.groups = [before["groups"][i] for i in done]
-                self.turns = [
-                    turn | {"group": done.index(turn["group"])}
-                    for turn in before["turns"]
-                    if turn["group"] in done
-                ]
+            self._keep(json.loads(self.path.read_text()))
+
+    def _keep(self, before: dict[str, Any]) -> None:
+        """Take over complete groups of arms that are as they were."""
+        arms, known = self._settings["arms"], before["scenario"]["arms"]
+        changed = {arm for arm in arms if known.get(arm, arms[arm]) != arms[arm]}
+        same = {key: value for key, value in self._settings.items() if key not in ("about", "arms")}
+        if changed or not same.items() <= before["scenario"].items():
+            return
+        done = [i for i, group in enumerate(before["groups"]) if group["complete"]]
+        self.groups = [before["groups"][i] for i in done]
+        self.turns = [
+            turn | {"group": done.index(turn["group"])}
+            for turn in before["turns"]
+            if turn["group"] in done
+        ]
+        measured = {arm for group in self.groups for arm in group["arms"]}
+        self._settings["arms"] = {a: known[a] for a in known if a in measured} | arms
 
     def has(self, arms: list[str]) -> bool:
         return any(group["arms"] == arms for group in self.groups)
@@ -71,7 +80,7 @@ class Comparison:
         of, known = self.scenario, {turn["arm"] for turn in self.turns}
         return {
             arm: pairs.compare(self.turns, arm, of.reference, of.warm_up)
-            for arm in of.arms
+            for arm in self._settings["arms"]
             if arm != of.reference and arm in known
         }
 
@@ -102,6 +111,7 @@ def run_group(comparison: Comparison, arms: list[str], runs_folder: Path) -> Non
     group: dict[str, Any] = {
         "arms": arms,
         "began": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": provenance()["command"],
         "complete": False,
     }
     number = len(comparison.groups)

@@ -1,4 +1,4 @@
-"""Dispatch by forecast lengths against order of arrival, modelled (`dispatch.py`)."""
+"""Dispatch by forecast lengths, and look-ahead, modelled (`dispatch.py`, `simulated_ahead.py`)."""
 
 from __future__ import annotations
 
@@ -58,3 +58,17 @@ figures(
         for name, waits in (("waits", True), ("runs", False))
     },
 )
+
+
+@table("simulated_ahead", "simulated_ahead")
+def ahead(d: Doc) -> Rows:
+    """One row per number of GPUs and length of responses: speed-ups by agreement."""
+    agreements = sorted({row["agreement"] for row in d["found"]})
+    rows = [["GPUs", "responses", *(f"agreement {value}" for value in agreements)]]
+    by_kind: dict[tuple[int, str], dict[float, float]] = {}
+    for row in d["found"]:
+        kind = by_kind.setdefault((row["gpus"], row["lengths"]), {})
+        kind[row["agreement"]] = row["speed_up"]
+    for (gpus, lengths), found in by_kind.items():
+        rows.append([str(gpus), lengths, *(times(found[value]) for value in agreements)])
+    return rows

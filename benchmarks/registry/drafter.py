@@ -74,13 +74,21 @@ def parts(d: Doc) -> Rows:
     for part, label in PARTS.items():
         cells = [run["ms_per_part"].get(part) for run in runs]
         rows.append([label, *("" if ms is None else f"{ms:.1f}" for ms in cells)])
+    products = [sum(run["ms_of_products"].values()) for run in runs]
+    rows.append(["matrix products alone", *(f"{ms:.1f}" for ms in products)])
+    shares = [ms / run["ms_per_step"] for ms, run in zip(products, runs, strict=True)]
+    rows.append(["their share of the engine step", *(percent(share) for share in shares)])
     return rows
 
 
 figures(
     "drafter_speed",
     "drafter_speed",
-    {"rounds": lambda d: str(d["options"]["rounds"]), "size": lambda d: str(d["options"]["size"])},
+    {
+        "rounds": lambda d: str(d["options"]["rounds"]),
+        "size": lambda d: str(d["options"]["size"]),
+        "dtype": lambda d: d["options"]["dtype"],
+    },
 )
 
 

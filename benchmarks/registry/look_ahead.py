@@ -178,6 +178,12 @@ def share(d: Doc, key: str) -> str:
     return f"{sum(text[key] for text in every)} of {len(every)}"
 
 
+def agreements(d: Doc, lr: float) -> str:
+    """Return the range of agreement at a learning rate over the policies."""
+    found = [mean(p, "agreed") for _, p in listed(d) if math.isclose(p["lr"], lr)]
+    return f"{min(found):.4f} to {max(found):.4f}"
+
+
 def ratio(d: Doc) -> str:
     """Return disagreement divided by TV over all pairs."""
     bins = [part for _, pair in listed(d) for part in pair["by_entropy"]]
@@ -211,6 +217,7 @@ figures(
         "redrawn": lambda d: share(d, "redrawn"),
         "as_teacher_forced": lambda d: share(d, "as_teacher_forced"),
         "disagreement_of_tv": ratio,
+        "agreement.low": lambda d: agreements(d, 1e-6),
         "change.first": lambda d: changes(d, first=True),
         "change.last": lambda d: changes(d, first=False),
         "updates": lambda d: str(run_of(d, "raw")["num_updates"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,25 @@ def serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
             pipe.send((False, (type(error), str(error), traceback.format_exc())))
         if method == "shutdown":
             break
+
+
+def tokens_read(engine: Any, requests: Sequence[SampleRequest]) -> int:
+    """Generate these requests, and return how many tokens engine steps read for them."""
+    scheduler = engine.core.llm.engine_core.engine_core.scheduler
+    counts: list[int] = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        output = type(scheduler).schedule(scheduler, *args, **kwargs)
+        counts.append(output.total_num_scheduled_tokens)
+        return output
+
+    scheduler.schedule = counting
+    engine.submit(requests)
+    num_ended = 0
+    while num_ended < len(requests):
+        num_ended += len(engine.take_finished(timeout_s=1.0))
+    del scheduler.schedule
+    return sum(counts)
 
 
 def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> Verdict | None:
@@ -148,3 +169,36 @@ class EngineProcess:
             self._process.join(20)
         if self._process.is_alive():
             self._process.kill()
+
+
+class PooledEngine:
+    """An `EngineProcess` as the pool holds an engine. Its pipe takes one call at a time."""
+
+    def __init__(self, name: str, engine: EngineProcess) -> None:
+        self._name, self._engine, self._lock = name, engine, asyncio.Lock()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "look_ahead":
+            args = (
+                *args[:2],
+                0.02,
+            )  # other calls wait meanwhile
+        async with self._lock:
+            return await asyncio.to_thread(self._engine.call, method, *args)
+
+    async def start(self) -> dict[str, Any]:
+        report: dict[str, Any] = await self.call("report")
+        return report
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        await self.call("submit", list(requests))
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        return list(await self.call("withdraw", list(sample_ids)))
+
+    async def take_finished(self) -> list[Sample]:
+        samples: list[Sample] = await self.call("take_finished", 0.02)
+        return [replace(sample, engine=self._name) for sample in samples]
+
+    async def stop(self, graceful: bool) -> None:
+        """Leave the engine to the fixture."""

@@ -3,7 +3,6 @@ free at once."""
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import EngineProcess, interrupt_look_ahead
+from engine_process import EngineProcess, PooledEngine, interrupt_look_ahead
 from workloads import TINY_ARGS, EngineFactory, random_prompts
 
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
+from tlt.contracts import EngineStats, SampleRequest, SamplingSpec
 from tlt.rollout.ahead import AheadText, LookAhead, common_length
 from tlt.rollout.lengths import LengthForecast
 from tlt.rollout.pool import RolloutPool
@@ -190,36 +189,6 @@ def test_a_request_and_a_policy_update_free_the_engine_in_the_middle_of_look_ahe
     assert is_over
     assert {text.name for text in texts} <= {r.sample_id for r in ahead}
     assert not {e.rl_step for e in SampleBuffer(buffer).entries()} - {1, 2, 3}
-
-
-class PooledEngine:
-    """An `EngineProcess` as the pool holds an engine. Its pipe takes one call at a time."""
-
-    def __init__(self, name: str, engine: EngineProcess) -> None:
-        self._name, self._engine, self._lock = name, engine, asyncio.Lock()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "look_ahead":
-            args = (*args[:2], 0.02)
-        async with self._lock:
-            return await asyncio.to_thread(self._engine.call, method, *args)
-
-    async def start(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self.call("report")
-        return report
-
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self.call("submit", list(requests))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return list(await self.call("withdraw", list(sample_ids)))
-
-    async def take_finished(self) -> list[Sample]:
-        samples: list[Sample] = await self.call("take_finished", 0.02)
-        return [replace(sample, engine=self._name) for sample in samples]
-
-    async def stop(self, graceful: bool) -> None:
-        """Leave the engine to the fixture."""
 
 
 def with_a_long_one(step: int) -> list[SampleRequest]:

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from engine_process import EngineProcess
+from engine_process import EngineProcess, tokens_read
 from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 
 from tlt.contracts import SampleRequest, SamplingSpec
@@ -44,6 +44,16 @@ def test_logprobs_under_drafts_equal_transformers(
         expected = expected.gather(1, torch.tensor(sample.token_ids).unsqueeze(1))[:, 0]
         worst = max(worst, (expected - torch.tensor(sample.logprobs)).abs().max().item())
     assert worst < 1e-3
+
+
+def test_samples_of_a_group_read_their_prompt_once(engine: EngineProcess) -> None:
+    """All of its whole blocks, in an engine with a drafter, and within one engine step."""
+    prompt = [token for found in random_prompts(20, seed=31) for token in found][:100]
+    group = [
+        SampleRequest(f"group/{i}", tuple(prompt), SamplingSpec(max_tokens=1, seed=i))
+        for i in range(8)
+    ]
+    assert engine.call(tokens_read, group) == 100 + 7 * (100 - 96)
 
 
 def test_samples_say_how_they_went(engine: EngineProcess) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_process import EngineProcess
+from engine_process import EngineProcess, PooledEngine
 from workloads import TINY_ARGS, EngineFactory, random_prompts
 
 from tlt.config.rollout import PoolConfig
@@ -94,34 +93,6 @@ def test_running_responses_can_be_shared(engines: EngineFactory, tiny: Path) -> 
         assert len(tokens) >= PART_TOKENS
         assert tuple(tokens) == samples[name][5 : 5 + len(tokens)]
     assert engine.call("running_texts", dict.fromkeys(names, 5)) == []
-
-
-class PooledEngine:
-    """An `EngineProcess` as the pool holds an engine."""
-
-    def __init__(self, name: str, engine: EngineProcess) -> None:
-        self._name, self._engine, self._lock = name, engine, asyncio.Lock()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        async with self._lock:
-            return await asyncio.to_thread(self._engine.call, method, *args)
-
-    async def start(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self.call("report")
-        return report
-
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self.call("submit", list(requests))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return list(await self.call("withdraw", list(sample_ids)))
-
-    async def take_finished(self) -> list[Sample]:
-        samples: list[Sample] = await self.call("take_finished", 0.02)
-        return [replace(sample, engine=self._name) for sample in samples]
-
-    async def stop(self, graceful: bool) -> None:
-        """Leave the engine to the fixture."""
 
 
 def siblings(epoch: int) -> list[SampleRequest]:

@@ -142,7 +142,7 @@ def test_arms_and_steps_of_a_scenario_can_be_chosen() -> None:
     assert found.overrides[-1] == "learner.lr=1e-5"
     with pytest.raises(SystemExit, match="has no arm on; it has off"):
         scenario.load("tiny", arms=["on"])
-    with pytest.raises(SystemExit, match="give a path, or one of beyond, equal, from_nothing"):
+    with pytest.raises(SystemExit, match="give a path, or one of beyond, epochs, equal"):
         scenario.load("tall")
 
 
@@ -223,6 +223,9 @@ def test_a_complete_group_is_not_run_again(tmp_path: Path, monkeypatch: pytest.M
     assert not again.has(["off", "again"])
     assert again.speed_ups()["tlt"]["end_to_end"]["median"] == 2.0
     assert "again" not in again.speed_ups()
+    other = run.Comparison("tiny", scenario.load("tiny", arms=["off", "again"]), anew=False)
+    assert list(other.speed_ups()) == ["tlt"], "arms that were measured stay beside new ones"
+    assert not other.has(["off", "again"])
     assert not run.Comparison("tiny", of, anew=True).groups
     assert not run.Comparison("tiny", scenario.load("tiny", steps=3), anew=False).groups
 

@@ -51,8 +51,12 @@ class Rollout:
         max_tokens: int,
         forecast: LengthForecast | None,
         together: bool = False,
+        at_pace: Sequence[float] | None = None,
     ) -> None:
         self._lengths = lengths
+        self._at_pace = lengths if at_pace is None else at_pace
+        """Tokens that responses take at the engines' pace; less than their lengths where drafts by
+        position save engine steps."""
         self._engines = [_Engine() for _ in range(num_engines)]
         self._dispatcher = Dispatcher(prefetch=0, forecast=forecast, together=together)
         for number in range(num_engines):
@@ -117,7 +121,7 @@ class Rollout:
             engine.advance(now_s)
             engine.stamp += 1
             for request in action.requests:
-                ends = engine.position + self._lengths[int(request.sample_id)]
+                ends = engine.position + self._at_pace[int(request.sample_id)]
                 heapq.heappush(engine.running, (ends, engine.position, int(request.sample_id)))
                 engine.began += engine.position
             changed.append(number)

@@ -214,6 +214,28 @@ def test_idle_workers_bring_a_drafter_back() -> None:
     assert used > 0.6 * coverable
 
 
+TAIL = "workload.lengths={median=200, p95=800, longest=2000}"
+
+
+def rollout_s(*overrides: str) -> list[float]:
+    config = scenario(*SMALL, TAIL, 'modes=["frozen"]', "workload.epoch_steps=1", *overrides)
+    return [record["time/rollout_s"] for record in simulate(config)["frozen"]]
+
+
+def test_look_ahead_saves_what_the_next_policy_repeats() -> None:
+    order = 'cluster.dispatch="longest_first"'
+    without_s = rollout_s(order)
+    ahead = (order, "cluster.look_ahead=true")
+    assert rollout_s(*ahead, "cluster.agreement=0") == without_s
+    gains = []
+    for agreement in (0.99, 0.999, 0.99999):
+        with_s = rollout_s(*ahead, f"cluster.agreement={agreement}")
+        assert with_s[0] == without_s[0], "nothing was generated ahead of the first rollout"
+        gains.append(sum(without_s[1:]) / sum(with_s[1:]))
+    assert 0.99 < gains[0] < gains[1] < gains[2]
+    assert gains[2] > 1.1
+
+
 def test_the_fixed_arm_is_the_fastest_one() -> None:
     """With drafts that are hardly ever accepted, the shortest; else a long one."""
     weak, strong = (f"drafter.acceptance={rate}" for rate in (0.05, 0.9))

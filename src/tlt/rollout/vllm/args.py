@@ -17,6 +17,9 @@ from tlt.strategy.spec import build_strategy, complete_strategy
 CONFIG_KEY = "tlt"
 """Key of our settings in vLLM's `additional_config`."""
 _HERE = "tlt.rollout.vllm"
+CPU_BLOCK_SIZE = 32
+"""Tokens of a block of the KV cache on CPUs, the fewest of vLLM's fast attention there. Requests
+share whole blocks of their prompts, and with vLLM's own 128 most groups would share nothing."""
 HISTORY_DRAFT_TOKENS = 8
 """Longest draft that mixed arms take from the history, unless `max_draft_tokens` says otherwise."""
 GRAPH_ARGS = {
@@ -110,6 +113,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
         args["sleep_preserve_parameter_names"] = ["draft.*"]
     else:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        args["block_size"] = CPU_BLOCK_SIZE
     user = dict(config.engine_args)
     plan = graph_plan(config)
     if plan is not None:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from typing import Any
 
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -27,6 +28,17 @@ from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
 
 WHOLE = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
+
+
+def _share_whole_prompts(coordinator: Any) -> None:
+    """Let requests share all blocks that they have in common, also in an engine with a drafter.
+
+    vLLM computes the last of them anew for the draft model, whose keys and values at a position
+    depend on the token after it. Samples of a group have that token in common, too. Where another
+    prompt goes on differently, one stale entry may cost acceptance and nothing else.
+    """
+    if isinstance(coordinator, UnitaryKVCacheCoordinator):
+        getattr(coordinator, "eagle_group_ids", set()).clear()
 
 
 class _Adaptive:
@@ -42,6 +54,8 @@ class _Adaptive:
         self._sends_texts = settings["runner"] == "v2" and settings["ngram"] is not None
         self._ended: dict[str, tuple[int, list[int]]] = {}
         """Length of the prompt, and text, of each request that ended since the last engine step."""
+        if settings["runner"] == "v1":
+            _share_whole_prompts(self.kv_cache_manager.coordinator)  # type: ignore[attr-defined]
         speculative = self.vllm_config.speculative_config  # type: ignore[attr-defined]
         has_drafter = speculative is not None and speculative.method == "eagle3"
         self._sends_whole = self._is_embedded and has_drafter
