@@ -51,6 +51,26 @@ def speed(d: Doc) -> Rows:
     return rows
 
 
+def runs_of(d: Doc) -> list[Doc]:
+    return [mode["parts_of_one_run"] for found in d["results"] for mode in found["modes"]]
+
+
+def shares(d: Doc) -> str:
+    """Return the range of the share of matrix products in an engine step."""
+    found = [sum(run["ms_of_products"].values()) / run["ms_per_step"] for run in runs_of(d)]
+    return f"{100 * min(found):.0f} to {percent(max(found))}"
+
+
+def own(d: Doc) -> str:
+    """Return the range of the share of sampling and of draft passes without their products."""
+    found = []
+    for run in runs_of(d):
+        part, products = run["ms_per_part"], run["ms_of_products"]
+        drafting = max(0.0, part.get("proposer", 0.0) - products.get("proposer", 0.0))
+        found.append((part["sampling"] + drafting) / run["ms_per_step"])
+    return f"{100 * min(found):.0f} to {percent(max(found))}"
+
+
 PARTS = {
     "target pass": "target pass",
     "proposer": "draft passes",
@@ -88,6 +108,8 @@ figures(
         "rounds": lambda d: str(d["options"]["rounds"]),
         "size": lambda d: str(d["options"]["size"]),
         "dtype": lambda d: d["options"]["dtype"],
+        "products": lambda d: shares(d),
+        "own": lambda d: own(d),
     },
 )
 

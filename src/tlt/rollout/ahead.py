@@ -107,14 +107,15 @@ class LookAhead:
         known = self._forecast.expected(prompt_key(request))
         return limit if known is None else min(known, limit)
 
-    def next(self, count: int) -> list[SampleRequest]:
-        """Return requests to generate ahead, at most `count`.
+    def next(self, count: int, beside: Iterable[SampleRequest] = ()) -> list[SampleRequest]:
+        """Return requests for an engine to generate ahead, at most `count`.
 
         The longest responses decide when a rollout ends, and few requests get further in the same
-        time. So requests that are expected to be less than half as long as the longest wait.
+        time. So requests that are expected to be less than half as long as the longest of their
+        engine wait, or go to another engine. `beside` are the requests that the engine generates.
         """
         taken: list[SampleRequest] = []
-        known = [*self._given.values(), *itertools.islice(self._due, 1)]
+        known = [*beside, *itertools.islice(self._due, 1)]
         least = SHARE_OF_LONGEST * max(map(self._expected, known), default=0)
         while self._due and len(taken) < count and self._num_tokens < self._max_tokens:
             if self._expected(self._due[0]) < least:

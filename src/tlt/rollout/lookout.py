@@ -90,21 +90,24 @@ class Lookout:
         name = engine.name
         turn, _ = self._turns[name]
         given: list[SampleRequest] = []
-        num_running, wait_s = 0, self._seconds(name)
+        running: dict[str, SampleRequest] = {}
+        wait_s = self._seconds(name)
         try:
             while True:
                 given += new
-                num_running += len(new)
+                running |= {request.sample_id: request for request in new}
                 asked_s = self._clock()
                 texts, is_over = await engine.call("look_ahead", turn, list(new), wait_s)
                 self._ahead.ended(texts, self._clock() - asked_s)
                 if is_over:
                     break
-                num_running -= len(texts)
+                for text in texts:
+                    running.pop(text.name, None)
                 wait_s, new = self._seconds(name), ()
                 if wait_s > 0:
-                    new = self._ahead.next(self._slots.get(name, 0) - num_running)
-                if wait_s <= 0 or not (new or num_running):
+                    free = self._slots.get(name, 0) - len(running)
+                    new = self._ahead.next(free, running.values())
+                if wait_s <= 0 or not (new or running):
                     await engine.call("end_look_ahead", turn)
                     wait_s, new = self._poll_s, ()
         except (ConfigError, EngineError) as error:  # texts save time, and must not cost any

@@ -77,8 +77,14 @@ def test_the_longest_come_first() -> None:
     requests = [request(f"{prompt}", prompt) for prompt in (1, 2, 3, 4)]
     ahead.plan([*requests, request("forced", 2, max_tokens=45, ignore_eos=True)])
     # Nothing is known of prompt 4, and prompt 3 was cut off: as long as can be.
-    assert names(ahead.next(9)) == [f"ahead/{n}" for n in ("3", "4", "forced", "1")]
-    assert ahead.next(9) == [], "far shorter ones would only slow the others down"
+    turn = ahead.next(9)
+    assert names(turn) == [f"ahead/{n}" for n in ("3", "4", "forced", "1")]
+    assert ahead.next(9, turn) == [], "far shorter ones would only slow the others down"
+    another = ahead.next(9)
+    assert names(another) == ["ahead/2"], (
+        "another engine takes what is left"
+    )
+    ahead.turn_ended(another)
     ahead.ended([text(name, [7]) for name in ("3", "4", "forced", "1")], 0.5)
     assert names(ahead.next(9)) == ["ahead/2"]
 
