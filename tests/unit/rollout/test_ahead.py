@@ -81,9 +81,7 @@ def test_the_longest_come_first() -> None:
     assert names(turn) == [f"ahead/{n}" for n in ("3", "4", "forced", "1")]
     assert ahead.next(9, turn) == [], "far shorter ones would only slow the others down"
     another = ahead.next(9)
-    assert names(another) == ["ahead/2"], (
-        "another engine takes what is left"
-    )
+    assert names(another) == ["ahead/2"], "another engine takes what is left"
     ahead.turn_ended(another)
     ahead.ended([text(name, [7]) for name in ("3", "4", "forced", "1")], 0.5)
     assert names(ahead.next(9)) == ["ahead/2"]
