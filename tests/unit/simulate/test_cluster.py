@@ -232,8 +232,8 @@ def test_look_ahead_saves_what_the_next_policy_repeats() -> None:
         with_s = rollout_s(*ahead, f"cluster.agreement={agreement}")
         assert with_s[0] == without_s[0], "nothing was generated ahead of the first rollout"
         gains.append(sum(without_s[1:]) / sum(with_s[1:]))
-    assert 0.99 < gains[0] < gains[1] < gains[2]
-    assert gains[2] > 1.1
+    assert 0.99 < gains[0] < gains[1]
+    assert gains[2] > max(1.1, 0.98 * gains[1]), "no more to gain from 2,000 tokens"
 
 
 def test_the_fixed_arm_is_the_fastest_one() -> None:

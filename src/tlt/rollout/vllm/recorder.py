@@ -245,9 +245,11 @@ class StateRecorder:
             state_TS[: len(before)] = before
             is_known[: len(before)] = True
         for part in reading.parts:
-            begin = part.position - first
-            stop = min(begin + len(part.state_TS), end - first)
+            # A preempted request may have read its prefix anew, which others had read before.
+            skipped = max(0, first - part.position)
+            begin = part.position + skipped - first
+            stop = min(begin + len(part.state_TS) - skipped, end - first)
             if begin < stop:
-                state_TS[begin:stop] = part.state_TS[: stop - begin]
+                state_TS[begin:stop] = part.state_TS[skipped : skipped + stop - begin]
                 is_known[begin:stop] = True
         return (first, state_TS) if is_known.all() else (first, None)

@@ -146,6 +146,14 @@ def test_a_prefix_nobody_is_known_to_have_read_is_left_out(engine: Engine) -> No
     check(engine.recorder.take("a", [*prompt, 1, 2]), [*prompt, 1, 2], first=4)
 
 
+def test_a_preempted_request_may_read_such_a_prefix_itself(engine: Engine) -> None:
+    prompt = engine.prompts["a"] = [5, 6, 7, 8, 9, 10]
+    engine.step({"a": (4, prompt)})
+    engine.step({"a": (0, [*prompt, 1])})
+    engine.step({"a": (7, [*prompt, 1, 2])})
+    check(engine.recorder.take("a", [*prompt, 1, 2, 3]), [*prompt, 1, 2, 3], first=4)
+
+
 def test_a_gap_gives_no_sample(engine: Engine) -> None:
     prompt = engine.prompts["a"] = [5, 6, 7, 8, 9, 10]
     engine.step({"a": (0, prompt)})
