@@ -35,7 +35,7 @@ def prompts(count: int, shortest: int, longest: int, seed: int) -> list[list[int
 
 PROMPTS = [
     *prompts(4, 3, 30, seed=0),
-    *prompts(3, 120, 127, seed=1),  # their responses need a second block of the KV cache
+    *prompts(3, 120, 127, seed=1),  # their responses need further blocks of the KV cache
     *prompts(1, 600, 620, seed=2),
 ]
 
@@ -123,11 +123,11 @@ def test_drafts(engine: EngineProcess, reference: Digests, num_draft_tokens: int
 @pytest.mark.gate
 def test_chunks_and_preemptions(engines: EngineFactory, wide: Path, reference: Digests) -> None:
     """The KV cache holds the long prompt and three others, until their responses grow."""
-    block_bytes = 128 * 2 * 2 * 4 * 128 * 4  # tokens, layers, keys and values, heads, float32
+    bytes_of_128 = 128 * 2 * 2 * 4 * 128 * 4  # tokens, layers, keys and values, heads, float32
     engine = engines(
         model=str(wide),
         strategy=ngrams(4),
-        kv_cache_gib=9 * block_bytes / 2**30,
+        kv_cache_gib=9 * bytes_of_128 / 2**30,
         engine_args=ARGS | {"max_num_batched_tokens": 64},
     )
     engine.call(logits_ledger.watch)
