@@ -290,7 +290,8 @@ def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) 
         high = [row["speed_high"] - row["speed_vs_off"] for row in rows]
         label = f"batch {result['batch_size']}"
         axes[0].errorbar(k, speed, [low, high], marker="o", capsize=3, label=label)
-        shift = (index - (len(results) - 1) / 2) * 0.4
+        width = 0.84 / len(results)
+        shift = (index - (len(results) - 1) / 2) * width
         bottom = [0.0] * len(rows)
         for color, part in enumerate(
             ("target pass", "target head", "sampling", "proposer", "rest")
@@ -304,10 +305,10 @@ def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) 
             axes[1].bar(
                 [x + shift for x in range(len(rows))],
                 height,
-                0.36,
+                0.9 * width,
                 bottom=bottom,
                 color=f"C{color}",
-                alpha=1.0 if index == 0 else 0.6,
+                alpha=1.0 - 0.3 * index / max(1, len(results) - 1),
                 label=part if index == 0 else None,
             )
             bottom = [a + b for a, b in zip(bottom, height, strict=True)]
@@ -320,18 +321,18 @@ def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) 
     axes[0].legend()
     axes[1].set_xticks(range(len(results[0]["modes"])))
     axes[1].set_xticklabels([str(row["draft_tokens"] or "off") for row in results[0]["modes"]])
-    sizes = " and ".join(str(result["batch_size"]) for result in results)
+    *firsts, last = (str(result["batch_size"]) for result in results)
+    sizes = f"{', '.join(firsts)} and {last}" if firsts else last
     axes[1].set_xlabel(f"draft tokens; bars side by side: batch {sizes}")
     axes[1].set_ylabel("milliseconds of a step")
     axes[1].set_title("where a step goes")
     axes[1].legend(fontsize=8)
     fastest = [max(result["modes"], key=lambda row: row["speed_vs_off"]) for result in results]
-    said = "; ".join(
-        f"batch {result['batch_size']}: {row['draft_tokens']} draft tokens, "
-        f"{row['speed_vs_off']:.2f}x"
+    said = ", ".join(
+        f"{row['speed_vs_off']:.2f}x at batch {result['batch_size']}"
         for result, row in zip(results, fastest, strict=True)
     )
-    figure.suptitle(f"Fastest draft lengths: {said}")
+    figure.suptitle(f"The best draft length: {said}")
     figure.savefig(out, dpi=120)
 
 
