@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tlt.contracts import OFF, Arm, SampleRequest, SamplingSpec
-from tlt.rollout.ahead import MIN_AGREEMENT, PREFIX, LookAhead
+from tlt.rollout.ahead import FIRST_AGREEMENT, MIN_AGREEMENT, PREFIX, LookAhead
 from tlt.rollout.lengths import LengthForecast
 from tlt.simulate.clock import now_s
 from tlt.simulate.model import EngineModel
@@ -39,7 +39,8 @@ class Ahead:
     @property
     def share(self) -> float:
         """Share of an idle spell that look-ahead takes where harvest uses the rest."""
-        return max(MIN_AGREEMENT, self._repeated / self._made) if self._made else 0.5
+        agreement = self._repeated / self._made if self._made else FIRST_AGREEMENT
+        return max(MIN_AGREEMENT, agreement)
 
     def generate(
         self, prompts: Sequence[int], lengths: Any, max_tokens: int, idle_s: Any, context: float

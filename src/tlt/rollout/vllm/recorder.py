@@ -246,10 +246,10 @@ class StateRecorder:
             is_known[: len(before)] = True
         for part in reading.parts:
             # A preempted request may have read its prefix anew, which others had read before.
-            skipped = max(0, first - part.position)
-            begin = part.position + skipped - first
-            stop = min(begin + len(part.state_TS) - skipped, end - first)
+            part_TS = part.state_TS[max(0, first - part.position) :]
+            begin = max(0, part.position - first)
+            stop = min(begin + len(part_TS), end - first)
             if begin < stop:
-                state_TS[begin:stop] = part.state_TS[skipped : skipped + stop - begin]
+                state_TS[begin:stop] = part_TS[: stop - begin]
                 is_known[begin:stop] = True
         return (first, state_TS) if is_known.all() else (first, None)
