@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -830,20 +830,32 @@ async def test_look_ahead_is_off_by_default_and_where_engines_are_not_keyed() ->
         assert not any(getattr(engine, "seen", ()) for engine in factory.made.values())
 
 
+async def samples_while(
+    pool: RolloutPool, strike: Callable[[], Awaitable[None]]
+) -> dict[str, Sequence[int]]:
+    """Return all samples of a rollout with one long response; strike while it is the last."""
+    found: dict[str, Sequence[int]] = {}
+    pool.look_ahead_on(step_of(2, longest=2000))
+    async with asyncio.timeout(20):
+        async for sample in pool.generate(step_of(1, longest=200)):
+            found[sample.sample_id] = sample.token_ids
+            if len(found) == 7:
+                await strike()
+    return found
+
+
 async def test_an_engine_in_the_middle_of_look_ahead_is_free_for_samples_of_a_lost_one() -> None:
     factory = Factory(Long, slots=8)
     async with RolloutPool(AHEAD, factory) as pool:
         made: dict[str, Any] = factory.made
-        found = {}
-        pool.look_ahead_on(step_of(2, longest=2000))
-        async with asyncio.timeout(20):
-            async for sample in pool.generate(step_of(1, longest=200)):
-                found[sample.sample_id] = sample.token_ids
-                if len(found) == 7:
-                    [busy] = [e for e in made.values() if e.running or e.waiting]
-                    while not any(engine.ahead for engine in made.values()):
-                        await asyncio.sleep(0.001)
-                    busy.dead = True
+
+        async def strike() -> None:
+            [busy] = [e for e in made.values() if e.running or e.waiting]
+            while not any(engine.ahead for engine in made.values()):
+                await asyncio.sleep(0.001)
+            busy.dead = True
+
+        found = await samples_while(pool, strike)
         assert len(found) == 8
         assert len(found["1/0"]) == 200
         assert not any(engine.ahead for engine in made.values())
@@ -853,15 +865,13 @@ async def test_an_engine_that_is_lost_in_look_ahead_is_replaced() -> None:
     factory = Factory(Long)
     async with RolloutPool(AHEAD, factory) as pool:
         made: dict[str, Any] = factory.made
-        found = {}
-        pool.look_ahead_on(step_of(2, longest=2000))
-        async with asyncio.timeout(20):
-            async for sample in pool.generate(step_of(1, longest=200)):
-                found[sample.sample_id] = sample.token_ids
-                if len(found) == 7:
-                    while not (looking := [e for e in made.values() if e.ahead]):
-                        await asyncio.sleep(0.001)
-                    looking[0].dead = True
+
+        async def strike() -> None:
+            while not (looking := [e for e in made.values() if e.ahead]):
+                await asyncio.sleep(0.001)
+            looking[0].dead = True
+
+        found = await samples_while(pool, strike)
         assert len(found) == 8
         await pool.wait_ready(2)
         assert pool.num_restarts == 1
