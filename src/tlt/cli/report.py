@@ -28,9 +28,10 @@ def report(
     ] = False,
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""
+    from tlt.report.gain import compare, in_words
     from tlt.report.page import as_html, as_json
     from tlt.report.page import pictures as files
-    from tlt.report.view import compare, look_at
+    from tlt.report.view import look_at
 
     views = [look_at(run) for run in runs]
     if len({view.name for view in views}) < len(views):
@@ -51,10 +52,7 @@ def report(
             table.add_column(heading, justify="left" if heading == "run" else "right")
         for other in views[1:]:
             found = compare(views[0], other)
-            cells = [
-                f"{found[name]['median']:.2f}x" if found[name] else "-"
-                for name in ("step", "rollout", "rollout_per_token")
-            ]
+            cells = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
             table.add_row(escape(other.name), f"{found['whole']:.2f}x", *cells)
         console.print(table)
     if pictures is not None:

@@ -6,12 +6,13 @@ the same lengths and seeds, so that their RL steps are pairs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from tlt.contracts import Arm
+from tlt.observe.summary import Record, summary
 from tlt.report.bootstrap import interval
 from tlt.report.view import RunView, arms, harvest, reclaimed
 
@@ -33,6 +34,10 @@ class Ratio:
     median: float
     low: float
     high: float
+
+    @property
+    def as_data(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
@@ -64,15 +69,55 @@ class Gain:
 
 def gain(base: RunView, other: RunView) -> Gain | None:
     """Compare the RL steps that both runs have, without the first; None if there are none."""
-    theirs = {record["step"]: record for record in other.records}
-    pairs = [(mine, theirs[mine["step"]]) for mine in base.records if mine["step"] in theirs]
     names = ("time/step_s", "time/rollout_s", "time/update_s")
-    pairs = [p for p in pairs[1:] if all(r.get(name, 0.0) > 0 for r in p for name in names)]
+    pairs = equal_steps(base, other)[1:]
+    pairs = [p for p in pairs if all(r.get(name, 0.0) > 0 for r in p for name in names)]
     if not pairs:
         return None
     step, rollout, update = (paired([(a[name], b[name]) for a, b in pairs]) for name in names)
     middle = tuple(median(pair[place]["time/step_s"] for pair in pairs) for place in (0, 1))
     return Gain(len(pairs), step, rollout, update, (middle[0], middle[1]))
+
+
+def compare(base: RunView, other: RunView) -> dict[str, Any]:
+    """Return how many times as fast the other run is, as `gain` has it, ready for JSON.
+
+    `whole` is over all RL steps that both have. Where response lengths differ by chance,
+    `rollout_per_token` is the fair figure.
+    """
+    pairs = equal_steps(base, other)
+
+    def ratios(value: Callable[[Record], float]) -> dict[str, float]:
+        seconds = [(value(mine), value(theirs)) for mine, theirs in pairs[1:]]
+        seconds = [pair for pair in seconds if min(pair) > 0]
+        return paired(seconds).as_data if seconds else {}
+
+    base_s, other_s = (
+        sum(pair[place].get("time/step_s", 0.0) for pair in pairs) for place in (0, 1)
+    )
+    return {
+        "base": base.name,
+        "run": other.name,
+        "steps": len(pairs),
+        "whole": base_s / other_s if other_s else 0.0,
+        "step": ratios(lambda r: r.get("time/step_s", 0.0)),
+        "rollout": ratios(lambda r: r.get("time/rollout_s", 0.0)),
+        "rollout_per_token": ratios(
+            lambda r: r.get("time/rollout_s", 0.0) / max(1.0, r.get("rollout/output_tokens", 0.0))
+        ),
+        "reward": {run.name: summary(run.records).get("reward", {}) for run in (base, other)},
+    }
+
+
+def in_words(ratio: Mapping[str, float]) -> str:
+    """Return a ratio of `compare` for people."""
+    return str(Ratio(**ratio)) if ratio else "-"
+
+
+def equal_steps(base: RunView, other: RunView) -> list[tuple[Record, Record]]:
+    """Return the RL steps that both runs have, in pairs. The first one loads and compiles."""
+    theirs = {record["step"]: record for record in other.records}
+    return [(mine, theirs[mine["step"]]) for mine in base.records if mine["step"] in theirs]
 
 
 def paired(values: Sequence[tuple[float, float]]) -> Ratio:
@@ -140,17 +185,13 @@ def as_data(
     found: Gain | None, drafts: Mapping[str, Mapping[str, float]], idle: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return everything, ready for JSON."""
-
-    def range_of(ratio: Ratio) -> dict[str, float]:
-        return {"median": ratio.median, "low": ratio.low, "high": ratio.high}
-
     measured: dict[str, Any] = {"num_pairs": 0}
     if found is not None:
         measured = {
             "num_pairs": found.num_pairs,
-            "step": range_of(found.step),
-            "rollout": range_of(found.rollout),
-            "update": range_of(found.update),
+            "step": found.step.as_data,
+            "rollout": found.rollout.as_data,
+            "update": found.update.as_data,
             "step_s": {"off": found.step_s[0], "tlt": found.step_s[1]},
             "is_clear": found.is_clear,
         }

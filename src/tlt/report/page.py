@@ -15,8 +15,9 @@ from xml.etree.ElementTree import Element, tostring
 from tlt.colours import INK
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
 from tlt.report.findings import Bottleneck, findings
+from tlt.report.gain import compare, in_words
 from tlt.report.svg import Chart, draw, element
-from tlt.report.view import RunView, compare, describe
+from tlt.report.view import RunView, describe
 from tlt.spans import STATES
 
 MAX_WORKERS = 16
@@ -91,13 +92,14 @@ def _comparison(views: Sequence[RunView]) -> list[Element]:
     for other in others:
         found = compare(base, other)
         rewards = (found["reward"][view.name].get("last_fifth", math.nan) for view in (base, other))
-        ratios = [_spread(found[name]) for name in ("step", "rollout", "rollout_per_token")]
+        ratios = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
         ends = " / ".join(f"{reward:.3f}" for reward in rewards)
         rows.append([other.name, f"{found['whole']:.2f}x", *ratios, ends])
     headings = ("run", "all RL steps", "RL step", "rollout", "rollout per token", "final reward")
     note = (
-        "Each figure is the median of the ratios of equal RL steps; 80% of the ratios lie in the "
-        "range behind it. Where response lengths differ by chance, compare rollouts per token."
+        "RL step and rollouts: the median of the ratios of equal RL steps and its 95% interval, "
+        "without the first RL step, which loads and compiles. Where response lengths differ by "
+        "chance, compare rollouts per token."
     )
     return [
         element("h2", f"Speed-up over {base.name}"),
@@ -105,10 +107,6 @@ def _comparison(views: Sequence[RunView]) -> list[Element]:
         element("p", note, class_="note"),
         element("div", *(_picture(chart) for chart in comparison(views)), class_="grid"),
     ]
-
-
-def _spread(found: Mapping[str, float]) -> str:
-    return f"{found['median']:.2f}x ({found['low']:.2f} to {found['high']:.2f})" if found else "-"
 
 
 def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:

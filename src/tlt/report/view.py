@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -237,37 +237,3 @@ def harvest(view: RunView) -> dict[str, float]:
         return {}
     names = ("idle_s", "coverable_s", "used_s", "trained_tokens", "published", "refused", "faults")
     return {name: sum(series(view.records, f"harvest/{name}")[1]) for name in names}
-
-
-# --- several runs ---------------------------------------------------------------------------------
-
-
-def compare(base: RunView, other: RunView) -> dict[str, Any]:
-    """Return how much faster the other run is, over the RL steps that both runs have.
-
-    Where response lengths differ by chance, `rollout_per_token` is the fair figure.
-    """
-    theirs = {record["step"]: record for record in other.records}
-    pairs = [(r, theirs[r["step"]]) for r in base.records if r["step"] in theirs]
-
-    def ratios(value: Callable[[Record], float]) -> dict[str, float]:
-        values = [(value(mine), value(yours)) for mine, yours in pairs]
-        found = sorted(mine / yours for mine, yours in values if mine > 0 and yours > 0)
-        if not found:
-            return {}
-        low, high = quantile(found, 0.1), quantile(found, 0.9)
-        return {"median": median(found), "low": low, "high": high}
-
-    total = [sum(series(run, "time/step_s")[1]) for run in zip(*pairs, strict=True)] or [0.0, 0.0]
-    return {
-        "base": base.name,
-        "run": other.name,
-        "steps": len(pairs),
-        "whole": total[0] / total[1] if total[1] else 0.0,
-        "step": ratios(lambda r: r.get("time/step_s", 0.0)),
-        "rollout": ratios(lambda r: r.get("time/rollout_s", 0.0)),
-        "rollout_per_token": ratios(
-            lambda r: r.get("time/rollout_s", 0.0) / max(1.0, r.get("rollout/output_tokens", 0.0))
-        ),
-        "reward": {run.name: summary(run.records).get("reward", {}) for run in (base, other)},
-    }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from made_up import made_up_folder
 
-from tlt.report.gain import Gain, Ratio, drafting, gain, leases, paired, verdict
+from tlt.report.gain import Gain, Ratio, compare, drafting, gain, leases, paired, verdict
 from tlt.report.view import look_at
 
 ARMS = (("off", 2.0, 16, 600, 0), ("ngram:3", 3.0, 4, 300, 100), ("eagle3:4", 3.0, 1, 400, 300))
@@ -54,6 +54,19 @@ def test_two_runs_are_compared_without_their_first_step(tmp_path: Path) -> None:
     assert found.update == Ratio(1.0, 1.0, 1.0)
     assert found.step.median == pytest.approx(13.7 / 8.7)
     assert found.is_clear
+
+
+def test_a_report_and_the_demo_say_the_same_of_two_runs(tmp_path: Path) -> None:
+    off = look_at(made_up_folder(tmp_path / "off", steps=4))
+    tlt = look_at(made_up_folder(tmp_path / "tlt", steps=4, time__rollout_s=5.0))
+    off.records[0]["time/step_s"] = 1e6  # loads and compiles
+    told, found = compare(off, tlt), gain(off, tlt)
+    assert found is not None
+    assert told["step"] == found.step.as_data
+    assert told["rollout"] == found.rollout.as_data
+    assert told["rollout_per_token"]["median"] == pytest.approx(2.0)
+    assert told["whole"] == pytest.approx((1e6 + 3 * 13.7) / (4 * 8.7))
+    assert told["steps"] == 4
 
 
 def test_runs_of_one_step_cannot_be_compared(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tlt.report.charts import charts_of, comparison
 from tlt.report.findings import findings
 from tlt.report.page import as_html, as_json, pictures
 from tlt.report.svg import Box, Line
-from tlt.report.view import compare, describe, look_at, running, tail_share
+from tlt.report.view import describe, look_at, running, tail_share
 
 Run = Callable[..., Path]
 
@@ -59,15 +59,6 @@ def test_idle_seconds_that_were_used(make: Run) -> None:
     found = describe(look_at(make(config={"tlt": {"enabled": True}})))
     assert found["reclaimed"]["training_s"] == pytest.approx(20)
     assert found["reclaimed"]["share"] == pytest.approx(20 / 32)
-
-
-def test_runs_are_compared_step_by_step(make: Run) -> None:
-    base, fast = look_at(make("off")), look_at(make("tlt", time__rollout_s=5.0))
-    found = compare(base, fast)
-    assert found["rollout"]["median"] == pytest.approx(2.0)
-    assert found["step"]["median"] == pytest.approx(13.7 / 8.7)
-    assert found["whole"] == pytest.approx(13.7 / 8.7)
-    assert found["steps"] == 4
 
 
 def test_samples_of_another_policy_come_first(make: Run) -> None:
