@@ -3,11 +3,13 @@
     python .ci/release.py v0.2.0 > notes.md
 
 A release has one version in all places, a dated section in CHANGELOG.md with nothing left under
-Unreleased, and a section in docs/releases.md, which becomes the notes. Needs nothing but Python.
+Unreleased, and a section in docs/releases.md, which becomes the notes. With `REPOSITORY_URL` their
+links are absolute. Needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
@@ -50,9 +52,26 @@ def faults(tag: str, root: Path) -> list[str]:
         said.append(f"CHANGELOG.md has no section such as: ## [{wanted}] - 2026-12-01")
     if section(changelog, "[Unreleased]"):
         said.append(f"CHANGELOG.md has entries under Unreleased; move them to [{wanted}]")
-    if not section((root / "docs" / "releases.md").read_text(), wanted):
+    notes = section((root / "docs" / "releases.md").read_text(), wanted)
+    if not notes:
         said.append(f"docs/releases.md has no section such as: ## {wanted}")
+    said += [
+        f"{name} says {words!r}: say what is true of a release"
+        for name, text, words in (
+            ("docs/releases.md", notes, "In preparation"),
+            ("SECURITY.md", (root / "SECURITY.md").read_text(), "No release has been made yet"),
+            ("docs/install.md", (root / "docs" / "install.md").read_text(), "index yet"),
+        )
+        if words in text
+    ]
     return said
+
+
+def linked(notes: str, tag: str, repository: str) -> str:
+    """Return the notes with links that also lead somewhere outside docs/."""
+    if not repository:
+        return notes
+    return re.sub(r"\]\((?!\w+:)([^)]+)\)", rf"]({repository}/blob/{tag}/docs/\1)", notes)
 
 
 def main() -> None:
@@ -61,7 +80,7 @@ def main() -> None:
     if found := faults(sys.argv[1], ROOT):
         sys.exit("\n".join(found))
     notes = section((ROOT / "docs" / "releases.md").read_text(), sys.argv[1].removeprefix("v"))
-    sys.stdout.write(notes + "\n")
+    sys.stdout.write(linked(notes, sys.argv[1], os.environ.get("REPOSITORY_URL", "")) + "\n")
 
 
 if __name__ == "__main__":

@@ -258,6 +258,7 @@ def of_capture(c: Values, model: Model, given: Assumed) -> Values:
 def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
     drafter = FLOAT32 * model.drafter_parameters(given.draft_vocab)
     published = drafter * BFLOAT16 / FLOAT32
+    leaving = moved_bytes(drafter // FLOAT32, averaged=True)
     trainers = max(0, min(TLT.max_trainers, c["engines"] - 1))  # somebody must still generate
     rounds = given.tail_s // TLT.session_s if trainers else 0
     leases = trainers * math.ceil(given.tail_s / TLT.lease_s)
@@ -271,11 +272,12 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
         "whole_drafter_bytes": FLOAT32 * model.drafter_parameters(model.vocab),
         "moment_bytes": 2 * drafter,
         "published_bytes": published,
-        "leaving_bytes": moved_bytes(drafter // FLOAT32, averaged=True),
+        "leaving_bytes": leaving,
         "stop_s": stop_timeout_s(
             drafter // FLOAT32, averaged=True, end_bytes=int(c["ends_bytes"]), on_gpu=True
         ),
-        "waiting_bytes": c["engines_of_node"] * (2 * drafter + c["ends_bytes"]),
+        # Pinned memory comes in powers of two: up to twice the size.
+        "waiting_bytes": c["engines_of_node"] * (2 * leaving + c["ends_bytes"]),
         "trainers": trainers,
         "gathered_bytes": gathered,
         "merge_bytes": merged,

@@ -1,8 +1,7 @@
 """GRPO with verl's own trainer, and a drafter that TLT trains on verl's idle replicas.
 
-    make setup-verl && source .venv-verl/bin/activate
-    python examples/verl_grpo.py models/policy trainer.n_gpus_per_node=8
-    python examples/verl_grpo.py models/policy --without trainer.n_gpus_per_node=8
+    python examples/verl_grpo.py /models/policy trainer.n_gpus_per_node=8
+    python examples/verl_grpo.py /models/policy --without trainer.n_gpus_per_node=8
 
 The second run is verl alone. Further arguments are settings of verl, or of TLT (`+tlt.lr=1e-4`).
 """

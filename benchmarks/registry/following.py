@@ -65,7 +65,7 @@ figures(
     FILE,
     {
         "all_steps": lambda d: str(max(turn["step"] for turn in d["turns"])),
-        "rollout": lambda d: interval(d["speed_up"]["nothing"]["rollout"]),
+        "rollout": lambda d: interval(d["speed_up"]["nothing"]["every_pair"]["rollout"]),
         "rewards": lambda d: " to ".join(
             f"{mean(part, 'reward/mean'):.2f}" for part in (thirds(d)[0], thirds(d)[2])
         ),

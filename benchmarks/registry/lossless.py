@@ -5,7 +5,7 @@ from __future__ import annotations
 from registry.core import Doc, Rows, figures, table
 from tlt.bench.same import HEADS, cells
 
-RIVALS = {"plain": "vLLM's sampler", "drafted": "rejection sampler before, 4 drafts"}
+RIVALS = {"plain": "vLLM's sampler", "drafted": "TLT's earlier rejection sampler, 4 drafts"}
 
 
 @table("sampler.cost", "sampler")

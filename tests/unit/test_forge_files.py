@@ -227,6 +227,8 @@ def released(tmp_path: Path) -> Path:
         f"# Changelog\n\n## [Unreleased]\n\n## [{version}] - 2026-12-01\n\n### Added\n- Much.\n"
     )
     (tmp_path / "docs" / "releases.md").write_text(f"# Notes\n\n## {version}\nThe first.\n")
+    (tmp_path / "docs" / "install.md").write_text("# Install\n")
+    (tmp_path / "SECURITY.md").write_text("# Security\n")
     return tmp_path
 
 
@@ -242,6 +244,9 @@ def test_a_release_in_order_has_no_faults(released: Path) -> None:
         ("CHANGELOG.md", " - 2026-12-01", "", "has no section such as: ## ["),
         ("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n- More.\n", "entries under Unreleased"),
         ("docs/releases.md", "## 0", "## 9", "docs/releases.md has no section"),
+        ("docs/releases.md", "The first", "In preparation", "docs/releases.md says 'In prep"),
+        ("docs/install.md", "# Install", "Not in the index yet", "docs/install.md says"),
+        ("SECURITY.md", "# S", "No release has been made yet. # S", "SECURITY.md says"),
     ],
 )
 def test_a_release_with_a_fault_is_refused(
@@ -252,6 +257,23 @@ def test_a_release_with_a_fault_is_refused(
     (released / file).write_text(text.replace(old, new, 1))
     (fault,) = release_script().faults(f"v{PROJECT['version']}", released)
     assert says in fault
+
+
+def test_sentences_that_end_with_a_release_are_known() -> None:
+    """What the script looks for before a release is what the files say until then."""
+    found = "\n".join(release_script().faults(f"v{PROJECT['version']}", ROOT))
+    for name in ("docs/releases.md", "SECURITY.md", "docs/install.md"):
+        assert f"{name} says" in found
+
+
+def test_links_of_the_notes_lead_out_of_the_repository() -> None:
+    linked = release_script().linked
+    notes = "[a](lossless.md#x), [b](https://example.org), [c](../README.md)"
+    assert linked(notes, "v1", "") == notes
+    assert linked(notes, "v1", "https://host/me/tlt") == (
+        "[a](https://host/me/tlt/blob/v1/docs/lossless.md#x), [b](https://example.org), "
+        "[c](https://host/me/tlt/blob/v1/docs/../README.md)"
+    )
 
 
 def test_another_tag_than_the_version_is_refused(released: Path) -> None:

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from tlt.cli.options import (
     Engines,
-    Gpus,
     Json,
     Parameters,
     Seed,
@@ -72,7 +71,10 @@ def evaluate(
     ] = None,
     top_p: TopP = 1.0,
     engines: Engines = 1,
-    gpus: Gpus = 0,
+    gpus: Annotated[
+        int | None,
+        number("GPUs per engine; by default those of the run, or 0: CPU cores.", 0, 10_000),
+    ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -107,7 +109,7 @@ def evaluate(
         temperature=temperature,
         top_p=top_p,
         num_engines=engines,
-        num_gpus=gpus,
+        num_gpus=(run.engine.num_gpus if run else 0) if gpus is None else gpus,
         reward_workers=run.reward.num_workers if run else 1,
         reward_timeout_s=run.reward.timeout_s if run else 10.0,
         seed=seed,

@@ -90,8 +90,10 @@ class FakeEngine:
     text = "<answer>4</answer>"
     right = 1
     seen: list[SampleRequest]
+    num_gpus: int
 
     def __init__(self, config: Any, name: str) -> None:
+        type(self).num_gpus = config.num_gpus
         self._chat = Chat(config.model)
         self._waiting: list[SampleRequest] = []
         type(self).seen = []
@@ -193,6 +195,21 @@ def test_a_run_is_measured_on_what_it_held_out(model: Path) -> None:
     assert found["problems"] == "12 held-out problems of the run"
     assert found["temperature"] == 0.7
     assert FakeEngine.seen[0].sampling.max_tokens == 20
+
+
+@pytest.mark.parametrize(("options", "num_gpus"), [((), 2), (("--gpus", "0"), 0)])
+def test_engines_have_the_gpus_of_the_run(
+    model: Path, options: tuple[str, ...], num_gpus: int
+) -> None:
+    run_folder(
+        model,
+        engine={"num_gpus": 2},
+        learner={"num_gpus": 1},
+        eval={"every_steps": 5, "num_problems": 1},
+    )
+    code, _, errors = tlt("eval", "run", "--samples", "1", "--json", *options)
+    assert code == 0, errors
+    assert FakeEngine.num_gpus == num_gpus
 
 
 def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
