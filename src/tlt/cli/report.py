@@ -48,8 +48,9 @@ def report(
         print_findings(console, view)
     if len(views) > 1:
         table = result_table(f"speed-up over {views[0].name}")
-        for heading in ("run", "all RL steps", "RL step", "rollout", "rollout per token"):
-            table.add_column(heading, justify="left" if heading == "run" else "right")
+        table.add_column("run")
+        for heading in ("in all", "RL step", "rollout", "rollout per token"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for other in views[1:]:
             found = compare(views[0], other)
             cells = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]

@@ -95,7 +95,7 @@ def _comparison(views: Sequence[RunView]) -> list[Element]:
         ratios = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
         ends = " / ".join(f"{reward:.3f}" for reward in rewards)
         rows.append([other.name, f"{found['whole']:.2f}x", *ratios, ends])
-    headings = ("run", "all RL steps", "RL step", "rollout", "rollout per token", "final reward")
+    headings = ("run", "in all", "RL step", "rollout", "rollout per token", "final reward")
     note = (
         "RL step and rollouts: the median of the ratios of equal RL steps and its 95% interval, "
         "without the first RL step, which loads and compiles. Where response lengths differ by "
