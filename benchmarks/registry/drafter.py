@@ -27,6 +27,7 @@ figures(
     {
         "samples": lambda d: count(d["data"]["num_prompts"]),
         "budget": lambda d: f"{d['budget_minutes']:.0f} minutes",
+        "new.first": lambda d: f"{d['acceptance']['before']['1']['by_position'][0]:.1%}",
         "median_tokens": lambda d: count(d["data"]["median_tokens"]),
         "p99_tokens": lambda d: count(d["data"]["p99_tokens"]),
         "steps": lambda d: count(d["training"]["steps"]),

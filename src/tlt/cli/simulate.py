@@ -6,7 +6,7 @@ import itertools
 import json as json_library
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from tlt.cli.options import Json, print_json, require_plots, result_table, say_written
 from tlt.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from tlt.simulate.scenario import ScenarioConfig
 
 SCENARIO = (
     "name the TOML file of a scenario or of a run, or give settings such as cluster.num_engines=8"
@@ -84,7 +87,7 @@ def simulate(
     from tlt.simulate.answer import contributions, figures, in_words, speed_ups
     from tlt.simulate.plot import plot_simulation, what_if
     from tlt.simulate.recipe import scenario_tree
-    from tlt.simulate.scenario import ScenarioConfig, completed
+    from tlt.simulate.scenario import ScenarioConfig, begins_without_drafter, completed
     from tlt.simulate.scenario import simulate as play
     from tlt.simulate.validity import validity
 
@@ -101,7 +104,7 @@ def simulate(
     grid = [_values(text) for text in sweep or []]
     results: list[dict[str, Any]] = []
     engine_ends: dict[str, Any] = {}
-    below: dict[str, None] = {}  # every line once, in order
+    below: list[list[str]] = []
     for point in itertools.product(*grid):
         tree = read_toml(scenario, SCENARIO) if scenario is not None else {}
         where = "scenario" if scenario is None else str(scenario)
@@ -111,11 +114,11 @@ def simulate(
         records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))
         found = {name: figures(of) for name, of in records.items()}
         trust = validity(config)
-        below.update(dict.fromkeys(trust.lines()))
+        below.append(trust.lines())
         results.append(
             {
                 "point": list(point),
-                "fixed_arm": f"{config.static_drafter}:{config.static_draft_tokens}",
+                "fixed_arm": _fixed_arm(config),
                 "modes": found,
                 "speed_up": speed_ups(found),
                 "contributions": contributions(found),
@@ -131,17 +134,36 @@ def simulate(
     written = [folder / "simulation.json"]
     if len(results) == 1:
         which = "the fixed arm" if asked.static_draft_tokens else "the best fixed arm"
-        words = in_words(found, f"{which}, {results[0]['fixed_arm']}")
+        fixed_arm = f"{which}, {results[0]['fixed_arm']}"
+        words = in_words(found, fixed_arm, begins_without_drafter(config))
         console.print(words, highlight=False, soft_wrap=True)
-    for line in below:
+    for line in _below([" ".join(result["point"]) for result in results], below):
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     if plot:
         with progress_bar(console) as show:
             curves = what_if(asked, show)
         picture = folder / "simulation.png"
-        written.append(plot_simulation(engine_ends, found, curves, list(below), picture))
+        written.append(plot_simulation(engine_ends, found, curves, below[0], picture))
     for path in written:
         say_written(console, str(path))
+
+
+def _fixed_arm(config: ScenarioConfig) -> str | None:
+    if "static" not in config.modes:
+        return None
+    return f"{config.static_drafter}:{config.static_draft_tokens}"
+
+
+def _below(points: list[str], lines: list[list[str]]) -> list[str]:
+    """Return what all points of a sweep assume, then what each assumes besides."""
+    common = [line for line in lines[0] if all(line in of for of in lines)]
+    own = [
+        f"{point}: {line}"
+        for point, of in zip(points, lines, strict=True)
+        for line in of
+        if line not in common
+    ]
+    return [*common, *own]
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

@@ -10,6 +10,7 @@ Record = dict[str, float]
 LABELS = {
     "off": "no speculation",
     "static": "fixed arm",
+    "ngram": "TLT with n-grams only",
     "frozen": "TLT without harvest",
     "tlt": "TLT",
 }
@@ -50,7 +51,8 @@ def speed_ups(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, f
 
 def contributions(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
     """Return how many times as fast TLT is as the fixed arm, and as itself without harvest."""
-    others = {"over_fixed_arm": "static", "harvest": "frozen"}
+    without = "frozen" if "frozen" in found else "ngram"
+    others = {"over_fixed_arm": "static", "harvest": without}
     return {
         name: {
             "end_to_end": found[other]["step_s"] / found["tlt"]["step_s"],
@@ -61,8 +63,15 @@ def contributions(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[st
     }
 
 
-def in_words(found: Mapping[str, Mapping[str, float]], fixed_arm: str = "the fixed arm") -> str:
-    """Return whether the last mode is worth it, what brings it, and what limits it."""
+def in_words(
+    found: Mapping[str, Mapping[str, float]],
+    fixed_arm: str = "the fixed arm",
+    from_nothing: bool = False,
+) -> str:
+    """Return whether the last mode is worth it, what brings it, and what limits it.
+
+    `from_nothing` says that the run begins without a drafter.
+    """
     names = [LABELS.get(name, name) for name in found]
     base, *_ = found.values()
     *_, best = found.values()
@@ -79,6 +88,8 @@ def in_words(found: Mapping[str, Mapping[str, float]], fixed_arm: str = "the fix
         words.append(f"That is {of['over_fixed_arm']['end_to_end']:.2f}x as fast as {fixed_arm}.")
     if "harvest" in of:
         words.append(f"Harvest's part of that is {of['harvest']['end_to_end']:.2f}x.")
+    elif from_nothing:
+        words.append("All of it is harvest's part: the run begins without a drafter.")
     if share < 0.5:
         words.append(
             f"Rollouts are a small part: instant rollouts would bring {most:.1f}x. Look at the "

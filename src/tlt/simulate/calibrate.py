@@ -22,6 +22,7 @@ from tlt.observe.timeline import LEARNER
 from tlt.report.view import RunView, rollouts
 from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
+from tlt.simulate.profiles import DRIFT
 
 MIN_STEPS = 3
 """Engine steps that a span needs to measure the time of one."""
@@ -47,6 +48,8 @@ class Calibration:
     prompt_tokens: float
     training: Training = field(default_factory=Training)
     source: str = ""
+    num_gpus: int = 0
+    """GPUs of an engine in these runs."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")
@@ -65,6 +68,7 @@ class Calibration:
                 found["prompt_tokens"],
                 Training(**found["training"]),
                 found["source"],
+                found.get("num_gpus", 0),
             )
             calibration.check()
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -81,6 +85,7 @@ class Calibration:
             if min(values) <= 0:
                 raise ValueError(f"{name} is 0")
         _check_number("prompt_tokens", self.prompt_tokens)
+        _check_number("num_gpus", self.num_gpus)
         _check_number("power", self.drafting.power)
         for drafter, rates in self.drafting.rates.items():
             for rate in rates:
@@ -114,6 +119,7 @@ def calibrate(views: Sequence[RunView]) -> Calibration:
         fmean(prompt_tokens(view) for view in views),
         training([view.records for view in views]),
         ", ".join(view.name for view in views),
+        max(int(view.setting("engine.num_gpus", 0)) for view in views),
     )
     try:
         calibration.check()
@@ -247,9 +253,9 @@ def training(runs: Sequence[Sequence[Record]]) -> Training:
     The acceptance rate is the share of drafts whose first token was accepted. The model expresses
     it as a power of the rate at the start. Every policy update adds the same amount to that power,
     and training lowers it towards a best power. Runs that use a draft model in fewer than
-    `MIN_DRIFT_STEPS` RL steps are left out.
+    `MIN_DRIFT_STEPS` RL steps are left out; without others the drift is that of `profiles.py`.
     """
-    found = Training()
+    found = Training(drift=DRIFT)
     curves = [curve for curve in map(_powers, runs) if len(curve) >= MIN_DRIFT_STEPS]
     alone = [curve for curve in curves if not any(tokens for _, tokens in curve)]
     if alone:

@@ -127,17 +127,18 @@ class Drafting:
     rates: dict[str, tuple[float, ...]]
     """Share of drafts accepted at least up to each position, by drafter."""
     power: float = 1.0
-    """Power of the rates: 1 as measured, more for a drafter that lags behind the policy."""
+    """Power of EAGLE-3's rates: 1 as measured, more for a drafter that lags behind the policy."""
 
     def rate(self, drafter: str, position: int) -> float:
         rates = self.rates.get(drafter, ())
         if not rates:
             return 0.0
+        power = self.power if drafter == "eagle3" else 1.0
         if position < len(rates):
-            return float(rates[position] ** self.power)
+            return float(rates[position] ** power)
         # Beyond the measured positions, rates fall by the factor of the last two.
         last = rates[-1] / rates[-2] if len(rates) > 1 and rates[-2] > 0 else rates[-1]
-        return float((rates[-1] * last ** (position - len(rates) + 1)) ** self.power)
+        return float((rates[-1] * last ** (position - len(rates) + 1)) ** power)
 
     def tokens(self, arm: Arm) -> float:
         """Return the expected tokens per request of one engine step."""

@@ -48,11 +48,11 @@ def _points(config: ScenarioConfig) -> Iterator[tuple[str, float, ScenarioConfig
             _with(short, "drafter", acceptance=acceptance),
         )  # fmt: skip
     median = config.workload.lengths.median
-    for tail in TAILS:
+    for tail in TAILS if config.workload.trace is None else ():
         lengths = config.workload.lengths.model_copy(
             update={"p95": round(median * tail), "longest": round(median * tail * 2.5)}
         )
-        changed = _with(short, "workload", lengths=lengths, trace=None)
+        changed = _with(short, "workload", lengths=lengths)
         yield "95th percentile of lengths, in medians", tail, changed
 
 

@@ -19,6 +19,11 @@ NETWORK = 25e9
 DRIFT = 0.0003
 """Power of acceptance rates that a policy update adds to a frozen drafter, by
 benchmarks/following.py: SmolLM2 on word problems, 30 updates at a learning rate of 2e-5."""
+NEW_DRAFTER = 17.0
+"""Power of a new drafter's acceptance rates, by results/drafter/report.json: 0.6% of its first
+draft tokens are accepted, 74% once it is trained (SmolLM2, temperature 1)."""
+GPU_BYTES = 80e9
+"""Memory of an H100."""
 OVERHEAD_S = 0.002
 """Seconds of an engine step besides the weights: scheduling, sampling, launches."""
 

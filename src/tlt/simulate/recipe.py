@@ -8,11 +8,15 @@ from typing import Any
 from tlt.config.load import apply_overrides, check
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
-from tlt.simulate.profiles import MODELS, training_speed
-from tlt.simulate.scenario import ScenarioConfig, WorkloadConfig
+from tlt.simulate.profiles import MODELS, NEW_DRAFTER, training_speed
+from tlt.simulate.scenario import LearnerSection, ScenarioConfig, WorkloadConfig
 from tlt.strategy.spec import build_strategy
 
 Tree = dict[str, Any]
+
+NGRAMS = ["off", "static", "ngram"]
+FROM_NOTHING = ["off", "static", "ngram", "tlt"]
+"""Modes of a recipe without a drafter: all but `tlt` draft by n-grams."""
 
 
 def is_recipe(tree: Tree) -> bool:
@@ -23,24 +27,36 @@ def is_recipe(tree: Tree) -> bool:
 def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int | None) -> Tree:
     """Return the settings of a scenario: a file's, or made of a recipe, with the changes.
 
-    A change in a section that only recipes have, such as `sampling`, is a change of the recipe.
+    A change of a setting that recipes have, such as `sampling.max_tokens`, is one of the recipe.
     """
+    if num_gpus is not None and any(_key(change) == "cluster.num_engines" for change in changes):
+        raise ConfigError(
+            "--gpus and cluster.num_engines both say how many engines there are; give one of them"
+        )
     if is_recipe(tree):
-        own = [change for change in changes if _section(change) not in ScenarioConfig.model_fields]
+        own = [change for change in changes if _is_of_recipe(_key(change))]
         recipe = check(TrainConfig, apply_overrides(tree, own), where)
         changes = [change for change in changes if change not in own]
-        found = apply_overrides(_of_recipe(recipe, num_gpus), changes)
-        check(ScenarioConfig, found, where)
-        cluster = found["cluster"]
-        if "calibration" in cluster:
+        found = _of_recipe(recipe, num_gpus)
+        engine_gpus = found["cluster"]["num_engines"] * found["cluster"]["tensor_parallel"]
+        apply_overrides(found, changes)
+        cluster = check(ScenarioConfig, found, where).cluster
+        if num_gpus is not None:
+            found["cluster"]["num_engines"] = _engines(engine_gpus, cluster.tensor_parallel)
+        if cluster.calibration is not None:
+            if not any(_key(change) == "learner.tokens_per_s" for change in changes):
+                found.get("learner", {}).pop("tokens_per_s", None)  # as calibrated
             return found
-        if "ngram" in found.get("modes", ()):
+        if found.get("modes") == NGRAMS:
             raise ConfigError(
                 f"{where} drafts by n-grams only, and how many of those a policy accepts is not "
                 "known without a run; give the result of `tlt calibrate` as "
                 "cluster.calibration=calibration.json, or a drafter's folder as engine.drafter"
             )
-        if "model" not in cluster:
+        if found.get("modes") == FROM_NOTHING:
+            # How many n-grams a policy accepts is not known without a run.
+            found["modes"] = ["off", "tlt"]
+        if "model" not in found["cluster"]:
             raise ConfigError(
                 f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
                 f"({', '.join(MODELS)}); measure a run of it with `tlt calibrate` and give "
@@ -72,10 +88,13 @@ def _of_recipe(recipe: TrainConfig, num_gpus: int | None) -> Tree:
     arms = build_strategy(strategy).arms() if "arms" in strategy else frozenset()
     if drafted := sorted({arm.num_draft_tokens for arm in arms} - {0}):
         found["draft_tokens"] = drafted
-    if not recipe.tlt.harvest:
-        found["modes"] = ["off", "static", "frozen"]
-        if recipe.engine.drafter is None:
-            found |= {"modes": ["off", "static", "ngram"], "static_drafter": "ngram"}
+    found["tlt"] = recipe.tlt.model_dump(exclude_unset=True)
+    if recipe.engine.drafter is not None:
+        found["modes"] = ["off", "static", "frozen", *["tlt"] * recipe.tlt.harvest]
+        return found
+    found |= {"modes": list(NGRAMS), "static_drafter": "ngram"}
+    if recipe.tlt.harvest:
+        found |= {"modes": list(FROM_NOTHING), "drafter": {"start_power": NEW_DRAFTER}}
     return found
 
 
@@ -122,9 +141,17 @@ def _lengths(recipe: TrainConfig) -> Tree:
     return {"median": median, "p95": assumed.p95 * shrink, "longest": longest}
 
 
-def _section(change: str) -> str:
-    """Return the first key of a change such as `cluster.num_engines=8` or `seed=1`."""
-    return change.partition("=")[0].partition(".")[0].strip()
+def _key(change: str) -> str:
+    """Return what a change such as `cluster.num_engines=8` sets."""
+    return change.partition("=")[0].strip()
+
+
+def _is_of_recipe(key: str) -> bool:
+    """Say whether a recipe has this setting, and a scenario has not."""
+    section, _, name = key.partition(".")
+    if section == "learner":
+        return bool(name) and name not in LearnerSection.model_fields
+    return section == "tlt" or section not in ScenarioConfig.model_fields
 
 
 def _engines(num_gpus: int, parallel: int) -> int:

@@ -23,8 +23,10 @@ from tlt.simulate.model import Drafting, powers
 from tlt.simulate.profiles import (
     BEFORE,
     DRIFT,
+    GPU_BYTES,
     MODELS,
     NETWORK,
+    NEW_DRAFTER,
     h100,
     published_drafting,
     training_speed,
@@ -39,7 +41,11 @@ DraftTokens = Annotated[int, Field(ge=1, le=64)]
 PROMPT_TOKENS = 300.0
 """Tokens per prompt without a calibration."""
 SEARCH_STEPS = 2
-"""RL steps that find the best fixed arm."""
+"""RL steps that find the best fixed arm, for each state of the drafter."""
+SEARCH_SHARES = (1 / 6, 1 / 2, 5 / 6)
+"""Where in a run with much drift the best fixed arm is sought."""
+MUCH_DRIFT = 0.1
+"""Drift over a run, as a power of acceptance rates, up to which its start stands for all of it."""
 MAX_SAMPLES = 10_000_000
 """Samples of an RL step above which a simulation would take hours."""
 
@@ -123,7 +129,8 @@ class DrafterSection(Schema):
     acceptance: float | None = Field(default=None, gt=0, lt=1)
     """Share of first draft tokens accepted; its powers are the shares at later positions."""
     start_power: float = Field(default=1.0, gt=0, le=1000)
-    """Power of the acceptance rates at the start; above 1, the drafter lags behind the policy."""
+    """Power of EAGLE-3's acceptance rates at the start: above 1 the drafter lags behind the policy,
+    a new drafter has 17."""
     drift: float | None = Field(default=None, ge=0, le=1000)
     """Amount that every policy update adds to the power of the acceptance rates; by default from
     the calibration, or 0.0003, as measured with SmolLM2."""
@@ -162,6 +169,13 @@ class ScenarioConfig(Schema):
     workload: WorkloadConfig = Field(default_factory=WorkloadConfig)
     learner: LearnerSection = Field(default_factory=LearnerSection)
     drafter: DrafterSection = Field(default_factory=DrafterSection)
+    tlt: TltConfig = Field(default_factory=TltConfig)
+    """Harvest of the mode `tlt`, as in a run; `enabled` and `harvest` are the modes' affair."""
+
+
+def begins_without_drafter(config: ScenarioConfig) -> bool:
+    """Say whether the drafter of a scenario knows as little as a new one."""
+    return config.drafter.start_power >= NEW_DRAFTER
 
 
 def num_nodes(cluster: ClusterConfig) -> int:
@@ -178,6 +192,7 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
         learner = replace(found.learner, sync_s=found.learner.sync_s * num_nodes(config.cluster))
     else:
         parameters, kv_bytes = MODELS[config.cluster.model]
+        _check_weights(config.cluster, 2 * parameters)
         engine = h100(parameters, kv_bytes, config.cluster.tensor_parallel)
         drafting, training = published_drafting(BEFORE), Training(drift=DRIFT)
         gpus = config.cluster.num_engines * config.cluster.tensor_parallel
@@ -206,6 +221,17 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
         config.cluster.dispatch,
         config.cluster.agreement,
     )
+
+
+def _check_weights(cluster: ClusterConfig, weights: float) -> None:
+    """Refuse an engine whose GPUs do not hold the policy."""
+    wanted = 2 ** math.ceil(math.log2(weights / GPU_BYTES)) if weights > GPU_BYTES else 1
+    if cluster.tensor_parallel < wanted:
+        raise ConfigError(
+            f"cluster.tensor_parallel = {cluster.tensor_parallel}: {weights / 1e9:.0f} GB of "
+            f"weights of {cluster.model} do not fit GPUs of {GPU_BYTES / 1e9:.0f} GB; e.g. "
+            f"cluster.tensor_parallel={wanted}"
+        )
 
 
 def prompt_tokens_of(config: ScenarioConfig) -> float:
@@ -253,7 +279,7 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         arms = [[drafter, n] for drafter in drafters for n in config.draft_tokens]
         spec = {"kind": "adaptive", "arms": [["off", 0], *arms]}
         if name == "tlt":
-            harvest = coordinator_settings(TltConfig(), publish=True)
+            harvest = coordinator_settings(config.tlt, publish=True)
 
     def strategy() -> Strategy:
         return build_strategy(spec)
@@ -274,11 +300,17 @@ def completed(config: ScenarioConfig) -> ScenarioConfig:
     if len(choices) == 1 or "static" not in config.modes:
         return choices[0]
 
+    start, drift = config.drafter.start_power, cluster.training.drift * config.num_steps
+    states = [start + drift * share for share in SEARCH_SHARES] if drift > MUCH_DRIFT else [start]
+
     def seconds(choice: ScenarioConfig) -> float:
         mode = mode_of("static", choice, cluster.drafting)
-        run = Simulation(cluster, workload, mode, config.seed, config.drafter.start_power)
-        records = clock.run(run.run(min(config.num_steps, SEARCH_STEPS)))
-        return sum(record["time/step_s"] for record in records)
+        total = 0.0
+        for power in states:
+            run = Simulation(cluster, workload, mode, config.seed, power)
+            records = clock.run(run.run(min(config.num_steps, SEARCH_STEPS)))
+            total += sum(record["time/step_s"] for record in records)
+        return total
 
     return min(choices, key=seconds)
 

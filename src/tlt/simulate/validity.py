@@ -12,6 +12,7 @@ from typing import Any
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.scenario import (
     ScenarioConfig,
+    begins_without_drafter,
     cluster_of,
     num_nodes,
     prompt_tokens_of,
@@ -25,8 +26,8 @@ VALIDATED = (
     "436 tokens: TLT 1.33x end to end, modelled, and 1.46x (1.30 to 1.53), measured",
 )
 """Comparisons with runs: `benchmarks/simulator.py` and `benchmarks/simulated_words.py`."""
-ENGINES, SAMPLES, TOKENS = 2, 128, 1800
-"""Most engines, samples per RL step and tokens of a response in these comparisons."""
+RANGES = {"ngram": (2, 128, 1800), "eagle3": (2, 16, 436)}
+"""Most engines, samples per RL step and tokens of a response in these comparisons, by drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,9 @@ def _assumptions(config: ScenarioConfig) -> list[str]:
         machine = f"engine steps, acceptance and learner as in the runs {source or 'calibrated by'}"
     rates = {name: rates[0] for name, rates in cluster.drafting.rates.items()}
     accepted = ", ".join(f"{name} {rate:.0%}" for name, rate in rates.items()) or "none"
+    start = f"{config.drafter.start_power:g} at the start"
+    if begins_without_drafter(config):
+        start += ", that of a new drafter"
     if workload.trace:
         lengths = f"lengths of {config.workload.trace}"
     else:
@@ -83,9 +87,8 @@ def _assumptions(config: ScenarioConfig) -> list[str]:
         machine,
         f"{workload.num_samples:,} samples per RL step at any size of the cluster; {lengths}; "
         f"prompts of {prompt_tokens_of(config):,.0f} tokens",
-        f"first draft tokens accepted: {accepted}; power of the rates "
-        f"{config.drafter.start_power:g} at the start, {training.drift:+.4f} with every policy "
-        "update",
+        f"first draft tokens accepted: {accepted}; power of EAGLE-3's rates {start}, "
+        f"{training.drift:+.4f} with every policy update",
         f"a trainer learns from {training.tokens_per_s:,.0f} tokens/s; the drafter's lag behind "
         f"power {training.best_power:g} shrinks e-fold in {training.tokens:,.0f} tokens",
         f"the learner trains on {learner.trained_share:.0%} of the tokens, "
@@ -96,16 +99,20 @@ def _assumptions(config: ScenarioConfig) -> list[str]:
 
 
 def _outside(config: ScenarioConfig) -> list[str]:
-    workload = workload_of(config)
-    found = []
-    if config.cluster.calibration is None:
-        found.append("GPUs")
-    if config.cluster.num_engines > ENGINES:
-        found.append(f"{config.cluster.num_engines:,} engines")
-    if (nodes := num_nodes(config.cluster)) > 1:
-        found.append(f"{nodes:,} nodes")
-    if workload.num_samples > SAMPLES:
-        found.append(f"{workload.num_samples:,} samples per RL step")
-    if workload.max_tokens > TOKENS:
-        found.append(f"responses of {workload.max_tokens:,} tokens")
-    return found
+    cluster, workload = config.cluster, workload_of(config)
+    calibrated = cluster.calibration and Calibration.load(Path(cluster.calibration))
+    drafters = cluster_of(config).drafting.rates
+    engines, samples, tokens = RANGES["eagle3" if "eagle3" in drafters else "ngram"]
+    nodes = num_nodes(cluster)
+    leaves = {
+        "GPUs": not calibrated or calibrated.num_gpus > 0,
+        f"{cluster.num_engines:,} engines": cluster.num_engines > engines,
+        f"{nodes:,} nodes": nodes > 1,
+        f"{workload.num_samples:,} samples per RL step": workload.num_samples > samples,
+        f"responses of {workload.max_tokens:,} tokens": workload.max_tokens > tokens,
+        f"dispatch {cluster.dispatch}": cluster.dispatch != "arrival",
+        "look-ahead": cluster.look_ahead,
+        "engines that die": cluster.engine_deaths_per_hour > 0,
+        "a run that begins without a drafter": begins_without_drafter(config),
+    }
+    return [what for what, does in leaves.items() if does]

@@ -245,6 +245,27 @@ def test_the_fixed_arm_is_the_fastest_one() -> None:
     assert completed(scenario(*few, strong, "static_draft_tokens=2")).static_draft_tokens == 2
 
 
+def test_the_fixed_arm_is_the_fastest_over_all_of_a_run_with_drift() -> None:
+    config = scenario(
+        "num_steps=30", "cluster.num_engines=2", "workload={prompts_per_step=2, group_size=8}",
+        "drafter.drift=0.1", "draft_tokens=[2, 8]", 'modes=["static"]',
+    )  # fmt: skip
+
+    def seconds(length: int) -> float:
+        records = simulate(config.model_copy(update={"static_draft_tokens": length}))["static"]
+        return sum(record["time/step_s"] for record in records)
+
+    assert completed(config).static_draft_tokens == min((2, 8), key=seconds) == 2
+    at_the_start = config.model_copy(update={"num_steps": 1})
+    assert completed(at_the_start).static_draft_tokens == 8
+
+
+def test_only_a_trained_drafter_lags_behind_the_policy() -> None:
+    drafting = Drafting({"ngram": (0.5,), "eagle3": (0.5,)}).at(3)
+    assert drafting.rate("eagle3", 0) == pytest.approx(0.125)
+    assert drafting.rate("ngram", 0) == 0.5
+
+
 def test_the_weight_sync_grows_with_the_nodes(tmp_path: Path) -> None:
     def sync_s(*settings: str) -> float:
         return cluster_of(scenario(*settings)).learner.sync_s
@@ -297,6 +318,11 @@ def test_the_answer_names_the_fixed_arm_and_what_harvest_brings() -> None:
     assert "Harvest's part of that is 1.10x." in words
     assert contributions(found)["harvest"]["rollout"] == pytest.approx(3.5 / 3)
     assert contributions({"off": found["off"]}) == {}
+    few = {name: found[name] for name in ("off", "tlt")}
+    assert "arvest" not in in_words(few)
+    assert "All of it is harvest's part" in in_words(few, from_nothing=True)
+    from_ngrams = {"ngram" if name == "frozen" else name: of for name, of in found.items()}
+    assert contributions(from_ngrams) == contributions(found)
 
 
 def test_the_picture_shows_other_engines_drafters_and_tails(tmp_path: Path) -> None:
@@ -309,6 +335,9 @@ def test_the_picture_shows_other_engines_drafters_and_tails(tmp_path: Path) -> N
     assert [value for value, _ in engines] == [1, 2, 4, 8, 16]
     assert drafters[-1][1]["tlt"] > drafters[0][1]["tlt"]
     assert tails[-1][1]["tlt"] > tails[0][1]["tlt"]
+    (tmp_path / "lengths.jsonl").write_text('{"step": 1, "tokens": [5, 9]}\n')
+    traced = scenario(*SMALL, "num_steps=1", f'workload.trace="{tmp_path / "lengths.jsonl"}"')
+    assert len(what_if(traced, lambda what, done, total: None)) == 2, "a trace has its own tail"
     picture = plot_simulation(ends, found, curves, ["assumed: much"], tmp_path / "simulation.png")
     assert picture.stat().st_size > 10_000
 
@@ -356,7 +385,7 @@ def test_drift_and_recovery_are_found_in_runs() -> None:
     assert found.tokens == pytest.approx(1e4, rel=0.5)
     assert found.best_power == pytest.approx(0.7, abs=0.1)
     assert found.tokens_per_s == pytest.approx(500)
-    assert training([[{"reward/mean": 0.0}] * 20]) == Training()
+    assert training([[{"reward/mean": 0.0}] * 20]) == Training(drift=DRIFT)
 
 
 def test_the_learner_of_a_run_shares_prompts() -> None:

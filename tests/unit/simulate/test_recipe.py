@@ -1,5 +1,7 @@
 """A training recipe as the scenario of a simulation."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,13 @@ pytest.importorskip("numpy")
 
 from tlt.config.load import check, read_toml
 from tlt.errors import ConfigError
+from tlt.simulate.profiles import NEW_DRAFTER
 from tlt.simulate.recipe import scenario_tree
-from tlt.simulate.scenario import ScenarioConfig, cluster_of, num_nodes
+from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, num_nodes
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def scenario(name: str, *changes: str, gpus: int | None = None) -> ScenarioConfig:
@@ -27,14 +32,37 @@ def test_a_recipe_brings_its_cluster_and_its_samples() -> None:
     assert (found.workload.prompts_per_step, found.workload.group_size) == (64, 16)
     assert found.workload.lengths.longest == 16384
     assert found.draft_tokens == [1, 3, 7]
-    assert found.modes == ["off", "static", "frozen", "tlt"]
+
+
+def test_a_recipe_without_a_drafter_begins_without_one() -> None:
+    """Otherwise the answer credits TLT with a drafter that the run must first train."""
+    found = scenario("qwen2_5_7b_math_8gpu")
+    assert found.modes == ["off", "tlt"]
+    assert found.drafter.start_power == NEW_DRAFTER
+    calibrated = scenario("qwen2_5_7b_math_8gpu", 'cluster.calibration="calibration.json"')
+    assert calibrated.modes == ["off", "static", "ngram", "tlt"]
+    assert calibrated.static_drafter == "ngram"
+    given = scenario("qwen2_5_7b_math_8gpu", 'engine.drafter="models/drafter"')
+    assert given.modes == ["off", "static", "frozen", "tlt"]
+    assert given.drafter.start_power == 1
+
+
+def test_a_new_drafter_is_as_bad_as_measured() -> None:
+    found = json.loads((RESULTS / "drafter" / "report.json").read_text())["acceptance"]
+    before, after = (found[when]["1"]["by_position"][0] for when in ("before", "after"))
+    assert math.log(before) / math.log(after) == pytest.approx(NEW_DRAFTER, abs=0.5)
 
 
 def test_gpus_make_engines() -> None:
-    found = scenario("qwen2_5_7b_math_8gpu", gpus=64)
+    name = "qwen2_5_7b_math_8gpu"
+    found = scenario(name, gpus=64)
     assert found.cluster.num_engines == 64
     assert num_nodes(found.cluster) == 8
     assert scenario("", "cluster.tensor_parallel=4", gpus=64).cluster.num_engines == 16
+    assert scenario(name, "cluster.tensor_parallel=2", gpus=64).cluster.num_engines == 32
+    for given in (name, ""):
+        with pytest.raises(ConfigError, match=r"--gpus and cluster\.num_engines both say"):
+            scenario(given, "cluster.num_engines=4", gpus=64)
     with pytest.raises(
         ConfigError, match=r"2 GPUs are too few for an engine of 4; e\.g\. --gpus 32"
     ):
@@ -51,12 +79,24 @@ def test_a_learner_with_its_own_gpus_keeps_its_share() -> None:
 
 
 def test_changes_reach_the_recipe_and_the_scenario() -> None:
-    found = scenario(
-        "qwen2_5_7b_math_8gpu", "sampling.prompts_per_step=4", "learner.reward_s=3", "num_steps=2"
-    )
+    changes = ("sampling.prompts_per_step=4", "learner.reward_s=3", "num_steps=2")
+    own = ("learner.num_ranks=8", "tlt.min_lease_s=30")
+    found = scenario("qwen2_5_7b_math_8gpu", *changes, *own)
     assert found.workload.prompts_per_step == 4
     assert found.learner.reward_s == 3
     assert found.num_steps == 2
+    mode = mode_of("tlt", found, cluster_of(found).drafting)
+    assert mode.harvest is not None
+    assert mode.harvest.leases.min_s == 30
+
+
+def test_a_calibrated_learner_stays_as_it_was() -> None:
+    name, calibration = "qwen2_5_32b_math_4nodes", 'cluster.calibration="c.json"'
+    drafter = 'engine.drafter="models/drafter"'
+    assert scenario(name, drafter).learner.tokens_per_s is not None
+    assert scenario(name, drafter, calibration).learner.tokens_per_s is None
+    set_by_hand = scenario(name, drafter, calibration, "learner.tokens_per_s=5")
+    assert set_by_hand.learner.tokens_per_s == 5
 
 
 def test_short_responses_keep_the_shape_of_the_lengths() -> None:

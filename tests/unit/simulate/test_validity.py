@@ -1,6 +1,7 @@
 """What stands beside an answer of the simulator: assumptions and the validated range."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ pytest.importorskip("numpy")
 from called import tlt
 
 from tlt.config.load import apply_overrides, check
+from tlt.errors import ConfigError
+from tlt.simulate.calibrate import Calibration
+from tlt.simulate.cluster import Learner
+from tlt.simulate.model import Drafting, powers
 from tlt.simulate.plot import plot_simulation
+from tlt.simulate.profiles import h100
 from tlt.simulate.scenario import ScenarioConfig
-from tlt.simulate.validity import ENGINES, SAMPLES, TOKENS, VALIDATED, validity
+from tlt.simulate.validity import RANGES, VALIDATED, validity
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -33,26 +39,57 @@ def test_the_comparisons_are_those_of_the_committed_results() -> None:
     assert f"{errors['worst_error']:.0%} at worst" in tiny
     samples = [8 * int(run["run"].split("-")[1]) for run in result("simulator")["runs"]]
     assert f"{min(samples)} to {max(samples)} samples" in tiny
-    assert max(samples) == SAMPLES
+    assert max(samples) == RANGES["ngram"][1]
     gain = result("simulated_words")["arms"]["tlt"]["end_to_end"]
     measured = gain["measured"]
     assert f"TLT {gain['predicted']:.2f}x end to end, modelled" in words
     assert f"{measured['median']:.2f}x ({measured['median_low']:.2f} to " in words
     assert f"to {measured['median_high']:.2f}), measured" in words
     turns = result("e2e/pairs/words")["turns"]
-    assert f"{len(turns[0]['lengths'])} samples per RL step" in words
-    assert f"at most {max(max(turn['lengths']) for turn in turns)} tokens" in words
+    _, most_samples, most_tokens = RANGES["eagle3"]
+    assert len(turns[0]["lengths"]) == most_samples
+    assert f"{most_samples} samples per RL step" in words
+    assert max(max(turn["lengths"]) for turn in turns) == most_tokens
+    assert f"at most {most_tokens} tokens" in words
 
 
 def test_an_answer_says_where_it_leaves_the_validated_range() -> None:
     found = validity(scenario("cluster.num_engines=64"))
     assert found.outside[:3] == ("GPUs", "64 engines", "8 nodes")
-    small = scenario(
-        f"cluster.num_engines={ENGINES}",
-        f"workload={{prompts_per_step={SAMPLES // 16}}}",
-        f"workload.lengths={{median=30, p95=600, longest={TOKENS}}}",
+    engines, samples, tokens = RANGES["eagle3"]
+    small = (
+        f"cluster.num_engines={engines}",
+        f"workload={{prompts_per_step=1, group_size={samples}}}",
+        f"workload.lengths={{median=30, p95=200, longest={tokens}}}",
     )
-    assert validity(small).outside == ("GPUs",)
+    assert validity(scenario(*small)).outside == ("GPUs",)
+    for change, says in (
+        ("workload.group_size=17", "17 samples per RL step"),
+        ("cluster.look_ahead=true", "look-ahead"),
+        ("cluster.engine_deaths_per_hour=1", "engines that die"),
+        ('cluster.dispatch="longest_first"', "dispatch longest_first"),
+        ("drafter.start_power=17", "a run that begins without a drafter"),
+    ):
+        assert validity(scenario(*small, change)).outside == ("GPUs", says)
+
+
+def test_gpus_of_calibrated_runs_are_beyond_the_comparisons(tmp_path: Path) -> None:
+    measured = Calibration(
+        h100(1e9, 1e4, 1), Drafting({"ngram": powers(0.3)}), Learner(100.0), 50.0
+    )
+    small = ("cluster.num_engines=2", "workload={prompts_per_step=8, group_size=16}")
+    lengths = "workload.lengths={median=30, p95=600, longest=1800}"
+    for num_gpus, outside in ((0, ()), (1, ("GPUs",))):
+        path = tmp_path / f"{num_gpus}.json"
+        replace(measured, num_gpus=num_gpus).save(path)
+        found = scenario(*small, lengths, f'cluster.calibration="{path}"')
+        assert validity(found).outside == outside
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"141 GB .* do not fit .*cluster\.tensor_parallel=2"):
+        validity(scenario('cluster.model="llama-3-70b"'))
+    validity(scenario('cluster.model="llama-3-70b"', "cluster.tensor_parallel=2"))
 
 
 def test_assumptions_follow_the_settings() -> None:
@@ -82,6 +119,19 @@ def test_terminal_and_json_say_it(tmp_path: Path) -> None:
     assert found["validated"] == list(VALIDATED)
     assert found["assumptions"]
     assert found["outside"][0] == "GPUs"
+
+
+def test_a_sweep_says_which_point_assumes_what(tmp_path: Path) -> None:
+    few = ["num_steps=1", 'modes=["off", "frozen"]', "draft_tokens=[2]"]
+    few += ["workload.prompts_per_step=1", "--out", str(tmp_path)]
+    code, shown, errors = tlt("simulate", *few, "--sweep", "cluster.num_engines=1,16")
+    assert code == 0, errors
+    shown = " ".join(shown.split())
+    assert "cluster.num_engines=1: assumed: a weight sync of 0.6 s, for 1 node:" in shown
+    assert "cluster.num_engines=16: assumed: a weight sync of 1.2 s, for 2 nodes:" in shown
+    assert shown.count("assumed: engine steps of qwen2.5-7b") == 1
+    found = json.loads((tmp_path / "simulation.json").read_text())
+    assert [result["fixed_arm"] for result in found] == [None, None]
 
 
 def test_the_picture_says_it(tmp_path: Path) -> None:
