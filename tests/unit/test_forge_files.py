@@ -279,3 +279,12 @@ def test_links_of_the_notes_lead_out_of_the_repository() -> None:
 def test_another_tag_than_the_version_is_refused(released: Path) -> None:
     found = release_script().faults("v9.9.9", released)
     assert "pyproject.toml says" in found[0]
+
+
+def test_an_image_is_built_with_little_shared_memory() -> None:
+    """The build of an image has 64 MB of it, which the doctor refuses: it may not end the build."""
+    steps = (ROOT / "docker" / "cpu.Dockerfile").read_text()
+    assert "make setup-locked" in steps
+    recipe = (ROOT / "Makefile").read_text().partition("setup-locked:\n")[2].partition("\n\n")[0]
+    assert "\t-$(BIN)/tlt doctor" in recipe
+    assert "tlt doctor" not in "".join(re.findall(r"^RUN .*", steps, re.M))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from dataclasses import asdict
@@ -61,7 +62,7 @@ def doctor(
         print_findings(console, view)
         return
     if gpu:
-        _check_device(console, device, out, only or [], limit_s, models)
+        _check_device(console, device, out, only or [], limit_s, models, as_json)
         return
     findings = _diagnose(console)
     broken = [f for f in findings if f.status is Status.BAD]
@@ -97,9 +98,15 @@ def _print_table(console: Console, findings: list[Finding]) -> None:
 
 
 def _check_device(
-    console: Console, device: str, out: Path, only: list[str], limit_s: float, models: Path | None
+    console: Console,
+    device: str,
+    out: Path,
+    only: list[str],
+    limit_s: float,
+    models: Path | None,
+    as_json: bool,
 ) -> None:
-    """Run the checks of a device, and write their report."""
+    """Run the checks of a device, and write their report; with `as_json` also print it."""
     from tlt.doctor import machine, report
     from tlt.errors import ConfigError
     from tlt.observe.provenance import provenance
@@ -125,6 +132,8 @@ def _check_device(
     )
     console.print(report.verdict(results), highlight=False)
     say_written(console, str(out))
+    if as_json:
+        print_json(json.loads(out.read_bytes()))
     if any(result.status not in ("passed", "skipped") for result in results):
         console.print("please attach the file to an issue; read it first: it holds paths and logs")
         raise typer.Exit(1)

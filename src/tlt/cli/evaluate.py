@@ -26,11 +26,9 @@ from tlt.cli.options import (
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from tlt.config.train import TrainConfig
+    from tlt.config.train import TaskConfig, TrainConfig
 
 FILES = (".jsonl", ".parquet")
-BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
-"""Instruction for problems of a file, whose answers math-verify compares."""
 MAX_TOKENS = 1024
 
 
@@ -194,16 +192,18 @@ def _problems(
                 "--parameter and --sizes go with --task; without it, the run's own problems count"
             )
         return _held_out(run, instruction, reward, count)
-    from_file = task.endswith(FILES)
-    name = "math" if from_file else "auto"
+    from_file = Path(task).suffix.lower() in FILES
+    # A run on a file says how to ask and score another file; one on a task, how to score a task.
+    like = run if run is not None and (run.task.path is not None) == from_file else None
+    name = like.reward.function if like else "math" if from_file else "auto"
     function = reward_function(reward or name, from_file)
     if from_file:
         if parameters or sizes:
             raise ConfigError(
                 "--parameter and --sizes go with a task's name, not with a file; leave them out"
             )
-        text = BOXED if instruction is None else instruction
-        config = TaskConfig(path=task, instruction=text)
+        config = _of_file(task, like)
+        text = config.instruction if instruction is None else instruction
         rows = read_problems(config)[: count or None]
         asked = [_with(row, text) for row in rows]
         return asked, function, f"{len(rows)} problems of {task}"
@@ -211,7 +211,7 @@ def _problems(
     config = TaskConfig(
         name=task,
         parameters=apply_overrides({}, parameters),
-        instruction=instruction or "",
+        instruction=(like.task.instruction if like else "") if instruction is None else instruction,
         sizes=SizesConfig(median=tail.median, p95=tail.p95, longest=tail.longest) if tail else None,
     )
     made = open_source(config, seed, 0).held_out(count or 64)
@@ -242,6 +242,20 @@ def _held_out(
     made = open_source(task, run.run.seed, held_out).held_out(count or held_out)
     function = reward_function(reward or run.reward.function, from_file)
     return made, function, f"{len(made)} held-out problems of the run"
+
+
+def _of_file(path: str, run: TrainConfig | None) -> TaskConfig:
+    """Return how to read a file's problems and ask them: as a run does, or as is usual."""
+    from tlt.config.train import TaskConfig
+    from tlt.run.recipe import columns, task_of
+
+    if run is None:
+        return TaskConfig(**task_of(path, "--task")["task"])
+    own = run.task.model_copy(update={"path": path, "id_key": None})
+    if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
+        return own
+    usual = TaskConfig(**task_of(path, "--task")["task"])
+    return usual.model_copy(update={"instruction": own.instruction})
 
 
 def _with(problem: Any, instruction: str) -> Any:

@@ -70,7 +70,10 @@ def init(
     way_out = "name a Hugging Face folder, or an id of the Hub such as Qwen/Qwen3-8B"
     read_settings(folder, "--model", way_out)
     task = recipe.task_of(problems)
-    tree, places = recipe.choose(name, folder, task, chosen, run_out or f"runs/{out.stem}", steps)
+    with named_by_options(OPTIONS):
+        tree, places = recipe.choose(
+            name, folder, task, chosen, run_out or f"runs/{out.stem}", steps
+        )
     header = [
         f"{name} on {problems}, {chosen}. Made by `tlt init`; all settings: docs/configuration.md.",
         "",
@@ -82,14 +85,14 @@ def init(
     ]
     text = recipe.as_toml(tree, header)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text)
     try:
+        out.write_text(text)
         settings = written_out(load_config(TrainConfig, out))
         if not from_hub:
             with named_by_options(OPTIONS):
                 places = check_run(console, settings, resume=False, show=not as_json)
-    except ConfigError:
-        out.unlink()
+    except BaseException:
+        out.unlink(missing_ok=True)
         raise
     if as_json:
         print_json({"path": str(out), "settings": tree, "memory": memory_data(places)})

@@ -61,6 +61,22 @@ def options(
     pass
 
 
+EXTRAS = {
+    "numpy": "simulate",
+    "torch": "cpu,train",
+    "ray": "cpu,train",
+    "vllm": "cpu,train",
+    "transformers": "train",
+    "safetensors": "train",
+    "pyarrow": "train",
+    "reasoning_gym": "train",
+    "gguf": "train",
+    "pebble": "train",
+    "math_verify": "train",
+}
+"""Extras of the package, by the module that they bring; `gpu` in place of `cpu` on GPUs."""
+
+
 def main() -> None:
     """Prepare the process, and run the command that its arguments name."""
     from tlt.hardware import thread_environment
@@ -92,6 +108,13 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder, or "
             "allow this one to be read and written"
         )
+    except UnicodeEncodeError:
+        _refuse("a name holds bytes that are not UTF-8; rename the file or folder")
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _refuse(f"this command needs {error.name}; run: pip install 'tlt-rl[{extra}]'")
     except Terminated as end:
         typer.secho(str(end), fg=typer.colors.YELLOW, err=True)
         sys.exit(end.exit_code)

@@ -176,8 +176,9 @@ def _arms(rows: Mapping[str, Sequence[Any]]) -> dict[str, WorkerArm]:
             if span.state == "generating" and span.arm:
                 seconds[span.arm] = seconds.get(span.arm, 0.0) + span.seconds
         if seconds:
-            drafts, accepted = (sum(getattr(s, n) for s in spans) for n in ("drafts", "accepted"))
             arm = max(seconds, key=lambda each: seconds[each])
+            own = [span for span in spans if span.arm == arm]
+            drafts, accepted = (sum(getattr(s, n) for s in own) for n in ("drafts", "accepted"))
             found[worker] = WorkerArm(arm, 1 + accepted / drafts if drafts else 1.0)
     return found
 
@@ -214,7 +215,9 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
 def _view(run: Path, files: Files) -> RenderableType:
     now, past = _read(run), files.past()
     if now is None:
-        return Text(f"{run}: no step is under way (starting up, or ended)")
+        nothing = Text(f"{run}: no step is under way (starting up, or ended)")
+        last = past.records[-1] if past.records else {}
+        return Group(nothing, *_gain(past), *_findings(past, last))
     return Group(
         *_ill(now.record),
         _headline(now, past),
@@ -242,7 +245,8 @@ def _ill(record: Record) -> list[Text]:
 def _headline(now: Now, past: Past) -> Text:
     from tlt.observe.live import step_remaining_s
 
-    text = Text(f"{now.what} of {now.num_steps} steps", style="bold")
+    step, colon, stage = now.what.partition(":")
+    text = Text(f"{step} of {now.num_steps}{colon}{stage}", style="bold")
     text.append(f"  {now.done:.0f} of {now.total:.0f}", style="")
     text.append(f"  for {now.at_s - now.since_s:.0f} s", style="dim")
     if now.remaining_s is not None:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import comb, sqrt
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import fmean, variance
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
@@ -73,18 +73,31 @@ def pass_at(num_samples: int, num_passed: int, k: int) -> float:
     return 1 - comb(num_samples - num_passed, k) / comb(num_samples, k)
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float], most: int = 1) -> Interval:
     """Return the mean over problems, with Wilson's interval.
 
-    The values lie between 0 and 1. They may vary less than single passes do, and then count for
-    more problems than there are. All values equal to 0 or 1 still leave a doubt.
+    The values lie between 0 and 1. They may vary less than single passes do, and then a problem
+    counts for up to `most` of them. All values equal to 0 or 1 still leave a doubt. The variance of
+    other values is hardly known for few problems, which Student's t makes up for.
     """
     count, mean = len(values), fmean(values)
-    variance = pvariance(values)
-    size = count * mean * (1 - mean) / variance if variance > 0 else float(count)
-    middle = (mean + Z * Z / (2 * size)) / (1 + Z * Z / size)
-    half = Z * sqrt(mean * (1 - mean) / size + Z * Z / (4 * size * size)) / (1 + Z * Z / size)
+    z, size = Z, float(count)
+    if count > 1 and not {*values} <= {0.0, 1.0}:
+        z = _quantile(count - 1)
+        size = float(count * most)
+        if (spread := variance(values)) > 0:
+            size = min(size, count * mean * (1 - mean) / spread)
+    middle = (mean + z * z / (2 * size)) / (1 + z * z / size)
+    half = z * sqrt(mean * (1 - mean) / size + z * z / (4 * size * size)) / (1 + z * z / size)
     return Interval(mean, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def _quantile(freedom: int) -> float:
+    """Return the 97.5% quantile of Student's t, by its expansion around the normal one."""
+    first = (Z**3 + Z) / 4
+    second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
+    return Z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def ks(num_samples: int) -> list[int]:
@@ -206,7 +219,7 @@ def summary(
         passed[_problem(name)] += reward.fault is None and reward.value >= 1
     found = {}
     for k in ks(plan.num_samples):
-        at = interval([pass_at(plan.num_samples, count, k) for count in passed])
+        at = interval([pass_at(plan.num_samples, count, k) for count in passed], plan.num_samples)
         found[str(k)] = {"value": at.value, "low": at.low, "high": at.high}
     lengths = [len(sample.token_ids) for sample in samples.values()]
     cut = [sample.finish_reason == "length" for sample in samples.values()]

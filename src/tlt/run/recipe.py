@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.load import check
-from tlt.config.train import TrainConfig, written_out
+from tlt.config.train import TaskConfig, TrainConfig, written_out
 from tlt.errors import ConfigError
 from tlt.run.memory import GIB, Place
 from tlt.run.preflight import PROMPT_TOKENS, check_outline
+from tlt.tasks.file import read_problems
 
 HARDWARE = re.compile(r"(?:(?P<nodes>\d{1,4})x)?(?P<gpus>\d{1,3})x(?P<gb>\d{1,4})(?:gb|gib)?")
 GPU_TOKENS = (8192, 4096, 2048, 1024)
@@ -78,30 +79,33 @@ def parse_hardware(text: str, here: Hardware, cores: int) -> Hardware:
 # --- the task -------------------------------------------------------------------------------------
 
 
-def task_of(data: str) -> dict[str, Any]:
-    """Return the `task` and `reward` sections for a file of problems or a task's name."""
+def task_of(data: str, option: str = "--data") -> dict[str, Any]:
+    """Return the `task` and `reward` sections for a file of problems or a task's name.
+
+    Errors name the option that gave it.
+    """
     path = Path(data)
     if path.suffix.lower() not in (".jsonl", ".parquet"):
         if path.exists() or "/" in data:
             raise ConfigError(
-                f"--data {data} is no file of problems; give a .jsonl or .parquet file, which "
+                f"{option} {data} is no file of problems; give a .jsonl or .parquet file, which "
                 "`tlt data` writes, or the name of a reasoning-gym task such as gcd"
             )
         return {"task": {"name": data}, "reward": {"function": "exact"}}
     task: dict[str, Any] = {"path": data}
-    names = _columns(path)
+    names = columns(path)
     for key, usual in COLUMNS.items():
         name = next((each for each in usual if each in names), None)
         if name is None and names:
             raise ConfigError(
-                f"--data {data} has no column of the {key}, only {', '.join(sorted(names))}; "
+                f"{option} {data} has no column of the {key}, only {', '.join(sorted(names))}; "
                 f"rename one to {key!r}, or run `tlt data jsonl {data} --{key} COLUMN`"
             )
         task[f"{key}_key"] = name or key
     return {"task": task | {"instruction": BOXED}, "reward": {"function": "math"}}
 
 
-def _columns(path: Path) -> list[str]:
+def columns(path: Path) -> list[str]:
     """Return the columns of a file's first row; empty if the check of the run must say why not."""
     if path.suffix.lower() == ".parquet":
         try:
@@ -128,11 +132,16 @@ def choose(
 
     `folder` holds the config.json of the model, whose name the settings keep.
     """
+    path = task["task"].get("path")
+    num_problems = len(read_problems(TaskConfig(**task["task"]))) if path else None
     context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
     error: ConfigError | None = None
     with tempfile.TemporaryDirectory(prefix="tlt-init-") as outline:
         shutil.copy(folder / "config.json", outline)
         for tree in _candidates(hardware, context):
+            if num_problems is not None:
+                sampling = tree["sampling"]
+                sampling["prompts_per_step"] = min(sampling["prompts_per_step"], num_problems)
             tree = {
                 "run": {"out": out, "num_steps": num_steps},
                 "policy": {"model": outline},

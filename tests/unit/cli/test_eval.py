@@ -50,23 +50,27 @@ def test_all_right_or_all_wrong_leaves_a_doubt() -> None:
 
 
 def test_values_that_vary_less_have_a_narrower_interval() -> None:
-    wide, narrow = interval([0.0, 1.0] * 20), interval([0.4, 0.6] * 20)
+    wide, narrow = interval([0.0, 1.0] * 20), interval([0.4, 0.6] * 20, 20)
     assert wide.value == narrow.value
     assert narrow.high - narrow.low < (wide.high - wide.low) / 3
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
-    """Problems of different difficulty, four samples each."""
+@pytest.mark.parametrize("chances", [(0.1, 0.5, 0.9), (0.5,)])
+@pytest.mark.parametrize("num_problems", [3, 5, 10, 40])
+def test_the_interval_holds_the_truth_as_often_as_it_says(
+    num_problems: int, chances: tuple[float, ...]
+) -> None:
+    """Problems of different difficulty or of the same, four samples each."""
     draw = random.Random(0)
     hits = 0
     for _ in range(400):
         values = []
-        for _ in range(40):
-            chance = draw.choice((0.1, 0.5, 0.9))
+        for _ in range(num_problems):
+            chance = draw.choice(chances)
             values.append(sum(draw.random() < chance for _ in range(4)) / 4)
-        found = interval(values)
+        found = interval(values, 4)
         hits += found.low <= 0.5 <= found.high
-    assert 0.92 <= hits / 400 <= 0.985
+    assert 0.92 <= hits / 400 <= 1.0
 
 
 @pytest.mark.parametrize(
@@ -210,6 +214,30 @@ def test_engines_have_the_gpus_of_the_run(
     code, _, errors = tlt("eval", "run", "--samples", "1", "--json", *options)
     assert code == 0, errors
     assert FakeEngine.num_gpus == num_gpus
+
+
+def test_a_file_is_asked_and_scored_as_the_run_does(model: Path) -> None:
+    """Otherwise pass@k of another file is that of another instruction and reward."""
+    rows = [{"ask": f"{n} + {4 - n}?", "is": "4"} for n in range(3)]
+    for name in ("train.jsonl", "test.JSONL"):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {"path": "train.jsonl", "question_key": "ask", "answer_key": "is"}
+    run_folder(model, task=task | {"instruction": "Answer in tags."})
+    code, output, errors = tlt("eval", "run", "--task", "test.JSONL", "--samples", "1", "--json")
+    assert code == 0, errors
+    assert json.loads(output)["pass_at"]["1"]["value"] == 1.0, "the run's reward reads <answer>"
+    expected = {Chat(str(model)).prompt(f"{n} + {4 - n}?\nAnswer in tags.") for n in range(3)}
+    assert {request.prompt_token_ids for request in FakeEngine.seen} == expected
+
+
+def test_usual_columns_of_a_file_are_found(model: Path) -> None:
+    Path("p.jsonl").write_text('{"problem": "2 + 2?", "target": "4"}\n')
+    code, _, errors = tlt("eval", str(model), "--task", "p.jsonl", "--samples", "1", "--json")
+    assert code == 0, errors
+    Path("p.jsonl").write_text('{"x": "2 + 2?", "y": "4"}\n')
+    code, _, errors = tlt("eval", str(model), "--task", "p.jsonl", "--samples", "1", "--json")
+    assert code == 2
+    assert "--task p.jsonl has no column of the question, only x, y" in errors
 
 
 def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:

@@ -61,10 +61,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_everything_that_the_files_say_is_shown(folder: Path) -> None:
     shown = " ".join(tlt("watch", str(folder), "--once").split())
-    assert "step 5: generating of 9 steps 12 of 16" in shown
+    assert "step 5 of 9: generating 12 of 16" in shown
     # 4 s of the tail, then waiting for rewards, update, sync and the rest
     assert "about 4 s to the end of the tail 13 s to the end of the RL step" in shown
-    assert "engine-0 generating 4 off 2.37" in shown
+    assert "engine-0 generating 4 off 1.00" in shown
     assert "engine-1 training 0 off 1.00" in shown
     assert "leases: 1 of 2 workers train the drafter, 3.0 of 4.5 idle seconds used" in shown
     assert "1 published, held-out acceptance length 1.85" in shown
@@ -89,6 +89,10 @@ def test_a_run_that_is_over_is_still_json(folder: Path) -> None:
     found = json.loads(tlt("watch", str(folder), "--json"))
     assert found["now"] is None
     assert found["step_remaining_s"] is None
+    shown = " ".join(tlt("watch", str(folder), "--once").split())
+    assert "no step is under way" in shown
+    assert "x as fast as without drafts (modelled:" in shown
+    assert found["findings"][0]["says"] in shown
 
 
 def test_the_update_counts_down(folder: Path) -> None:

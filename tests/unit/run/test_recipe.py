@@ -1,6 +1,7 @@
 """Settings for a model, data and hardware: what `tlt init` writes is what `--check` accepts."""
 
 import json
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,25 @@ def test_a_model_on_this_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -
     code, output, errors = tlt("train", "run.toml", "--check", "--json")
     assert code == 0, errors
     assert json.loads(output)["memory"][0]["need_bytes"] > 0
+
+
+def test_few_problems_make_small_steps(model: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]
+    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output, errors = tlt(
+        *("init", "--model", str(model), "--data", "few.jsonl", "--hardware", "cpu", "--json"),
+    )
+    assert code == 0, errors
+    assert json.loads(output)["settings"]["sampling"]["prompts_per_step"] == 5
+
+
+def test_a_name_that_is_not_utf8_leaves_no_file(model: Path) -> None:
+    name = os.fsdecode(b"\xff.jsonl")
+    Path(name).write_text('{"question": "1?", "answer": "1"}\n')
+    code, _, errors = tlt("init", "--model", str(model), "--data", name, "--hardware", "cpu")
+    assert code == 2
+    assert "not UTF-8; rename" in errors
+    assert not Path("run.toml").exists()
 
 
 @pytest.mark.parametrize(
