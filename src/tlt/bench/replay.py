@@ -128,8 +128,9 @@ class StepTable:
                 del table.seconds[arm]  # a strategy's rare trials: too little to replay
         if OFF not in table.seconds or len(table.seconds) < 2:
             raise ConfigError(
-                f"{path}: its modes used the arms {', '.join(map(str, table.seconds))}; a replay "
-                "needs 'off' and at least one more, e.g. --mode off --mode eagle3:2 --mode eagle3:4"
+                f"{path}: of its arms only {', '.join(map(str, table.seconds)) or 'none'} ran at "
+                "three batch sizes or more; a replay needs 'off' and another one, e.g. --mode off "
+                "--mode eagle3:2 --requests 32"
             )
         return table
 

@@ -42,7 +42,14 @@ LOCK = ".lock"
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
-    *("run.num_steps", "run.checkpoint_on_term", "run.term_timeout_s", "checkpoint", "eval"),
+    *(
+        "run.out",
+        "run.num_steps",
+        "run.checkpoint_on_term",
+        "run.term_timeout_s",
+        "checkpoint",
+        "eval",
+    ),
     *("metrics", "pool", "engine", "placement", "tlt", "capture", "alarm"),
     *("debug.core_group", "debug.publish_drafters", "debug.gate"),
     *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tlt.config.rollout import EngineConfig
+from tlt.config.rollout import EngineConfig, EngineSettings
 from tlt.config.train import TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.speculators import plain_config
@@ -221,7 +221,7 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
         )
     remove_abandoned(folder)  # what a killed run has left takes no room from this one
     free = shutil.disk_usage(folder).free / 2**30
-    if config.capture.capacity_gib > free:
+    if config.capture.capacity_gib > free and not _has_gpus_elsewhere(config.engine):
         raise ConfigError(
             f"capture.capacity_gib = {config.capture.capacity_gib:g} is more than the {free:.1f} "
             f"GiB free in {folder}; e.g. {max(free / 2, 0.01):.2f}"
@@ -295,13 +295,18 @@ def _plan_memory(
         gpu_bytes=int(given.gpu_gib * GIB) if given.gpu_gib else found.gpu_bytes,
         host_bytes=int(given.host_gib * GIB) if given.host_gib else found.host_bytes,
     )
-    if os.environ.get("RAY_ADDRESS") or (engine.num_gpus and found.num_gpus is None):
+    if os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(engine):
         # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
         machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
     sizes = Sizes(config, engine, model, machine, longest_sample)
     places = memory_plan(sizes)
     refuse_what_does_not_fit(sizes, places)
     return places
+
+
+def _has_gpus_elsewhere(engine: EngineSettings) -> bool:
+    """Say whether a run is checked on a machine that has not the GPUs it wants."""
+    return engine.num_gpus > 0 and this_machine().num_gpus is None
 
 
 async def _check_reward(config: TrainConfig, function: RewardFunction, problem: Problem) -> None:

@@ -23,10 +23,12 @@ pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
 
 from tlt.config.load import load_config
-from tlt.config.train import MetricsConfig, TrainConfig
+from tlt.config.train import MetricsConfig, TrainConfig, written_out
 from tlt.errors import ConfigError
+from tlt.hardware import Machine
 from tlt.models import tiny
 from tlt.observe.sinks import open_sinks
+from tlt.run import preflight
 from tlt.run.folder import RunFolder
 from tlt.run.preflight import prepare
 
@@ -912,6 +914,27 @@ def attempt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Att
 
 def test_the_run_that_is_spoilt_below_is_good(attempt: Attempt) -> None:
     attempt.check()
+
+
+def test_a_folder_that_was_moved_can_be_resumed(attempt: Attempt) -> None:
+    begun(resume=True)(attempt)
+    out = Path(attempt.tree["run"]["out"])
+    out.rename(out.with_name("moved"))
+    attempt.overrides.append(f"run.out={out.with_name('moved')}")
+    attempt.check()
+
+
+def test_the_room_for_states_is_that_of_the_nodes(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine's does not count where the GPUs are elsewhere."""
+    many = (*GPU, "learner.num_gpus=1", "tlt.enabled=true", "capture.capacity_gib=1e6")
+    config = written_out(load_config(TrainConfig, attempt.path, many))
+    preflight._check_capture(config, {})
+    here = Machine(num_gpus=8, gpu_bytes=None, host_bytes=None)
+    monkeypatch.setattr(preflight, "this_machine", lambda: here)
+    with pytest.raises(ConfigError, match=r"capture\.capacity_gib = 1e\+06 is more than"):
+        preflight._check_capture(config, {})
 
 
 def test_other_settings_for_debugging_may_change_on_resume(attempt: Attempt) -> None:
