@@ -47,7 +47,7 @@ def make_drafter(
 
     head, _ = head_and_embedding(read_tensors(policy, (HEAD, EMBEDDING)))
     model = AutoConfig.from_pretrained(policy)
-    size = size or harvest_draft_vocabulary(model.vocab_size, on_gpu)
+    size = min(size or harvest_draft_vocabulary(model.vocab_size, on_gpu), model.vocab_size)
     drafter = fresh_drafter(model, head, torch.arange(size), seed)
     save_drafter(drafter, out, getattr(torch, dtype))
     (out / VERSION).write_text(json.dumps({"version": 0, "new": True}))

@@ -186,6 +186,7 @@ def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3
             )
         return drafter
     size = plan.draft_vocab_size or default_draft_vocabulary(config.vocab_size)
+    size = min(size, config.vocab_size)
     return fresh_drafter(config, head, torch.arange(size), plan.trainer.seed)
 
 

@@ -93,6 +93,7 @@ class Sizes:
         vocab = config.tlt.draft_vocab_size or harvest_draft_vocabulary(
             self.shape.vocab, self.on_gpu
         )
+        vocab = min(vocab, self.shape.vocab)
         self.drafter_parameters = _drafter_parameters(self.shape, vocab) if self.drafts else 0
         self.draft_vocab = vocab
         args = engine.engine_args

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -16,6 +18,7 @@ pytest.importorskip("torch")
 
 import torch
 from drafter_fixtures import CONFIG, captured, drafter
+from transformers import AutoModelForCausalLM
 
 from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import VersionStore, load_drafter, save_drafter
@@ -23,6 +26,9 @@ from tlt.drafter.evaluation import compare, evaluate_samples
 from tlt.drafter.row import Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.errors import ConfigError
+from tlt.harvest.published import make_drafter
+from tlt.models import tiny
+from tlt.offline.drafter import DrafterPlan, _first_drafter
 from tlt.states.captured import Captured, Offer
 
 SETTINGS = TrainerSettings(
@@ -357,3 +363,15 @@ def test_a_crash_while_writing_leaves_the_last_good_version(tmp_path: Path) -> N
         load_drafter(store.path(store.versions()[-1]))
         store.clean()
         assert not list(tmp_path.glob(".v*"))
+
+
+def test_a_vocabulary_larger_than_the_policys_is_the_policys(tmp_path: Path) -> None:
+    """`--draft-vocab 4096` and `tlt.draft_vocab_size = 4096` also suit a model of 260 tokens."""
+    model = tiny.make(tmp_path / "tiny", hidden_size=64, num_layers=3)
+    made = make_drafter(model, tmp_path / "new", 4096, False, "float32", 0)
+    assert load_drafter(made, num_target_layers=3).config.draft_vocab_size == 260
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    plan = SimpleNamespace(init=None, draft_vocab_size=4096, trainer=SimpleNamespace(seed=0))
+    head = policy.get_output_embeddings().weight.detach()
+    first = _first_drafter(cast("DrafterPlan", plan), policy.config, head)
+    assert first.config.draft_vocab_size == 260
