@@ -261,7 +261,10 @@ def test_a_release_with_a_fault_is_refused(
 
 def test_sentences_that_end_with_a_release_are_known() -> None:
     """What the script looks for before a release is what the files say until then."""
-    found = "\n".join(release_script().faults(f"v{PROJECT['version']}", ROOT))
+    script = release_script()
+    if not script.section((ROOT / "CHANGELOG.md").read_text(), "[Unreleased]"):
+        pytest.skip("this is a release: the sentences are gone")
+    found = "\n".join(script.faults(f"v{PROJECT['version']}", ROOT))
     for name in ("docs/releases.md", "SECURITY.md", "docs/install.md"):
         assert f"{name} says" in found
 

@@ -66,6 +66,7 @@ EXTRAS = {
     "torch": "cpu,train",
     "ray": "cpu,train",
     "vllm": "cpu,train",
+    "numba": "cpu,train",
     "transformers": "train",
     "safetensors": "train",
     "pyarrow": "train",
@@ -74,7 +75,7 @@ EXTRAS = {
     "pebble": "train",
     "math_verify": "train",
 }
-"""Extras of the package, by the module that they bring; `gpu` in place of `cpu` on GPUs."""
+"""Extras of the package, by the module that they bring."""
 
 
 def main() -> None:
@@ -108,13 +109,16 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             f"{os.fsdecode(error.filename)}: {error.strerror}; name another file or folder, or "
             "allow this one to be read and written"
         )
-    except UnicodeEncodeError:
+    except UnicodeEncodeError as error:
+        if error.encoding.replace("-", "").lower() != "utf8":
+            _refuse(f"this locale cannot write {error.object[error.start]!a}; set PYTHONUTF8=1")
         _refuse("a name holds bytes that are not UTF-8; rename the file or folder")
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        _refuse(f"this command needs {error.name}; run: pip install 'tlt-rl[{extra}]'")
+        on_gpus = " (on GPUs [gpu,train])" if extra.startswith("cpu") else ""
+        _refuse(f"this command needs {error.name}; run: pip install 'tlt-rl[{extra}]'{on_gpus}")
     except Terminated as end:
         typer.secho(str(end), fg=typer.colors.YELLOW, err=True)
         sys.exit(end.exit_code)

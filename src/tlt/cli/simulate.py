@@ -100,7 +100,7 @@ def simulate(
     folder = out or Path("runs/simulation")
     folder.mkdir(parents=True, exist_ok=True)
     if from_run is not None:
-        changes = [*_like(from_run, folder), *changes]
+        changes = [*_like(from_run, folder, gpus is None), *changes]
     grid = [_values(text) for text in sweep or []]
     results: list[dict[str, Any]] = []
     engine_ends: dict[str, Any] = {}
@@ -190,8 +190,8 @@ def _table(results: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _like(run: Path, folder: Path) -> list[str]:
-    """Return settings that make a scenario of a run."""
+def _like(run: Path, folder: Path, with_engines: bool) -> list[str]:
+    """Return settings that make a scenario of a run, with as many engines or without a number."""
     from tlt.report.view import look_at
     from tlt.simulate.calibrate import as_scenario
     from tlt.simulate.calibrate import calibrate as learn
@@ -201,7 +201,7 @@ def _like(run: Path, folder: Path) -> list[str]:
     own = as_scenario(view)
     engines = own.pop("num_engines")
     return [
-        f"cluster.num_engines={engines}",
+        *[f"cluster.num_engines={engines}"] * with_engines,
         # A string of JSON is one of TOML, whatever the folders are called.
         f"cluster.calibration={json_library.dumps(str(folder / 'calibration.json'))}",
         f"workload.trace={json_library.dumps(str(run / 'lengths.jsonl'))}",

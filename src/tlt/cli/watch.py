@@ -246,7 +246,8 @@ def _headline(now: Now, past: Past) -> Text:
     from tlt.observe.live import step_remaining_s
 
     step, colon, stage = now.what.partition(":")
-    text = Text(f"{step} of {now.num_steps}{colon}{stage}", style="bold")
+    what = f"{step} of {now.num_steps}:{stage}" if colon else now.what
+    text = Text(what, style="bold")
     text.append(f"  {now.done:.0f} of {now.total:.0f}", style="")
     text.append(f"  for {now.at_s - now.since_s:.0f} s", style="dim")
     if now.remaining_s is not None:

@@ -89,7 +89,7 @@ def compare(base: RunView, other: RunView) -> dict[str, Any]:
 
     def ratios(value: Callable[[Record], float]) -> dict[str, float]:
         seconds = [(value(mine), value(theirs)) for mine, theirs in pairs[1:]]
-        seconds = [pair for pair in seconds if min(pair) > 0]
+        seconds = [pair for pair in seconds if all(value > 0 for value in pair)]
         return paired(seconds).as_data if seconds else {}
 
     base_s, other_s = (

@@ -88,7 +88,7 @@ def in_words(
         words.append(f"That is {of['over_fixed_arm']['end_to_end']:.2f}x as fast as {fixed_arm}.")
     if "harvest" in of:
         words.append(f"Harvest's part of that is {of['harvest']['end_to_end']:.2f}x.")
-    elif from_nothing:
+    elif from_nothing and "tlt" in found:
         words.append("All of it is harvest's part: the run begins without a drafter.")
     if share < 0.5:
         words.append(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tlt.simulate.answer import LABELS, figures, speed_ups
-from tlt.simulate.scenario import ScenarioConfig, simulate
+from tlt.simulate.scenario import ScenarioConfig, begins_without_drafter, simulate
 
 COLOURS = {"off": "C7", "static": "C0", "ngram": "C2", "frozen": "C4", "tlt": "C1"}
 FOOTNOTE_WIDTH = 230
@@ -19,7 +19,7 @@ FACTORS = (0.25, 0.5, 1, 2, 4)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 TAILS = (1.5, 2, 3, 5, 8)
 SHORT_STEPS = 6
-"""RL steps of the simulations behind the curves."""
+"""RL steps of the simulations behind the curves; all where a drafter begins from nothing."""
 
 Curve = list[tuple[float, dict[str, float]]]
 """Speed-ups of the modes by value of a setting."""
@@ -38,13 +38,17 @@ def what_if(config: ScenarioConfig, show: Callable[[str, float, float], None]) -
 
 
 def _points(config: ScenarioConfig) -> Iterator[tuple[str, float, ScenarioConfig]]:
-    short = config.model_copy(update={"num_steps": min(config.num_steps, SHORT_STEPS)})
+    steps = min(config.num_steps, SHORT_STEPS)
+    accepted = "share of first draft tokens accepted"
+    if begins_without_drafter(config):
+        steps, accepted = config.num_steps, f"{accepted}, once trained"
+    short = config.model_copy(update={"num_steps": steps})
     own = config.cluster.num_engines
     for engines in sorted({max(1, round(own * factor)) for factor in FACTORS}):
         yield "engines", engines, _with(short, "cluster", num_engines=engines)
     for acceptance in ACCEPTANCES:
         yield (
-            "share of first draft tokens accepted", acceptance,
+            accepted, acceptance,
             _with(short, "drafter", acceptance=acceptance),
         )  # fmt: skip
     median = config.workload.lengths.median

@@ -56,6 +56,7 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
         if found.get("modes") == FROM_NOTHING:
             # How many n-grams a policy accepts is not known without a run.
             found["modes"] = ["off", "tlt"]
+            found.pop("static_drafter")
         if "model" not in found["cluster"]:
             raise ConfigError(
                 f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
@@ -94,7 +95,9 @@ def _of_recipe(recipe: TrainConfig, num_gpus: int | None) -> Tree:
         return found
     found |= {"modes": list(NGRAMS), "static_drafter": "ngram"}
     if recipe.tlt.harvest:
-        found |= {"modes": list(FROM_NOTHING), "drafter": {"start_power": NEW_DRAFTER}}
+        # Both relative to a trained drafter, which calibrated rates stand for, too.
+        drafter = {"start_power": NEW_DRAFTER, "best_power": 1.0}
+        found |= {"modes": list(FROM_NOTHING), "drafter": drafter}
     return found
 
 

@@ -132,11 +132,11 @@ class DrafterSection(Schema):
     """Power of EAGLE-3's acceptance rates at the start: above 1 the drafter lags behind the policy,
     a new drafter has 17."""
     drift: float | None = Field(default=None, ge=0, le=1000)
-    """Amount that every policy update adds to the power of the acceptance rates; by default from
-    the calibration, or 0.0003, as measured with SmolLM2."""
+    """Amount that every policy update adds to the power of EAGLE-3's acceptance rates; by default
+    from the calibration, or 0.0003, as measured with SmolLM2."""
     best_power: float | None = Field(default=None, gt=0, le=1000)
-    """Power of the acceptance rates that training approaches; by default from the calibration, or
-    1."""
+    """Power of EAGLE-3's acceptance rates that training approaches; by default from the
+    calibration, or 1."""
     training_tokens: float | None = Field(default=None, ge=1)
     """Training tokens that shrink the drafter's lag e-fold; by default from the calibration, or a
     million."""
@@ -287,9 +287,26 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
     return Mode(name, strategy, harvest, looks_ahead)
 
 
+def _check_rates(config: ScenarioConfig, drafting: Drafting) -> None:
+    """Refuse modes whose acceptance nobody measured."""
+    fixed = "static" in config.modes and config.static_drafter == "ngram"
+    if ("ngram" in config.modes or fixed) and "ngram" not in drafting.rates:
+        raise ConfigError(
+            "modes: how many n-grams the policy accepts is not known without a run; give the "
+            "calibration of a run with n-grams as cluster.calibration=calibration.json, or "
+            'modes=["off","tlt"]'
+        )
+    if "tlt" in config.modes and begins_without_drafter(config) and "eagle3" not in drafting.rates:
+        raise ConfigError(
+            "modes: how good the drafter of `tlt` gets is not known here; give the calibration of "
+            "a run with a drafter, or drafter.acceptance=0.7"
+        )
+
+
 def completed(config: ScenarioConfig) -> ScenarioConfig:
     """Return the scenario with the arm of its `static` mode: the fastest of those it may use."""
     cluster, workload = cluster_of(config), workload_of(config)
+    _check_rates(config, cluster.drafting)
     drafters = [config.static_drafter] if config.static_drafter else list(cluster.drafting.rates)
     lengths = [config.static_draft_tokens] if config.static_draft_tokens else config.draft_tokens
     choices = [

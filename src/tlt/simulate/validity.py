@@ -85,7 +85,8 @@ def _assumptions(config: ScenarioConfig) -> list[str]:
         )
     return [
         machine,
-        f"{workload.num_samples:,} samples per RL step at any size of the cluster; {lengths}; "
+        f"{config.num_steps:,} RL steps, the first not counted, of {workload.num_samples:,} "
+        f"samples at any size of the cluster; {lengths}; "
         f"prompts of {prompt_tokens_of(config):,.0f} tokens",
         f"first draft tokens accepted: {accepted}; power of EAGLE-3's rates {start}, "
         f"{training.drift:+.4f} with every policy update",

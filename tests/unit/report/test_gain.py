@@ -1,5 +1,6 @@
 """The gain of one run over another: more than noise or not, and what made it."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_a_report_and_the_demo_say_the_same_of_two_runs(tmp_path: Path) -> None:
     assert told["rollout_per_token"]["median"] == pytest.approx(2.0)
     assert told["whole"] == pytest.approx((1e6 + 3 * 13.7) / (4 * 8.7))
     assert told["steps"] == 4
+    tlt.records[2]["time/rollout_s"] = math.nan
+    assert compare(off, tlt)["rollout"]["median"] == pytest.approx(2.0)
 
 
 def test_runs_of_one_step_cannot_be_compared(tmp_path: Path) -> None:

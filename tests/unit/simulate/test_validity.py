@@ -18,7 +18,7 @@ from tlt.simulate.cluster import Learner
 from tlt.simulate.model import Drafting, powers
 from tlt.simulate.plot import plot_simulation
 from tlt.simulate.profiles import h100
-from tlt.simulate.scenario import ScenarioConfig
+from tlt.simulate.scenario import ScenarioConfig, completed
 from tlt.simulate.validity import RANGES, VALIDATED, validity
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -84,6 +84,26 @@ def test_gpus_of_calibrated_runs_are_beyond_the_comparisons(tmp_path: Path) -> N
         replace(measured, num_gpus=num_gpus).save(path)
         found = scenario(*small, lengths, f'cluster.calibration="{path}"')
         assert validity(found).outside == outside
+
+
+def test_modes_without_a_measured_acceptance_are_refused(tmp_path: Path) -> None:
+    """Otherwise an unknown acceptance counts as none, and TLT beats an arm that nobody tried."""
+    with pytest.raises(ConfigError, match="how many n-grams the policy accepts is not known"):
+        completed(scenario('modes=["off", "ngram"]'))
+    with pytest.raises(ConfigError, match="how many n-grams the policy accepts is not known"):
+        completed(scenario('modes=["off", "static"]', 'static_drafter="ngram"'))
+    measured = Calibration(
+        h100(1e9, 1e4, 1), Drafting({"ngram": powers(0.3)}), Learner(100.0), 50.0
+    )
+    measured.save(tmp_path / "c.json")
+    from_nothing = (
+        f'cluster.calibration="{tmp_path / "c.json"}"',
+        'modes=["off", "tlt"]',
+        "drafter.start_power=17",
+    )
+    with pytest.raises(ConfigError, match=r"is not known here; .*drafter\.acceptance=0\.7"):
+        completed(scenario(*from_nothing))
+    completed(scenario(*from_nothing, "drafter.acceptance=0.7"))
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
