@@ -13,7 +13,7 @@ SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
 """Results of the natural lengths, by seed."""
 
-for each in (*SCENARIOS, "equal", "identical", "beyond", "queue", "epochs"):
+for each in (*SCENARIOS, "words_again", "equal", "identical", "beyond", "queue", "epochs"):
     comparison(f"e2e.{each}", f"e2e/pairs/{each}")
 
 
@@ -91,6 +91,7 @@ def of_scenario(name: str) -> None:
 
 
 of_scenario("words")
+of_scenario("words_again")
 of_scenario("tail")
 
 figures(
