@@ -84,6 +84,7 @@ def simulate(
 ) -> None:
     """Simulate RL steps: without speculation, with the best fixed arm, with TLT. Modelled."""
     from tlt.config.load import check, read_toml
+    from tlt.errors import ConfigError
     from tlt.simulate.answer import contributions, figures, in_words, speed_ups
     from tlt.simulate.plot import plot_simulation, what_if
     from tlt.simulate.recipe import scenario_tree
@@ -107,6 +108,8 @@ def simulate(
     below: list[list[str]] = []
     for point in itertools.product(*grid):
         tree = read_toml(scenario, SCENARIO) if scenario is not None else {}
+        if scenario is not None and not tree:
+            raise ConfigError(f"{scenario} is empty; {SCENARIO}")
         where = "scenario" if scenario is None else str(scenario)
         tree = scenario_tree(tree, [*changes, *point], where, gpus)
         asked = check(ScenarioConfig, tree, where)

@@ -66,13 +66,13 @@ def parse_hardware(text: str, here: Hardware, cores: int) -> Hardware:
     if said == "cpu":
         return Hardware(cores=cores)
     found = HARDWARE.fullmatch(said)
-    if found is None or not int(found["gpus"]) or not int(found["gb"]):
+    if found is None or not all(int(number) for number in found.groups(default="1")):
         raise ConfigError(
             f"--hardware {text!r} is not here, cpu, or GPUs by their memory in GB; e.g. 8x80, or "
             "4x8x80 for four nodes"
         )
     sold = int(found["gb"])  # a GPU that is sold as 80 GB has 79 GiB
-    nodes = max(1, int(found["nodes"] or 1))
+    nodes = int(found["nodes"] or 1)
     return Hardware(nodes=nodes, gpus=int(found["gpus"]), gpu_gib=float(sold - max(1, sold // 50)))
 
 

@@ -65,7 +65,9 @@ def test_hardware_in_words(text: str, hardware: Hardware) -> None:
     assert parse_hardware(text, GPU_NODE, 4) == hardware
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "8", "8x", "0x80", "8x0", "x80", "-1x80", "8x80x"])
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "8", "8x", "0x80", "8x0", "x80", "-1x80", "8x80x", "0x8x80"]
+)
 def test_other_words_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--hardware .* e\.g\. 8x80"):
         parse_hardware(text, GPU_NODE, 4)

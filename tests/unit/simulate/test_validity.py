@@ -154,6 +154,13 @@ def test_a_sweep_says_which_point_assumes_what(tmp_path: Path) -> None:
     assert [result["fixed_arm"] for result in found] == [None, None]
 
 
+def test_an_empty_file_is_no_scenario(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text("")
+    code, _, errors = tlt("simulate", str(tmp_path / "s.toml"), "--json", "--out", str(tmp_path))
+    assert code == 2
+    assert "s.toml is empty; name the TOML file of a scenario" in " ".join(errors.split())
+
+
 def test_the_picture_says_it(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from tlt.pictures import pyplot
