@@ -112,7 +112,7 @@ def _compare(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tlt.rollout import keyed
+    from tlt.vllm import keyed
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     equal_tokens, shortfalls = [], []

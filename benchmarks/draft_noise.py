@@ -203,7 +203,7 @@ class Bench:
     def __init__(self, model: str, drafter: str, max_draft_tokens: int) -> None:
         self.engine = engine(model, drafter=drafter, max_draft_tokens=max_draft_tokens)
         # vLLM's start-up on CPU fails on the modules of numba.
-        from tlt.rollout.draft_noise import LEVELS
+        from tlt.vllm.v1.draft_noise import LEVELS
 
         core = self.engine.core.llm.engine_core.engine_core
         self._noisy = core.model_executor.driver_worker.worker.model_runner.drafter.noisy

@@ -113,7 +113,7 @@ def replay(
 
 
 def time_lookups(num_tokens: int, rounds: int = 20, calls: int = 50) -> dict[str, Any]:
-    from tlt.rollout.vllm.history import History
+    from tlt.vllm.ngram.history import History
 
     rng = np.random.default_rng(0)
     history = History(num_tokens, 2, 8)
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     options = parser.parse_args()
 
-    from tlt.rollout.vllm.history import History
+    from tlt.vllm.ngram.history import History
 
     samples = sample(options)
     per_epoch = len(samples) // options.epochs

@@ -5,7 +5,7 @@
     python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft  # of draft_noise.sh
 
 Look-ahead would generate the samples of the next RL step with the present policy, on idle engines.
-After the update these texts are drafts. With keyed noise (`tlt.rollout.keyed`) a sample has the
+After the update these texts are drafts. With keyed noise (`tlt.vllm.keyed`) a sample has the
 same noise under both policies, so both draw the same token unless the update moved the draw.
 
 A call is one short RL run: one engine, one learner rank (`tlt.learner`), GRPO, AdamW without
@@ -155,7 +155,7 @@ def compare_tokens(
 
 def keyed_draws(logits: Any, seed: int, temperature: float) -> Any:
     """Return the token that a sample's noise draws at each position of its response."""
-    from tlt.rollout import keyed
+    from tlt.vllm import keyed
 
     count = len(logits)
     tokens = np.zeros((count, 1), np.int32)

@@ -28,7 +28,7 @@ from tlt.observe.provenance import provenance
 CORE = max(os.sched_getaffinity(0))
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "sampler.json"
-LEAN = "6ff70ed:src/tlt/rollout/vllm/sampler.py"
+LEAN = "6ff70ed:src/tlt/vllm/v1/sampler.py"
 PROMPTS = [
     "Write a short story about a boy and his dog. The boy and his dog went to the park. The boy",
     "Explain step by step how to add 17 and 25. First, add 7 and 5. Then add 10 and 20. Then",
@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, drafted: bool, pipe: Any) -> None:
 
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import SampleRequest, SamplingSpec
-    from tlt.rollout.vllm.core import VllmCore
+    from tlt.vllm.core import VllmCore
 
     tokens = AutoTokenizer.from_pretrained(options.model)
     fixed = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}

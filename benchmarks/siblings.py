@@ -152,7 +152,7 @@ def learn_running(history: Any, name: str, text: Text, num_tokens: int) -> None:
 
 def decode_alone(target: Text, known: Sequence[Text], num_drafted: int, count: Count) -> None:
     """Decode a response with a history of these texts."""
-    from tlt.rollout.vllm.history import History
+    from tlt.vllm.ngram.history import History
 
     engine = Engine(History(1 << 15, 2, 8), {"target": target})
     for number, text in enumerate(known):
@@ -165,7 +165,7 @@ def decode_spread(
     groups: list[list[Text]], num_engines: int, hand_over: str, num_drafted: int
 ) -> Count:
     """Decode all groups at once, each spread over the engines."""
-    from tlt.rollout.vllm.history import History
+    from tlt.vllm.ngram.history import History
 
     count = Count()
     shares: list[dict[str, Text]] = [{} for _ in range(num_engines)]

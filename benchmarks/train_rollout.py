@@ -68,7 +68,7 @@ def main() -> None:
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig
     from tlt.node.cluster import start_ray
-    from tlt.run.preflight import prepare
+    from tlt.train.preflight import prepare
 
     config = load_config(TrainConfig, options.config, options.overrides)
     prepared = prepare(config)
@@ -98,8 +98,8 @@ async def _run(config: Any, prepared: Any, num_rounds: int) -> list[dict[str, fl
     from tlt.observe.stopwatch import Stopwatch
     from tlt.rollout.actor import ray_spawner
     from tlt.rollout.pool import RolloutPool
-    from tlt.run.samples import Rollouts
     from tlt.tasks.rewards import RewardPool
+    from tlt.train.rollouts import Rollouts
 
     spawn = ray_spawner(prepared.engine)
     handles = [spawn(f"engine-{index}") for index in range(config.pool.num_engines)]

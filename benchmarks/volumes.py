@@ -66,7 +66,7 @@ SHARDING_BYTES = 8
 """FSDP2, for a parameter and row: gathered twice in bfloat16, reduced once in float32."""
 ENGINE_CALLS = 10
 """Calls to an engine per RL step: stats 2, submit, spans, weights, sleep and wake 2, and for
-harvest sleep, wake and drafter (`run/train.py`, `harvest/session.py`)."""
+harvest sleep, wake and drafter (`train/loop.py`, `harvest/session.py`)."""
 RANK_CALLS = 3
 """Calls to a rank per RL step: accumulate, step, publish (`learner/group.py`)."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def break_verification(sampler: Any, num_good: int = 0) -> None:
-    """Break `tlt.rollout.vllm.sampler` in this process, after `num_good` draws with drafts."""
+    """Break `tlt.vllm.v1.sampler` in this process, after `num_good` draws with drafts."""
     draw, num_draws = sampler.draw, 0
 
     def broken(logits: Any, num_drafts: Sequence[int], drafts: Any, *others: Any) -> Any:
@@ -26,6 +26,6 @@ def break_verification(sampler: Any, num_good: int = 0) -> None:
 
 def break_engine(engine: Any) -> None:
     """Break the process of an engine."""
-    from tlt.rollout.vllm import sampler
+    from tlt.vllm.v1 import sampler
 
     break_verification(sampler)

@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from tlt.rollout.engine import RolloutEngine as Engine
     from tlt.rollout.offline import generate as generate
     from tlt.rollout.pool import RolloutPool as Pool
-    from tlt.rollout.vllm.args import engine_args as engine_args
     from tlt.states.buffer import BufferSettings as BufferSettings
     from tlt.states.buffer import SampleBuffer as SampleBuffer
     from tlt.states.captured import capture as capture
     from tlt.strategy.spec import build_strategy as build_strategy
     from tlt.tasks.chat import Chat as Chat
     from tlt.tasks.gym import Problem as Problem
+    from tlt.vllm.args import engine_args as engine_args
 
 __version__ = "0.2.0"
 
@@ -135,7 +135,7 @@ _HOMES = {
     "tlt.rollout.engine": ("Engine",),
     "tlt.rollout.offline": ("generate",),
     "tlt.rollout.pool": ("Pool",),
-    "tlt.rollout.vllm.args": ("engine_args",),
+    "tlt.vllm.args": ("engine_args",),
     "tlt.states.buffer": ("BufferSettings", "SampleBuffer"),
     "tlt.states.captured": ("capture",),
     "tlt.strategy.spec": ("build_strategy",),

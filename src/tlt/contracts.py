@@ -74,6 +74,31 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one request, as the core reports it."""
+
+    sample_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    finished_at_s: float
+    """Wall-clock time of the end, seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recheck:
+    """A sample to generate again, and the tokens that must come of it."""
+
+    request: SampleRequest
+    token_ids: tuple[int, ...]
+    policy_version: int
+
+
+LARGEST_SHORTFALL = 100.0
+"""Shortfall of a token that could not be drawn at all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scored:
     """A sample with its reward and its place in the RL step."""
 

@@ -21,7 +21,7 @@ class EngineUnsafe(EngineError):
     """The engine runs but fails its self-test: it would sample from the wrong distribution."""
 
 
-class EngineTainted(EngineError):
+class WeightMismatch(EngineError):
     """The engine may no longer generate from the learner's policy: it must be replaced."""
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tlt.integrations.switch import wire
-from tlt.rollout.vllm.known_args import arguments
+from tlt.vllm.known_args import arguments
+from tlt.vllm.switch import wire
 
 RELEASES = {"openrlhf": "0.11.2", "skyrl": "0.3.0"}
 ENGINES = "openrlhf/trainer/ray/vllm_engine.py"

@@ -228,7 +228,7 @@ def test_the_worker_extension_fits_tlts_worker() -> None:
     added = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
     added |= {ast.unparse(n.target) for n in extension.body if isinstance(n, ast.AnnAssign)}
     assert {"tlt_share_ends", "_ends"} <= added
-    from tlt.rollout.vllm.cpu_worker import AdaptiveCPUWorker
+    from tlt.vllm.cpu_worker import AdaptiveCPUWorker
 
     names = {name for name in {*theirs, *added} if not name.startswith("__")}
     assert not {name for name in names if hasattr(AdaptiveCPUWorker, name)}

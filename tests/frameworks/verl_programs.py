@@ -133,7 +133,7 @@ def extension(words: list[str]) -> dict[str, Any]:
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
     from tlt.integrations.verl_worker import WorkerExtension
-    from tlt.rollout.vllm.cpu_worker import AdaptiveCPUWorker
+    from tlt.vllm.cpu_worker import AdaptiveCPUWorker
 
     heard: list[str] = []
 

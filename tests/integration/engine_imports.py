@@ -1,6 +1,6 @@
 """Imports that all engines of a test process share. They start no thread.
 
-Two kinds of modules are left out. Some read settings at import: `tlt.rollout.vllm.worker` loads
+Two kinds of modules are left out. Some read settings at import: `tlt.vllm.worker` loads
 numba, which must come after vLLM's start-up. Others must not be shared by a fork: Ray.
 """
 

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
+from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, SamplingSpec
 from tlt.rollout.ahead import AheadText
-from tlt.rollout.recheck import Recheck, Verdict
+from tlt.rollout.recheck import Verdict
 
 # Engines are forked from a process that has imported vLLM, because the import takes longer than the
 # rest of their start.

@@ -60,7 +60,7 @@ class Desk:
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
         from vllm.v1.worker.gpu.states import RequestState
 
-        from tlt.rollout.vllm import sampler_v2
+        from tlt.vllm.v2 import sampler as sampler_v2
 
         device = torch.device("cpu")
         num = len(settings)

@@ -133,7 +133,7 @@ def untouched() -> dict[str, bool]:
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.metrics.loggers import StatLoggerManager
 
-    from tlt.rollout.vllm import plugin
+    from tlt.vllm import plugin
 
     plugin.register()
     return {
@@ -278,7 +278,7 @@ def broken_sampler(model: str) -> str:
     load_model = CPUWorker.load_model
 
     def load_and_break(worker: Any, *args: Any, **kwargs: Any) -> None:
-        from tlt.rollout.vllm import sampler  # loads numba, which must come after vLLM's start-up
+        from tlt.vllm import sampler  # loads numba, which must come after vLLM's start-up
 
         break_verification(sampler)
         load_model(worker, *args, **kwargs)

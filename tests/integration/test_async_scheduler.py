@@ -62,8 +62,8 @@ def drive(model: str, drafter: str) -> None:
 
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import Arm, StepContext, StepReport
-    from tlt.rollout.vllm.args import engine_args
-    from tlt.rollout.vllm.scheduler import AdaptiveAsyncScheduler, active_controller
+    from tlt.vllm.args import engine_args
+    from tlt.vllm.scheduler import AdaptiveAsyncScheduler, active_controller
 
     class Script:
         arms_ = (Arm("eagle3", 3), Arm("eagle3", 1), Arm(), Arm("eagle3", 2), Arm())

@@ -107,7 +107,7 @@ class Recorder:
     def __init__(self) -> None:
         from vllm.v1.spec_decode.eagle import EagleProposer
 
-        from tlt.rollout.vllm.proposer import SwitchingProposer
+        from tlt.vllm.v1.proposer import SwitchingProposer
 
         self.proposer: Any = None
         self.catches_up = True
@@ -178,9 +178,9 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
     from workloads import SWITCHING_ARMS
 
     from tlt.config.rollout import EngineConfig, NgramConfig
-    from tlt.rollout.vllm.args import engine_args
-    from tlt.rollout.vllm.scheduler import active_controller
     from tlt.strategy.spec import parse_arm
+    from tlt.vllm.args import engine_args
+    from tlt.vllm.scheduler import active_controller
 
     config = EngineConfig(
         model=model,

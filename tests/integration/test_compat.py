@@ -134,7 +134,7 @@ def test_an_engine_without_the_plug_in_is_refused(engines: EngineFactory, tiny: 
 
 @pytest.mark.gate
 def test_the_supported_range() -> None:
-    from tlt.rollout.vllm.compat import version_supported
+    from tlt.vllm.compat import version_supported
 
     assert version_supported("0.32.0", on_cpu=True)
     assert version_supported("0.32.1+cpu", on_cpu=True)

@@ -18,7 +18,7 @@ from engine_process import EngineProcess
 from workloads import EngineFactory, greedy, random_prompts
 
 from tlt.contracts import SamplingSpec
-from tlt.errors import EngineTainted
+from tlt.errors import WeightMismatch
 from tlt.node.fingerprint import fingerprint
 from tlt.node.weights import SharedWeights
 
@@ -89,7 +89,7 @@ def sleep(engine: Any) -> tuple[bool, bool]:
     engine.between_steps(lambda: engine.core.sleep(keep_policy=False))
     try:
         engine.core.wake()
-    except EngineTainted:
+    except WeightMismatch:
         return engine.core.llm.is_sleeping(), True
     return engine.core.llm.is_sleeping(), False
 
@@ -105,7 +105,7 @@ def sender_of(
     backend: str, links: ProcessLinks, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
     device_stand_in.install(put=monkeypatch.setattr)
-    from tlt.rollout.vllm.send import PolicySender
+    from tlt.vllm.send import PolicySender
 
     shapes, dtype = policy.shapes, torch.float32
     return PolicySender(backend, 0, "127.0.0.1", links, shapes, dtype, policy.weights)
@@ -150,7 +150,7 @@ def test_a_policy_that_is_sent_is_the_engines_policy(
 
     if backend == "nccl":  # CUDA IPC copies a tensor before the next one comes
         policy.is_restless = True
-        with pytest.raises(EngineTainted, match="was not the learner's"):
+        with pytest.raises(WeightMismatch, match="was not the learner's"):
             sender.send(9, ENDS)
     sender.close()
     for engine in running:
@@ -179,7 +179,7 @@ def test_shapes_that_do_not_fit_change_nothing(
         engine.call("start_policy", shapes[:1] + shapes[2:])
     assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == before
     engine.call("start_policy", shapes)
-    with pytest.raises(EngineTainted, match="in part"):
+    with pytest.raises(WeightMismatch, match="in part"):
         engine.call("receive_policy", {"names": ["x"]})
     engine.close()
 
@@ -223,8 +223,8 @@ def test_every_worker_of_every_engine_gets_every_tensor(
 ) -> None:
     """Two engines of one and two workers; vLLM's code alone would give two workers one rank."""
     device_stand_in.install(put=monkeypatch.setattr)
-    from tlt.rollout.vllm.device_transfer import IpcTransfer, NcclTransfer
-    from tlt.rollout.vllm.send import PolicySender
+    from tlt.vllm.device_transfer import IpcTransfer, NcclTransfer
+    from tlt.vllm.send import PolicySender
 
     workers = Workers({"nccl": NcclTransfer, "ipc": IpcTransfer}[backend], (1, 2))
     policy = {f"layer.{i}.weight": torch.randn(5 + i, 7) for i in range(4)}
@@ -253,8 +253,8 @@ def test_a_large_tensor_fits_the_ipc_buffer(monkeypatch: pytest.MonkeyPatch) -> 
     device_stand_in.install(put=monkeypatch.setattr)
     from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-    from tlt.rollout.vllm.device_transfer import IpcTransfer
-    from tlt.rollout.vllm.send import PolicySender
+    from tlt.vllm.device_transfer import IpcTransfer
+    from tlt.vllm.send import PolicySender
 
     embedding = [152064, 3584]
     assert embedding[0] * embedding[1] * 2 > DEFAULT_PACKED_BUFFER_SIZE_BYTES
@@ -267,7 +267,7 @@ def test_a_large_tensor_fits_the_ipc_buffer(monkeypatch: pytest.MonkeyPatch) -> 
 def test_our_client_is_one_for_vllm() -> None:
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 
-    from tlt.rollout.vllm.send import EngineClient
+    from tlt.vllm.send import EngineClient
 
     for name, theirs in inspect.getmembers(VLLMWeightSyncClient, inspect.isfunction):
         if not name.startswith("_"):

@@ -121,7 +121,7 @@ def record(model: str, drafter: str, out: str) -> None:
     from vllm import LLM, SamplingParams
 
     from tlt.config.rollout import EngineConfig
-    from tlt.rollout.vllm.args import engine_args
+    from tlt.vllm.args import engine_args
 
     config = EngineConfig(
         model=model,
@@ -131,7 +131,7 @@ def record(model: str, drafter: str, out: str) -> None:
         engine_args={"enforce_eager": True, "dtype": "float32", "max_model_len": 256},
     )
     llm = LLM(**engine_args(config))
-    from tlt.rollout.vllm.proposer import SwitchingProposer  # numba comes after vLLM's start
+    from tlt.vllm.v1.proposer import SwitchingProposer  # numba comes after vLLM's start
 
     drafts: dict[str, list[tuple[int, list[int]]]] = {}
     original = SwitchingProposer.propose

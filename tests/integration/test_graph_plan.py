@@ -13,9 +13,9 @@ import pytest
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm
-from tlt.rollout.vllm.args import engine_args, graph_plan
 from tlt.strategy.graphs import GraphPlan, choices_of
 from tlt.strategy.spec import build_strategy
+from tlt.vllm.args import engine_args, graph_plan
 
 pytestmark = pytest.mark.vllm
 

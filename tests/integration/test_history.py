@@ -170,7 +170,7 @@ def test_beside_a_drafter(engines: EngineFactory, tiny: Path, tiny_drafter: Path
 
 
 def test_drafts_keep_to_the_limits() -> None:
-    from tlt.rollout.vllm.lookup import HistoryProposer
+    from tlt.vllm.ngram.proposer import HistoryProposer
 
     token_ids: Any = np.zeros((4, 16), dtype=np.int32)
     token_ids[0, :9] = [1, 2, 3, 4, 5, 6, 7, 1, 2]

@@ -14,8 +14,8 @@ from interpreter import InterpretedEngine
 from workloads import TINY_ARGS, random_prompts, seeded
 
 from tlt.config.rollout import EngineConfig, NgramConfig
-from tlt.contracts import Sample
-from tlt.rollout.recheck import NEAR_TIES, Recheck
+from tlt.contracts import Recheck, Sample
+from tlt.rollout.recheck import NEAR_TIES
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ from engine_process import EngineProcess
 from workloads import EngineFactory, greedy, random_prompts, save_fresh_drafter
 
 from tlt.contracts import SamplingSpec
-from tlt.errors import EngineError, EngineTainted
+from tlt.errors import EngineError, WeightMismatch
 from tlt.node.weights import SharedWeights
 
 pytestmark = pytest.mark.vllm
@@ -189,7 +189,7 @@ def test_it_is_needed_and_a_policy_that_was_changed_is_found(
     # The source of the policy is gone: the engine must not generate one sample more.
     with SharedWeights(made.policy.named_parameters()) as weights:
         guarded.call("update_policy", weights.manifest(), 1)
-    with pytest.raises(EngineTainted, match=r"not the learner's in lm_head\.weight, nor after"):
+    with pytest.raises(WeightMismatch, match=r"not the learner's in lm_head\.weight, nor after"):
         swap(guarded, changed(made.weights), 2)
     with pytest.raises(EngineError, match="has failed"):
         guarded.submit(made.prompts, GREEDY)

@@ -10,8 +10,8 @@ from engine_process import EngineProcess, interrupt_recheck
 from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 
 from broken_verification import break_engine
-from tlt.contracts import Sample, SampleRequest, SamplingSpec
-from tlt.rollout.recheck import LARGEST, NEAR_TIES, Recheck, Rechecks, Verdict
+from tlt.contracts import LARGEST_SHORTFALL, Recheck, Sample, SampleRequest, SamplingSpec
+from tlt.rollout.recheck import NEAR_TIES, Rechecks, Verdict
 
 pytestmark = pytest.mark.vllm
 
@@ -142,4 +142,4 @@ def test_a_verification_that_changes_samples_is_caught(
     found = verdicts(engine, rechecks_of(wanted, generate(engine, wanted)))
     caught = [v for v in found if v.shortfall > NEAR_TIES["float32"]]
     assert len(caught) >= 0.9 * NUM_SAMPLES
-    assert any(1.0 < v.shortfall < LARGEST for v in found)
+    assert any(1.0 < v.shortfall < LARGEST_SHORTFALL for v in found)

@@ -15,7 +15,7 @@ from speed import limit
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
-from tlt.run.placement import PlacementPlan, Reservation, plan_placement, reserve
+from tlt.train.placement import PlacementPlan, Reservation, plan_placement, reserve
 
 pytestmark = pytest.mark.ray
 

@@ -49,7 +49,7 @@ class FakeKeys:
 def verifier(logprobs_mode: Any = "raw_logprobs") -> Any:
     from vllm.v1.sample.sampler import Sampler
 
-    from tlt.rollout.vllm.sampler import KeyedSampler, KeyedVerifier
+    from tlt.vllm.v1.sampler import KeyedSampler, KeyedVerifier
 
     return KeyedVerifier(KeyedSampler(FakeKeys(), Sampler(logprobs_mode)))
 
@@ -292,7 +292,7 @@ def test_a_request_does_not_depend_on_the_settings_of_others() -> None:
 @pytest.mark.gate
 def test_ties_are_decided_alike_with_and_without_other_settings() -> None:
     """Logits that make two tokens equal but for rounding, drawn both ways."""
-    from tlt.rollout import keyed
+    from tlt.vllm import keyed
 
     rows = torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(1)).numpy()
     temperature = np.float32(0.7)
@@ -428,7 +428,7 @@ class FakeRunner:
 
 @pytest.mark.gate
 def test_seeds_and_positions_of_the_runners_requests() -> None:
-    from tlt.rollout.vllm.sampler import RunnerKeys
+    from tlt.vllm.v1.sampler import RunnerKeys
 
     runner = FakeRunner({"a": 7, "b": 2**63 - 1, "c": None, "d": None})
     keys, positions = RunnerKeys(runner, engine_seed=1).of_batch(4)

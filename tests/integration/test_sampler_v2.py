@@ -16,7 +16,7 @@ import noise_v2
 import pytest
 from interpreter import interpreted
 
-from tlt.rollout.recheck import LARGEST
+from tlt.contracts import LARGEST_SHORTFALL
 
 pytestmark = pytest.mark.vllm
 
@@ -113,7 +113,7 @@ def missed_draws() -> dict[Any, Any]:
     """Return what rechecks note of draws that differ from the tokens expected."""
     from sampler_v2_rows import LENGTH, PROMPT, Desk, made_up_logits
 
-    from tlt.rollout.vllm.missed_v2 import MissedDrawsV2
+    from tlt.vllm.v2.draw_margins import DrawMarginsV2
 
     found: dict[Any, Any] = {}
     for name, settings in {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7}}.items():
@@ -122,7 +122,7 @@ def missed_draws() -> dict[Any, Any]:
         other[1] = other[2] = (max(expected) + 1) % 90  # only the first difference counts
         for case, tokens in {"same": expected, "other": other, "short": expected[:2]}.items():
             desk = Desk([settings])
-            missed = MissedDrawsV2(desk.runner, "r0", len(PROMPT), tokens)
+            missed = DrawMarginsV2(desk.runner, "r0", len(PROMPT), tokens)
             assert desk.generate(None) == [expected]
             found[name, case] = missed.end()
             assert "sample" not in vars(desk.sampler)
@@ -132,7 +132,7 @@ def missed_draws() -> dict[Any, Any]:
     [expected] = Desk([limited]).generate(None)
     desk = Desk([limited])
     unlikely = int(made_up_logits(PROMPT).argmin())
-    missed = MissedDrawsV2(desk.runner, "r0", len(PROMPT), [unlikely] * LENGTH)
+    missed = DrawMarginsV2(desk.runner, "r0", len(PROMPT), [unlikely] * LENGTH)
     desk.generate(None)
     found["masked"] = missed.end()
     return found
@@ -143,7 +143,7 @@ def drafts_with_noise() -> dict[str, Any]:
     import torch
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from tlt.rollout.vllm.draft_noise_v2 import NoisyDrafts
+    from tlt.vllm.v2.draft_noise import NoisyDrafts
 
     noisy = NoisyDrafts(num_slots=3, num_places=2, device=torch.device("cpu"))
     temperature, seeds = torch.full((3,), 0.7), torch.tensor([11, 12, 13])
@@ -243,7 +243,7 @@ def check_missed(found: dict[Any, Any]) -> None:
         expected = scores.max() - scores[token]
         assert found[name, "other"] == {1: pytest.approx(expected, abs=1e-4)}
         assert expected > 0.1
-    assert found["masked"] == {0: LARGEST}
+    assert found["masked"] == {0: LARGEST_SHORTFALL}
 
 
 def check_drafts(found: dict[str, Any]) -> None:
@@ -299,8 +299,8 @@ def self_test_results(num_requests: int) -> dict[str, list[str]]:
     import vllm.v1.worker.cpu.shm  # noqa: F401  pinned memory without a device
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from tlt.rollout.vllm import sampler_v2 as sampler_module
-    from tlt.rollout.vllm import selftest_v2 as selftest_module
+    from tlt.vllm.v2 import sampler as sampler_module
+    from tlt.vllm.v2 import selftest as selftest_module
 
     sampler_v2: Any = sampler_module
     selftest_v2: Any = selftest_module
@@ -373,7 +373,7 @@ def test_vllm_calls_the_verifier_as_we_expect() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-    from tlt.rollout.vllm.sampler_v2 import KeyedVerifier
+    from tlt.vllm.v2.sampler import KeyedVerifier
 
     theirs = inspect.signature(RejectionSampler._verify).parameters
     assert list(inspect.signature(KeyedVerifier._verify).parameters) == list(theirs)
@@ -421,7 +421,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from tlt.errors import ConfigError
-    from tlt.rollout.vllm.sampler_v2 import KeyedVerifier, install
+    from tlt.vllm.v2.sampler import KeyedVerifier, install
 
     monkeypatch.setattr(topk_topp_triton, "_SPLIT_MAX_BATCH", 64)
     left_alone = [made_up_runner("block")]
@@ -469,7 +469,7 @@ def test_acceptance_by_equality() -> None:
     """Against a loop over made-up rows; -1 is never accepted."""
     import torch
 
-    from tlt.rollout.vllm.sampler_v2 import accept
+    from tlt.vllm.v2.sampler import accept
 
     rng = random.Random(0)
     for _ in range(200):

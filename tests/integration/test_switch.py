@@ -54,7 +54,7 @@ def test_an_offline_program_drafts_and_says_the_same(
     assert offline["greedy"] == expected
     assert offline["after"] == expected[:2]
     for part in ("scheduler", "worker", "sampler"):
-        assert offline[part].startswith("tlt.rollout.vllm."), part
+        assert offline[part].startswith("tlt.vllm."), part
     assert offline["report"]["plugin"]
     assert offline["report"]["faults"] == []
 

@@ -119,7 +119,7 @@ async def test_switching_swap_and_sync_with_two_workers(
 def capture_as_rank(engine: Any, rank: int, buffer: dict[str, Any]) -> list[tuple[int, int]]:
     """Let a worker store states as if it had this rank; return what it says it has stored."""
     llm = engine.core.llm
-    with patch("tlt.rollout.vllm.worker.get_tensor_model_parallel_rank", lambda: rank):
+    with patch("tlt.vllm.worker.get_tensor_model_parallel_rank", lambda: rank):
         llm.collective_rpc("tlt_capture", args=(buffer,))
     stored: list[tuple[int, int]] = llm.collective_rpc(
         "tlt_keep_states", args=("none", None, 0, [])
@@ -139,7 +139,7 @@ def test_only_the_first_worker_stores_states(
 
 
 def test_workers_need_cores_of_their_own(tiny: Path) -> None:
-    from tlt.rollout.vllm.args import engine_args
+    from tlt.vllm.args import engine_args
 
     args = TINY_ARGS | {"tensor_parallel_size": 2}
     with pytest.raises(ConfigError, match=r"set engine\.num_cores = 2"):

@@ -13,8 +13,8 @@ PROGRAM = """
 import sys
 import torch
 untouched = torch.cuda.Stream, torch.accelerator.synchronize, torch.Tensor.pin_memory
-import tlt.rollout.vllm.{module}
-assert "tlt.rollout.vllm.worker" in sys.modules
+import tlt.vllm.{module}
+assert "tlt.vllm.worker" in sys.modules
 print("vllm.v1.worker.cpu.shm" in sys.modules)
 print(untouched != (torch.cuda.Stream, torch.accelerator.synchronize, torch.Tensor.pin_memory))
 """

@@ -35,7 +35,7 @@ def draft_from_own_text() -> list[list[int]]:
 
     import torch
 
-    from tlt.rollout.vllm.history_drafts import ngram_drafts
+    from tlt.vllm.ngram.speculator import ngram_drafts
 
     texts = {2: [9, 1, 2, 3, 4, 1, 2], 0: [5, 6]}
     token_ids = torch.zeros(4, 32, dtype=torch.int32)
@@ -87,7 +87,7 @@ class Spy:
     def __init__(self, engine: Any) -> None:
         from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-        from tlt.rollout.vllm.speculator import SwitchingSpeculator
+        from tlt.vllm.v2.speculator import SwitchingSpeculator
 
         runner = _runner(engine)
         self.drafts: dict[tuple[int, ...], list[int]] = {}
@@ -174,9 +174,9 @@ def watch_waits(engine: Any) -> None:
 
     import torch
 
-    import tlt.rollout.vllm
+    import tlt.vllm
 
-    folder = str(Path(tlt.rollout.vllm.__file__).parent)
+    folder = str(Path(tlt.vllm.__file__).parent)
     engine.waits = waits = set()
 
     def watched(name: str, original: Any) -> Any:

@@ -84,7 +84,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     }
     assert {name for name in names if not name.startswith("tlt_rl-")} == wanted
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    for line in ("tlt = tlt.cli.main:main", "tlt = tlt.rollout.vllm.plugin:register"):
+    for line in ("tlt = tlt.cli.main:main", "tlt = tlt.vllm.plugin:register"):
         assert line in entry_points
 
 

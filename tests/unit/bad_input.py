@@ -25,8 +25,8 @@ from tlt.drafter.checkpoint import save_drafter
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.models import tiny
-from tlt.run.folder import RunFolder
 from tlt.simulate.scenario import ScenarioConfig
+from tlt.train.folder import RunFolder
 
 ARMS = tuple(
     (arm, 2.0 + 0.1 * number, running, 60 * running, accepted)

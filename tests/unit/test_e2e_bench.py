@@ -16,8 +16,8 @@ from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
 from tlt.observe.record import MetricsLog, StepLog
 from tlt.observe.timeline import StepTimeline, TimelineLog
-from tlt.run.folder import RunFolder
 from tlt.spans import Span
+from tlt.train.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "e2e")]

@@ -6,7 +6,7 @@ import pytest
 
 from tlt.cli.diagnosis import first_error
 from tlt.config.load import load_config
-from tlt.config.train import TrainConfig, written_out
+from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.hardware import DtypeChoice, compute_dtype, thread_environment, why_dtype
 
 AMX = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
@@ -43,11 +43,11 @@ def test_a_run_is_started_with_the_dtype_of_its_machine(
     assert config.policy.dtype == "auto"
     for flags, dtype in ((AMX, "bfloat16"), (OLDER, "float32")):
         monkeypatch.setattr("tlt.hardware.cpu_flags", lambda flags=flags: flags)
-        assert written_out(config).policy.dtype == dtype
+        assert resolve_defaults(config).policy.dtype == dtype
     chosen = load_config(TrainConfig, recipe, [*required, "policy.dtype=bfloat16"])
-    assert written_out(chosen).policy.dtype == "bfloat16"
+    assert resolve_defaults(chosen).policy.dtype == "bfloat16"
     on_gpus = load_config(TrainConfig, recipe, [*required, "engine.num_gpus=1"])
-    assert written_out(on_gpus).policy.dtype == "bfloat16"
+    assert resolve_defaults(on_gpus).policy.dtype == "bfloat16"
 
 
 def test_threads_do_not_spin_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_only_requirements_that_are_not_met_are_installed(
 
 def test_engines_on_cpus_support_the_versions_that_passed() -> None:
     pytest.importorskip("torch")
-    from tlt.rollout.vllm.compat import version_supported
+    from tlt.vllm.compat import version_supported
 
     result = json.loads((ROOT / "benchmarks" / "results" / "vllm_versions.json").read_text())
     assert len(result["versions"]) > 3
@@ -71,7 +71,7 @@ def test_engines_on_cpus_support_the_versions_that_passed() -> None:
 def test_the_package_asks_for_the_versions_that_engines_support(extra: str, on_cpu: bool) -> None:
     pytest.importorskip("torch")
     requirements = pytest.importorskip("packaging.requirements")
-    from tlt.rollout.vllm.compat import supported_versions, version_supported
+    from tlt.vllm.compat import supported_versions, version_supported
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     said = requirements.Requirement(supported_versions(on_cpu))

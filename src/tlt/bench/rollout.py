@@ -29,11 +29,11 @@ from tlt.bench.replay import StepTable
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SamplingSpec, ShowProgress, StepReport
 from tlt.errors import ConfigError
-from tlt.rollout.guard import check_sampling
 from tlt.rollout.pool import RolloutPool
-from tlt.rollout.vllm.args import drafters, engine_args
 from tlt.strategy.spec import LEARNING, build_strategy, complete_strategy
 from tlt.tasks.tail import length_summary
+from tlt.vllm.args import drafters, engine_args
+from tlt.vllm.lossless_checks import check_sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, SampleRequest, SamplingSpec, ShowProgress
 from tlt.errors import ConfigError
-from tlt.rollout.guard import check_sampling
 from tlt.rollout.offline import ChildEngine
 from tlt.rollout.recheck import NEAR_TIES
 from tlt.rollout.recheck import first_difference as first_position
-from tlt.rollout.vllm.args import engine_args
+from tlt.vllm.args import engine_args
+from tlt.vllm.lossless_checks import check_sampling
 
 FEW = 3
 """Samples at a time in the mode that decodes plainly in small batches."""
@@ -299,7 +299,7 @@ def missed(row: Any, sampling: SamplingSpec, position: int, token: int, slack: f
     """
     import numpy as np
 
-    from tlt.rollout.keyed import shortfall
+    from tlt.vllm.keyed import shortfall
 
     key = np.uint64(sampling.seed or 0)
     if sampling.temperature == 0:

@@ -91,7 +91,7 @@ def demo(
         off = Job("off", settings, out / "off", steps or STEPS)
         done = off.run(console, show, (MODEL_SHARE, OFF_SHARE), clock)
         tlt = Job("tlt", settings, out / "tlt", done, ("tlt.enabled=true",))
-        tlt.run(console, show, (OFF_SHARE, 1.0), clock)
+        tlt.train(console, show, (OFF_SHARE, 1.0), clock)
     views = [look_at(job.out) for job in (off, tlt)]
     page = out / "report.html"
     page.write_text(as_html(views, page))

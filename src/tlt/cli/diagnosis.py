@@ -137,13 +137,13 @@ from vllm.platforms import current_platform
 if current_platform.is_cpu():
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
-from tlt.rollout.vllm import compat, plugin
+from tlt.vllm import compat, plugin
 device = torch.device(current_platform.device_type)
 if current_platform.is_cpu():
-    from tlt.rollout.vllm import selftest
+    from tlt.vllm.v1 import selftest
     faults = selftest.sampling_faults(device, is_keyed=not compat.skips("keyed"))
 else:  # engines on GPUs use vLLM's V2 runner
-    from tlt.rollout.vllm import selftest_v2
+    from tlt.vllm.v2 import selftest as selftest_v2
     faults = selftest_v2.sampling_faults(selftest_v2.stand_in(device))
 print("TLT" + json.dumps({
     "device": current_platform.device_type,

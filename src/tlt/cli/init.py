@@ -15,7 +15,7 @@ from tlt.cli.options import Json, named_by_options, number, print_json, say_writ
 from tlt.cli.train import LINE, check_run, memory_data
 
 if TYPE_CHECKING:
-    from tlt.run.recipe import Hardware
+    from tlt.train.recipe import Hardware
 
 OPTIONS = {"policy.model": "--model", "task.path": "--data", "task.name": "--data"}
 """Settings, by the option of this command that stands for each."""
@@ -47,11 +47,11 @@ def init(
     Asks for what is not given, if there is a terminal to ask at.
     """
     from tlt.config.load import load_config
-    from tlt.config.train import TrainConfig, written_out
+    from tlt.config.train import TrainConfig, resolve_defaults
     from tlt.errors import ConfigError
     from tlt.models.folder import read_settings
     from tlt.models.hub import hub_id, local_folder
-    from tlt.run import recipe
+    from tlt.train import recipe
 
     if out.suffix != ".toml":
         raise ConfigError(f"--out {out} should end in .toml; e.g. {out.with_suffix('.toml')}")
@@ -87,7 +87,7 @@ def init(
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         out.write_text(text)
-        settings = written_out(load_config(TrainConfig, out))
+        settings = resolve_defaults(load_config(TrainConfig, out))
         if not from_hub:
             with named_by_options(OPTIONS):
                 places = check_run(console, settings, resume=False, show=not as_json)
@@ -110,7 +110,7 @@ def init(
 def _here() -> Hardware:
     """Return what this machine has: its GPUs, or else its cores."""
     from tlt.hardware import this_machine
-    from tlt.run.recipe import Hardware
+    from tlt.train.recipe import Hardware
 
     machine = this_machine()
     host_gib = machine.host_bytes // 2**30 if machine.host_bytes else None

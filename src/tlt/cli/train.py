@@ -15,7 +15,7 @@ from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from tlt.config.train import TrainConfig
-    from tlt.run.memory import Place
+    from tlt.train.memory import Place
 
 COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -46,9 +46,9 @@ def train(
 ) -> None:
     """Train a policy with RL for run.num_steps RL steps."""
     from tlt.config.load import load_config
-    from tlt.config.train import TrainConfig, written_out
+    from tlt.config.train import TrainConfig, resolve_defaults
 
-    settings = written_out(load_config(TrainConfig, config, overrides or []))
+    settings = resolve_defaults(load_config(TrainConfig, config, overrides or []))
     console = Console(stderr=as_json)
     if check:
         places = check_run(console, settings, resume, show=not as_json)
@@ -58,7 +58,7 @@ def train(
             return
         console.print(f"[green]ok[/] {escape(str(config))}: {settings.run.num_steps} steps")
         return
-    from tlt.run.launch import launch
+    from tlt.train.launch import launch
 
     console.print(" ".join(f"{title:>8}" for _, title, _ in COLUMNS), **LINE)
 
@@ -82,10 +82,10 @@ def check_run(
     console: Console, settings: TrainConfig, resume: bool, show: bool = True
 ) -> list[Place]:
     """Check a run without starting it; show its memory plan, and return it."""
-    from tlt.rollout.runner import ROUNDS_BY_BATCH, rounds_by_batch
-    from tlt.run.folder import RunFolder
-    from tlt.run.inputs import check_inputs, with_local_models
-    from tlt.run.preflight import check_outline, prepare
+    from tlt.train.folder import RunFolder
+    from tlt.train.inputs import check_inputs, with_local_models
+    from tlt.train.preflight import check_outline, prepare
+    from tlt.vllm.environment import ROUNDS_BY_BATCH, rounds_by_batch
 
     RunFolder(Path(settings.run.out)).check(settings, resume)
     settings = with_local_models(settings)

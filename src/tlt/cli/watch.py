@@ -101,7 +101,7 @@ def watch(
     from rich.live import Live
 
     from tlt.errors import ConfigError
-    from tlt.run.folder import is_open
+    from tlt.train.folder import is_open
 
     if not (run / "config.toml").exists():
         raise ConfigError(f"{run} holds no run of `tlt train`; give the folder that run.out named")

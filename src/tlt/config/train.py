@@ -338,7 +338,7 @@ class TrainConfig(Schema):
     debug: DebugConfig = Field(default_factory=DebugConfig)
 
 
-def written_out(config: TrainConfig) -> TrainConfig:
+def resolve_defaults(config: TrainConfig) -> TrainConfig:
     """Return the settings with the values that this machine and `tlt.enabled` imply."""
     dtype = compute_dtype(config.policy.dtype, on_gpu=config.engine.num_gpus > 0)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})

@@ -18,11 +18,11 @@ import torch
 from tlt.contracts import WHOLE
 from tlt.drafter.checkpoint import drafter_weights
 from tlt.drafter.eagle3.config import Eagle3Config
-from tlt.errors import ConfigError, EngineTainted
+from tlt.errors import ConfigError, WeightMismatch
 from tlt.node.weights import SharedWeights
-from tlt.rollout.vllm.args import CONFIG_KEY
 from tlt.states.buffer import BufferSettings
 from tlt.strategy.controller import DraftController
+from tlt.vllm.args import CONFIG_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class HostedEngine:
         """Load the trainer's policy; no request may run."""
         self._judge(self._llm.collective_rpc("tlt_load_policy", args=(tensors,)), "policy update")
         if not self._llm.reset_prefix_cache():
-            raise EngineTainted(
+            raise WeightMismatch(
                 "the engine keeps cached prefixes of the last policy: vLLM did not drop them"
             )
 
@@ -115,7 +115,7 @@ class HostedEngine:
         """Refuse to go on with a policy that is not the trainer's."""
         differed = sorted({name for report in reports for name in report["differed"]})
         if any(report["still"] for report in reports):
-            raise EngineTainted(
+            raise WeightMismatch(
                 f"after a {what} the engine's policy is not the trainer's in "
                 f"{', '.join(differed[:3])}; start the program without TLT_CONFIG"
             )

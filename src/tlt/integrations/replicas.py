@@ -31,7 +31,7 @@ from tlt.harvest.session import Harvest
 from tlt.harvest.trainer import HarvestSettings
 from tlt.node.shared import SharedFolder
 from tlt.node.weights import SharedWeights
-from tlt.rollout.vllm.plugin import SWITCH_VARIABLE
+from tlt.vllm.environment import SWITCH_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from tlt.config.load import check
 from tlt.config.train import CaptureConfig, TltConfig
 from tlt.errors import ConfigError
 from tlt.integrations.replicas import ReplicaHarvest
-from tlt.integrations.switch import EXAMPLE, read_settings
 from tlt.integrations.training import buffer_settings, harvest_settings
 from tlt.models.hub import local_folder
-from tlt.rollout.vllm.plugin import SWITCH_VARIABLE
+from tlt.vllm.environment import SWITCH_VARIABLE
+from tlt.vllm.switch import EXAMPLE, read_settings
 
 S = TypeVar("S", bound=BaseModel)
 FOLDER = "drafter"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from tlt.node.shared import SharedFolder
-from tlt.rollout.vllm.watch import EMBEDDING, HEAD
+from tlt.vllm.policy_verifier import EMBEDDING, HEAD
 
 
 class WorkerExtension(vLLMColocateWorkerExtension):

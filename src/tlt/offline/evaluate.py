@@ -23,10 +23,10 @@ from tlt.errors import ConfigError
 from tlt.hardware import compute_dtype
 from tlt.models.folder import read_settings
 from tlt.rollout.offline import ChildEngine
-from tlt.rollout.vllm.args import engine_args, max_draft_tokens
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward, RewardFunction, RewardPool
+from tlt.vllm.args import engine_args, max_draft_tokens
 
 Z = 1.96
 """Standard deviations of a 95% interval."""

@@ -19,7 +19,7 @@ from tlt.node.cluster import end_with_ray
 from tlt.node.shared import run_environment
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.handle import Spawner
-from tlt.rollout.vllm.core import PROCESS_ENVIRONMENT
+from tlt.vllm.core import PROCESS_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class PolicyRoute:
     """Engines that a learner sends its policy to, from GPU to GPU. The driver makes it."""
 
     backend: str
-    """`ipc` or `nccl`, see `tlt.rollout.vllm.device_transfer`."""
+    """`ipc` or `nccl`, see `tlt.vllm.device_transfer`."""
     engines: tuple[str, ...]
     actors: tuple[Any, ...] = field(compare=False)
     num_workers: tuple[int, ...] = field(compare=False)
@@ -159,7 +159,7 @@ class PolicyRoute:
 
     def open(self, rank: int, host: str, shapes: Any, dtype: Any, weights: Any) -> Any:
         """Connect a learner rank, in its process, and return its `PolicySender`."""
-        from tlt.rollout.vllm.send import PolicySender
+        from tlt.vllm.send import PolicySender
 
         return PolicySender(self.backend, rank, host, self, shapes, dtype, weights)
 
@@ -203,7 +203,7 @@ def ray_spawner(
 
     `place` returns the options that put the actor of the engine of this name in its place.
     """
-    from tlt.rollout.vllm.args import engine_args
+    from tlt.vllm.args import engine_args
 
     engine_args(config)
     return lambda name: RayEngine(config, name, place(name))

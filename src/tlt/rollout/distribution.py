@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tlt.errors import EngineError, EngineGone, EngineTainted
+from tlt.errors import EngineError, EngineGone, WeightMismatch
 from tlt.rollout.handle import EngineHandle
 from tlt.rollout.watched import WatchedEngine
 
@@ -78,7 +78,7 @@ class WeightDistribution:
             yield {name: handle.engine for name, handle in handles.items()}
         except BaseException as error:
             for handle in handles.values():
-                handle.condemn(f"it may hold a part of policy {version} only: {error!r}")
+                handle.mark_failed(f"it may hold a part of policy {version} only: {error!r}")
             raise
 
     async def _update(
@@ -114,8 +114,8 @@ class WeightDistribution:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]
         # An engine that ends by itself is replaced; that is no evidence against the weights.
-        refused = [a for a in errors if not isinstance(a, EngineGone | EngineTainted)]
-        tainted = [a for a in errors if isinstance(a, EngineTainted)]
+        refused = [a for a in errors if not isinstance(a, EngineGone | WeightMismatch)]
+        tainted = [a for a in errors if isinstance(a, WeightMismatch)]
         self.num_tainted += len(tainted)
         if method == "update_drafter" and tainted and len(tainted) == len(answers):
             raise tainted[0]  # the run goes on with the previous drafter
@@ -123,7 +123,7 @@ class WeightDistribution:
             raise refused[0]  # the weights are wrong, not the engines
         for handle, answer in zip(handles.values(), answers, strict=True):
             if isinstance(answer, BaseException):
-                handle.condemn(f"it did not take new weights: {answer!r}")
+                handle.mark_failed(f"it did not take new weights: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     # --- into a new engine --------------------------------------------------------------------

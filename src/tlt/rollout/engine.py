@@ -13,17 +13,17 @@ from dataclasses import asdict
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, SampleRequest, StepReport
+from tlt.contracts import EngineStats, Recheck, SampleRequest, StepReport
 from tlt.errors import ConfigError, EngineUnsafe
 from tlt.rollout.ahead import AheadText
-from tlt.rollout.guard import check_length, check_sampling
 from tlt.rollout.loop import EngineLoop
-from tlt.rollout.recheck import Recheck, Verdict
+from tlt.rollout.recheck import Verdict
 from tlt.rollout.texts import Lesson
-from tlt.rollout.vllm.args import drafters
-from tlt.rollout.vllm.core import VllmCore
 from tlt.spans import Span
 from tlt.strategy.spec import StrategySpec, build_strategy, complete_strategy
+from tlt.vllm.args import drafters
+from tlt.vllm.core import VllmCore
+from tlt.vllm.lossless_checks import check_length, check_sampling
 
 MIXED = "a policy update now would mix two policies in one sample"
 

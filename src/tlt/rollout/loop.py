@@ -24,25 +24,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from tlt.contracts import WHOLE, FinishReason, Sample, SampleRequest
-from tlt.errors import EngineError, EngineTainted
+from tlt.contracts import WHOLE, Finished, Recheck, Sample, SampleRequest
+from tlt.errors import EngineError, WeightMismatch
 from tlt.rollout.ahead import AheadText
-from tlt.rollout.recheck import Recheck, Verdict, compare
+from tlt.rollout.recheck import Verdict, compare
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The end of one request, as the core reports it."""
-
-    sample_id: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    finished_at_s: float
-    """Wall-clock time of the end, seconds since the epoch."""
 
 
 class EngineCore(Protocol):
@@ -374,7 +362,7 @@ class EngineLoop:
             try:
                 future.set_result(command())
             except BaseException as error:
-                if isinstance(error, Exception) and not isinstance(error, EngineTainted):
+                if isinstance(error, Exception) and not isinstance(error, WeightMismatch):
                     future.set_exception(error)
                     continue
                 self._fail(error)  # before anybody hears of it and submits more
@@ -475,7 +463,7 @@ class EngineLoop:
             self._error = error
             self._lock.notify_all()
         left: Exception = EngineError(f"{self.name} has failed: {error!r}")
-        self._drop_commands(error if isinstance(error, EngineTainted) else left)
+        self._drop_commands(error if isinstance(error, WeightMismatch) else left)
 
     def _drop_commands(self, error: Exception) -> None:
         """Let everybody whose command is queued hear that it never runs."""

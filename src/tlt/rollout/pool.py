@@ -30,7 +30,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import WHOLE, EngineStats, Sample, SampleRequest
+from tlt.contracts import WHOLE, EngineStats, Recheck, Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone, EngineUnsafe
 from tlt.rollout.ahead import LookAhead
 from tlt.rollout.dispatch import Assign, Dispatcher
@@ -38,12 +38,12 @@ from tlt.rollout.distribution import WeightDistribution
 from tlt.rollout.handle import EngineHandle, LoadListener, Spawner, place_of
 from tlt.rollout.lengths import LengthForecast
 from tlt.rollout.lookout import Lookout
-from tlt.rollout.recheck import Recheck, Rechecks
-from tlt.rollout.runner import ROUNDS_BY_BATCH
+from tlt.rollout.recheck import Rechecks
 from tlt.rollout.teacher import Teacher
 from tlt.rollout.texts import Lesson, Texts
 from tlt.rollout.watched import Progress, WatchedEngine
 from tlt.spans import Span
+from tlt.vllm.environment import ROUNDS_BY_BATCH
 
 if TYPE_CHECKING:
     from tlt.rollout.distribution import NewWeights, Publish
@@ -196,7 +196,7 @@ class RolloutPool:
         for handle, answer in zip(handles, answers, strict=True):
             if isinstance(answer, BaseException):
                 # Even if it lives: nobody knows whether it has done what it was told.
-                handle.condemn(f"it did not answer {method}: {answer!r}")
+                handle.mark_failed(f"it did not answer {method}: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def call_engine(self, engine: str, method: str) -> None:
@@ -209,7 +209,7 @@ class RolloutPool:
         try:
             await handle.call(method, *args)
         except EngineError as error:
-            handle.condemn(f"{method} failed: {error}")
+            handle.mark_failed(f"{method} failed: {error}")
 
     async def stats(self) -> list[EngineStats]:
         """Return the counters of all engines."""
@@ -527,7 +527,7 @@ class RolloutPool:
                 await self._fail(error)  # no engine would take it
             else:
                 # Nobody knows which requests it holds: its successor's samples count.
-                handle.condemn(f"it did not take {len(requests)} requests: {error}")
+                handle.mark_failed(f"it did not take {len(requests)} requests: {error}")
             return
         lessons = [*self.ahead.lessons(requests), *self.texts.assigned(name, requests)]
         self._teacher.teach(handle, lessons)
@@ -539,7 +539,7 @@ class RolloutPool:
             taken = await handle.withdraw(sample_ids)
         except Exception as error:
             # It may have given the requests back, and nobody would generate them.
-            handle.condemn(f"it did not answer a recall: {error}")
+            handle.mark_failed(f"it did not answer a recall: {error}")
             return
         self._dispatcher.recalled(name, taken)
         self._pump()

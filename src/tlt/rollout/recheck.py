@@ -22,23 +22,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tlt.contracts import Sample, SampleRequest
+from tlt.contracts import LARGEST_SHORTFALL, Recheck, Sample, SampleRequest
 
 logger = logging.getLogger(__name__)
 
 NEAR_TIES = {"float32": 1e-3, "bfloat16": 1.0}
 """Largest shortfall of a near-tie, in nats, by the engines' dtype; for temperature 1."""
-LARGEST = 100.0
-"""Shortfall of a token that could not be drawn at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recheck:
-    """A sample to generate again, and the tokens that must come of it."""
-
-    request: SampleRequest
-    token_ids: tuple[int, ...]
-    policy_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +53,7 @@ def compare(expected: Sequence[int], found: Sequence[int], missed: Mapping[int, 
     if at is None:
         return Verdict(None, 0.0)
     # Nothing was missed where one of the two ended and the other did not.
-    return Verdict(at, min(missed.get(at, LARGEST), LARGEST))
+    return Verdict(at, min(missed.get(at, LARGEST_SHORTFALL), LARGEST_SHORTFALL))
 
 
 class Rechecks:

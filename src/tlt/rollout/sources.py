@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.rollout.draft_noise import made_for
+from tlt.vllm.v1.draft_noise import made_for
 
 BOUNDS = (1, 2, 4, 6, 8, 12, 20)
 """Matching tokens from which on a match falls into the next cell of its scope."""

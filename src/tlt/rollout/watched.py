@@ -34,7 +34,7 @@ class WatchedEngine:
         self._condemned = asyncio.Event()
         self._why = ""
 
-    def condemn(self, why: str) -> None:
+    def mark_failed(self, why: str) -> None:
         """Let all calls fail from now on, so that the pool replaces the engine."""
         self._why = self._why or why
         self._condemned.set()
@@ -67,7 +67,7 @@ class WatchedEngine:
 
     async def stop(self, graceful: bool) -> None:
         """End the engine; go on after the time limit, because its place needs a successor."""
-        self.condemn("it is stopped")  # its last answers would be refusals, and blame the call
+        self.mark_failed("it is stopped")  # its last answers would be refusals, and blame the call
         try:
             async with asyncio.timeout(self._limits.health_timeout_s):
                 await self.engine.stop(graceful)
@@ -80,7 +80,7 @@ class WatchedEngine:
         """Return the answer, or raise when the engine is condemned or the time is over."""
         limit_s = limit_s or self._limits.health_timeout_s
         answer = asyncio.ensure_future(call)
-        answer.add_done_callback(_hear)
+        answer.add_done_callback(_consume_exception)
         condemned = asyncio.ensure_future(self._condemned.wait())
         try:
             both: set[asyncio.Future[Any]] = {answer, condemned}
@@ -90,14 +90,14 @@ class WatchedEngine:
             if not self._condemned.is_set():
                 if answer.done():
                     return answer.result()
-                self.condemn(f"no answer to {method} within {limit_s:g} s")
+                self.mark_failed(f"no answer to {method} within {limit_s:g} s")
             raise EngineGone(f"{self.name} is replaced: {self._why}")
         finally:
             answer.cancel()
             condemned.cancel()
 
 
-def _hear(answer: asyncio.Future[Any]) -> None:
+def _consume_exception(answer: asyncio.Future[Any]) -> None:
     """Take note of an error that nobody waits for any more."""
     if not answer.cancelled():
         answer.exception()

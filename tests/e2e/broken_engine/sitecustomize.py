@@ -7,7 +7,7 @@ from typing import Any
 
 from broken_verification import break_verification
 
-MODULE = "tlt.rollout.vllm.sampler"
+MODULE = "tlt.vllm.v1.sampler"
 NUM_GOOD = 50
 """Draws with drafts before the break: more than the self-test makes."""
 

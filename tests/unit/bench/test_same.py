@@ -120,7 +120,7 @@ def test_keep_top() -> None:
 
 def test_two_engines_share_a_gpu() -> None:
     """The engine that drafts is told all arms, whose CUDA graphs it captures."""
-    from tlt.rollout.vllm.args import engine_args, graph_plan
+    from tlt.vllm.args import engine_args, graph_plan
 
     args = {"enforce_eager": None, "max_model_len": 4096}
     plan = replace(PLAN, drafter="drafter", num_gpus=2, engine_args=args)

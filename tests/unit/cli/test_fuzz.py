@@ -28,9 +28,9 @@ from damage import harm_file
 from tlt.cli.main import run
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError
-from tlt.run.folder import RunFolder
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward
+from tlt.train.folder import RunFolder
 
 NUM_INPUTS = int(os.environ.get("TLT_FUZZ_INPUTS", "150"))
 CHECKPOINT_SHARE = 0.05

@@ -7,7 +7,7 @@ import pytest
 
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
-from tlt.run.placement import plan_placement
+from tlt.train.placement import plan_placement
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.toml"))
@@ -47,7 +47,7 @@ def test_settings_that_are_commented_out_would_load_too(path: Path) -> None:
     config = TrainConfig.model_validate(tree)
     if config.engine.drafter is not None:
         from tlt.config.rollout import EngineConfig
-        from tlt.rollout.vllm.args import engine_args, max_draft_tokens
+        from tlt.vllm.args import engine_args, max_draft_tokens
 
         engine = EngineConfig(model=config.policy.model, **config.engine.model_dump())
         engine_args(engine)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tlt.config.train import TrainConfig, written_out
+from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.doctor import training
 from tlt.doctor.checks import CHECKS
 from tlt.doctor.engines import engine_config, expect_same
 from tlt.doctor.isolated import Check
 from tlt.doctor.place import Place
 from tlt.doctor.report import MODELS
-from tlt.rollout.vllm.args import engine_args
-from tlt.run.placement import plan_placement
+from tlt.train.placement import plan_placement
+from tlt.vllm.args import engine_args
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpu-hour.md"
 
@@ -41,7 +41,7 @@ def test_the_run_has_valid_settings_and_places(
     num_gpus: int, kind: str, num_ranks: int, tmp_path: Path
 ) -> None:
     settings = training.settings(Place(str(tmp_path), num_gpus), tmp_path / "run", kind)
-    config = written_out(TrainConfig.model_validate(settings))
+    config = resolve_defaults(TrainConfig.model_validate(settings))
     assert config.tlt.harvests
     plan = plan_placement(config)
     assert len(plan.rank_bundles) == num_ranks

@@ -20,7 +20,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 from tlt.config.train import CaptureConfig, TltConfig  # noqa: E402
 from tlt.drafter.checkpoint import MOMENTS, load_drafter, save_drafter  # noqa: E402
-from tlt.errors import ConfigError, EngineTainted  # noqa: E402
+from tlt.errors import ConfigError, WeightMismatch  # noqa: E402
 from tlt.harvest.published import VERSION, is_new, version_of  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 from tlt.integrations.trl import TLTCallback, new_drafter  # noqa: E402
@@ -269,7 +269,7 @@ def test_a_fault_of_the_training_ends_the_training_only(
 def test_a_policy_that_is_not_the_trainers_ends_the_run(trainer: Any, tmp_path: Path) -> None:
     callback(trainer, tmp_path)
     trainer.vllm_generation.llm.worker.report = {"differed": ["a"], "still": ["a"], "seconds": 0.0}
-    with pytest.raises(EngineTainted, match="not the trainer's in a"):
+    with pytest.raises(WeightMismatch, match="not the trainer's in a"):
         trainer.vllm_generation.sync_weights()
 
 

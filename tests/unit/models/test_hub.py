@@ -120,7 +120,7 @@ def test_offline_the_cache_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_run_gets_folders_and_keeps_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt.config.train import TrainConfig
-    from tlt.run.inputs import with_local_models
+    from tlt.train.inputs import with_local_models
 
     download(monkeypatch, "/cache/snapshot")
     config = TrainConfig.model_validate(

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 import pytest
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
-from tlt.errors import ConfigError, EngineError, EngineTainted
+from tlt.contracts import Finished, FinishReason, Recheck, Sample, SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, EngineError, WeightMismatch
 from tlt.rollout.ahead import AheadText
 from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.loop import EngineLoop, Finished
-from tlt.rollout.recheck import Recheck, Verdict
-from tlt.rollout.vllm.core import stream_seed
+from tlt.rollout.loop import EngineLoop
+from tlt.rollout.recheck import Verdict
+from tlt.vllm.core import stream_seed
 
 LIMIT_S = 20.0
 MANY = 10_000
@@ -208,12 +208,12 @@ def test_a_tainted_engine_takes_not_one_step_more() -> None:
     def taint() -> None:
         nonlocal steps
         steps = core.num_steps
-        raise EngineTainted("not the learner's policy")
+        raise WeightMismatch("not the learner's policy")
 
     with running(core) as loop:
 
         def swap() -> None:
-            with pytest.raises(EngineTainted):
+            with pytest.raises(WeightMismatch):
                 loop.between_steps(taint)
             with pytest.raises(EngineError, match="has failed"):
                 loop.submit([request("b")])

@@ -22,11 +22,10 @@ import torch
 
 from speed import limit
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import Sample, SampleRequest, SamplingSpec
+from tlt.contracts import Finished, Recheck, Sample, SampleRequest, SamplingSpec
 from tlt.errors import EngineError, EngineGone
-from tlt.rollout.loop import EngineLoop, Finished
+from tlt.rollout.loop import EngineLoop
 from tlt.rollout.pool import RolloutPool
-from tlt.rollout.recheck import Recheck
 from tlt.rollout.texts import Lesson
 
 NUM_SEEDS = int(os.environ.get("TLT_FAULT_SEEDS", "50"))

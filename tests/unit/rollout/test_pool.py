@@ -13,7 +13,7 @@ import pytest
 
 from tlt.config.rollout import DispatchOrder, PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
-from tlt.errors import ConfigError, EngineError, EngineGone, EngineTainted
+from tlt.errors import ConfigError, EngineError, EngineGone, WeightMismatch
 from tlt.rollout import teacher
 from tlt.rollout.ahead import AheadText
 from tlt.rollout.pool import RolloutPool
@@ -344,7 +344,7 @@ async def test_engines_that_end_by_themselves_say_nothing_against_the_weights() 
     factory = Factory()
     async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
         for engine in list(factory.made.values()):
-            engine.refuse_weights = EngineTainted("not the learner's policy")
+            engine.refuse_weights = WeightMismatch("not the learner's policy")
         await pool.update_policy([("w", torch.ones(2))], version=1)
         for engine in list(factory.made.values()):
             engine.dead = True  # its loop has ended
@@ -360,8 +360,8 @@ async def test_a_drafter_that_taints_every_engine_is_taken_back() -> None:
     async with RolloutPool(PoolConfig(num_engines=2), factory) as pool:
         await pool.update_drafter([("w", torch.ones(2))], version=1)
         for engine in list(factory.made.values()):
-            engine.refuse_weights = EngineTainted("not the learner's policy")
-        with pytest.raises(EngineTainted):
+            engine.refuse_weights = WeightMismatch("not the learner's policy")
+        with pytest.raises(WeightMismatch):
             await pool.update_drafter([("w", torch.zeros(2))], version=2)
         assert pool.num_tainted == 2
         for engine in list(factory.made.values()):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tlt.contracts import Sample, SampleRequest, SamplingSpec
-from tlt.rollout.recheck import LARGEST, Recheck, Rechecks, Verdict, compare
+from tlt.contracts import LARGEST_SHORTFALL, Recheck, Sample, SampleRequest, SamplingSpec
+from tlt.rollout.recheck import Rechecks, Verdict, compare
 
 
 def request(index: int, **sampling: Any) -> SampleRequest:
@@ -88,8 +88,8 @@ def test_tokens_are_compared_up_to_the_first_difference() -> None:
     assert compare((1, 2, 3), (1, 2, 3), {}) == Verdict(None, 0.0)
     assert compare((1, 2, 3), (1, 4, 5), missed) == Verdict(1, 0.5)
     # One of the two goes on after its end token: no draw says by how much.
-    assert compare((1, 2, 3), (1, 2), {}) == Verdict(2, LARGEST)
-    assert compare((1, 2), (3, 2), {0: math.inf}) == Verdict(0, LARGEST)
+    assert compare((1, 2, 3), (1, 2), {}) == Verdict(2, LARGEST_SHORTFALL)
+    assert compare((1, 2), (3, 2), {0: math.inf}) == Verdict(0, LARGEST_SHORTFALL)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ async def test_what_an_engine_says_that_is_being_replaced_does_not_count() -> No
     slow = Slow()
     engine = WatchedEngine("engine-0", cast(Any, slow), PoolConfig(num_engines=1))
     taking = await under_way(engine.take_finished())
-    engine.condemn("it did not take new weights")
+    engine.mark_failed("it did not take new weights")
     slow.answer.set_result(["a sample of the old policy"])
     with pytest.raises(EngineGone, match="is replaced: it did not take new weights"):
         await taking

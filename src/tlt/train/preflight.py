@@ -1,0 +1,324 @@
+"""Checks of a run before any engine starts.
+
+`prepare` reads the config, the model folder and the data. It refuses what cannot work, with a
+message that names the key or file and a value that works, and hands on what it read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tlt.config.rollout import EngineConfig, EngineSettings
+from tlt.config.train import TrainConfig
+from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.speculators import plain_config
+from tlt.errors import ConfigError
+from tlt.hardware import Machine, this_machine
+from tlt.models.folder import SHAPE_KEYS, check_drafter, is_outline, read_model, read_settings
+from tlt.node.shared import remove_abandoned
+from tlt.tasks.chat import Chat
+from tlt.tasks.gym import Problem
+from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
+from tlt.tasks.source import Source, open_source
+from tlt.train.fit import check_memory
+from tlt.train.memory import GIB, Place, Sizes, memory_plan
+from tlt.train.placement import PlacementPlan, plan_placement, transfer
+from tlt.vllm.args import engine_args, max_draft_tokens
+
+CHECKED_STEPS = 4
+"""Number of first RL steps whose problems are made and measured before the run."""
+
+EXPERT_KEYS = {"num_experts", "num_local_experts", "n_routed_experts"}
+"""Keys of models with experts, whose memory is not calculated."""
+
+MIN_CAPTURED_LAYERS = 3
+"""Number of layers whose hidden states EAGLE-3 fuses."""
+
+
+PROMPT_TOKENS = 2048
+"""Prompt tokens that a model folder without tokenizer is planned for, unless `max_model_len` says
+more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the checks read and the run needs."""
+
+    chat: Chat
+    source: Source
+    held_out: list[Problem]
+    reward: RewardFunction
+    engine: EngineConfig
+    placement: PlacementPlan
+    memory: list[Place]
+    max_prompt_tokens: int
+    """Longest prompt that leaves room for a response and its drafts in the model's context."""
+
+
+def check_outline(config: TrainConfig) -> list[Place] | None:
+    """Check a run whose model folder holds only a config.json, and return its memory plan.
+
+    Tokenizer, weights, data and reward are not looked at. Return None for any other model folder.
+    """
+    folder = Path(config.policy.model)
+    if not is_outline(folder):
+        return None
+    model = read_settings(folder, "policy.model", "name a model folder")
+    engine = _engine(config, model)
+    plan_placement(config)
+    _check_learner(config)
+    given = engine.engine_args.get("max_model_len", 0)
+    longest = max(given - max_draft_tokens(engine), config.sampling.max_tokens + PROMPT_TOKENS)
+    return _plan_memory(config, engine, model, longest)
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Check the run and return what it needs; `ConfigError` says what is wrong."""
+    model = read_model(Path(config.policy.model), "policy.model")
+    if model.get("sliding_window") and model.get("use_sliding_window", True):
+        raise ConfigError(
+            f"policy.model: {model.get('model_type')} attends in a sliding window, which packed "
+            "training rows do not know; use a model with full attention, such as Llama or Qwen2"
+        )
+    engine = _engine(config, model)
+    plan = plan_placement(config)
+    _check_cores(config)
+    _check_learner(config)
+    _check_capture(config, model)
+    chat = Chat(config.policy.model, "policy.model")
+    num_held_out = config.eval.num_problems if config.eval.every_steps else 0
+    source = open_source(config.task, config.run.seed, num_held_out)
+    held_out = source.held_out(num_held_out) if num_held_out else []
+    problems = list(held_out)
+    for step in range(1, min(config.run.num_steps, CHECKED_STEPS) + 1):
+        problems += source.batch(step, config.sampling.prompts_per_step)
+    longest = _check_lengths(config, engine, model, chat, problems)
+    memory = _plan_memory(config, engine, model, longest)
+    reward = reward_function(config.reward.function, config.task.path is not None)
+    asyncio.run(_check_reward(config, reward, problems[0]))
+    room = _max_prompt_tokens(config, engine, model)
+    return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
+
+
+def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
+    engine = EngineConfig(
+        model=config.policy.model,
+        core_group=config.debug.core_group,
+        weights=transfer(config),
+        **config.engine.model_dump(),
+    )
+    args = dict(engine.engine_args)
+    given = args.setdefault("dtype", config.policy.dtype)
+    if given != config.policy.dtype:
+        raise ConfigError(
+            f"engine.engine_args.dtype = {given!r} is not policy.dtype = "
+            f"{config.policy.dtype!r}; remove it"
+        )
+    # Log-probabilities at the sampling temperature, as the learner computes them.
+    fitting = "raw_logprobs" if config.sampling.temperature == 1 else "processed_logprobs"
+    mode = args.setdefault("logprobs_mode", fitting)
+    if mode != fitting:
+        raise ConfigError(
+            f"engine.engine_args.logprobs_mode = {mode!r} with sampling.temperature = "
+            f"{config.sampling.temperature}: the learner would compare other probabilities; "
+            "remove it"
+        )
+    if engine.num_gpus and (config.placement.kind == "colocated" or config.tlt.harvests):
+        args.setdefault("enable_sleep_mode", True)
+    if engine.drafter is not None:
+        check_drafter(Path(engine.drafter), model, "engine.drafter")
+        if config.tlt.harvests:
+            _check_trainable(Path(engine.drafter), model)
+    engine = engine.model_copy(update={"engine_args": args})
+    checked = engine
+    if config.tlt.harvests and engine.drafter is None:
+        checked = engine.model_copy(update={"drafter": "made by the run"})
+    try:
+        engine_args(checked)
+    except ConfigError as error:
+        raise type(error)(f"engine: {error}") from error
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ConfigError(
+            f"engine.strategy = {engine.strategy} cannot be read ({error}); "
+            'e.g. { kind = "fixed", drafter = "ngram", num_draft_tokens = 4 }'
+        ) from error
+    return engine
+
+
+def _check_trainable(drafter: Path, model: dict[str, Any]) -> None:
+    """Refuse a drafter that engines may load, but trainers do not compute."""
+    try:
+        said = plain_config(json.loads((drafter / "config.json").read_bytes()))
+        Eagle3Config.from_hf(said, model.get("num_hidden_layers"))
+    except ConfigError as error:
+        raise ConfigError(
+            f"engine.drafter = {str(drafter)!r}: {error}; tlt.harvest = false drafts with it as "
+            "it is"
+        ) from error
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"engine.drafter = {str(drafter)!r}: its config.json is damaged ({error!r}); copy the "
+            "drafter again, or leave it out"
+        ) from error
+
+
+def _check_cores(config: TrainConfig) -> None:
+    """Check the cores of this machine; `reserve` checks those of a cluster."""
+    if config.engine.num_gpus or config.learner.num_gpus or os.environ.get("RAY_ADDRESS"):
+        return
+    cores = len(os.sched_getaffinity(0))
+    engines = config.pool.num_engines * config.engine.num_cores
+    ranks = config.learner.num_ranks * (config.learner.num_cores or 1)
+    separate = config.placement.kind == "separate"
+    if engines + (ranks if separate else 0) > cores:
+        beside = f" + learner.num_ranks x num_cores ({ranks})" if separate else ""
+        raise ConfigError(
+            f"pool.num_engines x engine.num_cores ({engines}){beside} is more than this machine's "
+            f"{cores} cores; e.g. pool.num_engines = {max(1, cores - separate)}, "
+            "engine.num_cores = 1"
+        )
+    if ranks > cores:
+        raise ConfigError(
+            f"learner.num_ranks x learner.num_cores = {ranks} is more than this machine's {cores} "
+            f"cores; e.g. learner.num_ranks = 1, learner.num_cores = {cores}"
+        )
+
+
+def _check_learner(config: TrainConfig) -> None:
+    forced = config.debug.forced_lengths
+    if forced is not None and forced.longest > config.sampling.max_tokens:
+        raise ConfigError(
+            f"debug.forced_lengths.longest = {forced.longest} is more than sampling.max_tokens = "
+            f"{config.sampling.max_tokens}; set it to {config.sampling.max_tokens} or less"
+        )
+    updates, prompts = config.learner.updates_per_step, config.sampling.prompts_per_step
+    if updates > prompts:
+        raise ConfigError(
+            f"learner.updates_per_step = {updates} is more than sampling.prompts_per_step = "
+            f"{prompts}: an update needs a group; e.g. learner.updates_per_step = 1"
+        )
+
+
+def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
+    if not config.capture.enabled:
+        return
+    folder = Path(config.capture.folder)
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"capture.folder = {str(folder)!r} is not a folder that can be written; e.g. '/dev/shm'"
+        )
+    if config.capture.by == "engines" and (config.engine.num_gpus or not config.tlt.harvests):
+        raise ConfigError(
+            "capture.by = 'engines' needs engines on CPU cores (engine.num_gpus = 0) and harvest "
+            "(tlt.enabled = true), whose drafter makes them compute these states; e.g. 'learner'"
+        )
+    remove_abandoned(folder)  # what a killed run has left takes no room from this one
+    free = shutil.disk_usage(folder).free / 2**30
+    if config.capture.capacity_gib > free and not _has_gpus_elsewhere(config.engine):
+        raise ConfigError(
+            f"capture.capacity_gib = {config.capture.capacity_gib:g} is more than the {free:.1f} "
+            f"GiB free in {folder}; e.g. {max(free / 2, 0.01):.2f}"
+        )
+    if (num_layers := model.get("num_hidden_layers", MIN_CAPTURED_LAYERS)) < MIN_CAPTURED_LAYERS:
+        raise ConfigError(
+            "capture.enabled: drafters read three hidden states, but policy.model has "
+            f"{num_layers} layers; set it to false, or use a deeper model"
+        )
+
+
+def _check_lengths(
+    config: TrainConfig,
+    engine: EngineConfig,
+    model: dict[str, Any],
+    chat: Chat,
+    problems: list[Problem],
+) -> int:
+    """Return the tokens of the longest sample that these problems can lead to."""
+    margin = _margin(engine)
+    prompts = [(chat.prompt(p.question), p.problem_id) for p in problems]
+    longest, problem_id = max((len(tokens), problem_id) for tokens, problem_id in prompts)
+    highest, vocabulary = max(max(tokens) for tokens, _ in prompts), model.get("vocab_size")
+    if vocabulary is not None and highest >= vocabulary:
+        raise ConfigError(
+            f"policy.model = {config.policy.model!r}: its tokenizer makes token {highest}, but "
+            f"the model knows {vocabulary}; save the model's own tokenizer there"
+        )
+    needed = longest + config.sampling.max_tokens + margin
+    what = (
+        f"prompt of {problem_id} ({longest} tokens) + sampling.max_tokens "
+        f"({config.sampling.max_tokens}) + {margin} for drafts is {needed}"
+    )
+    given = engine.engine_args.get("max_model_len")
+    if given is not None and not (isinstance(given, int) and given >= needed):
+        raise ConfigError(
+            f"engine.engine_args.max_model_len = {given!r} does not hold a sample: {what}; set it "
+            f"to {needed} or more, or lower sampling.max_tokens"
+        )
+    limit = model.get("max_position_embeddings")
+    if given is None and limit is not None and needed > limit:
+        raise ConfigError(
+            f"policy.model takes {limit} tokens: {what}; lower sampling.max_tokens to "
+            f"{max(1, limit - longest - margin)}, or use a model with a longer context"
+        )
+    return longest + config.sampling.max_tokens
+
+
+def _margin(engine: EngineConfig) -> int:
+    """Return the tokens that an engine keeps free for drafts at the end of a sample."""
+    drafts = max_draft_tokens(engine)
+    return drafts + 1 if drafts else 0
+
+
+def _max_prompt_tokens(config: TrainConfig, engine: EngineConfig, model: dict[str, Any]) -> int:
+    context = engine.engine_args.get("max_model_len") or model.get("max_position_embeddings")
+    if context is None:
+        return sys.maxsize
+    return int(context) - config.sampling.max_tokens - _margin(engine)
+
+
+def _plan_memory(
+    config: TrainConfig, engine: EngineConfig, model: dict[str, Any], longest_sample: int
+) -> list[Place]:
+    """Return the memory plan, or refuse a run that does not fit."""
+    if not model.keys() >= SHAPE_KEYS or EXPERT_KEYS & model.keys():
+        return []  # not a dense Llama- or Qwen-type model: nothing to calculate from
+    found, given = this_machine(), config.node
+    machine = Machine(
+        num_gpus=given.num_gpus or found.num_gpus,
+        gpu_bytes=int(given.gpu_gib * GIB) if given.gpu_gib else found.gpu_bytes,
+        host_bytes=int(given.host_gib * GIB) if given.host_gib else found.host_bytes,
+    )
+    if os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(engine):
+        # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
+        machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
+    sizes = Sizes(config, engine, model, machine, longest_sample)
+    places = memory_plan(sizes)
+    check_memory(sizes, places)
+    return places
+
+
+def _has_gpus_elsewhere(engine: EngineSettings) -> bool:
+    """Say whether a run is checked on a machine that has not the GPUs it wants."""
+    return engine.num_gpus > 0 and this_machine().num_gpus is None
+
+
+async def _check_reward(config: TrainConfig, function: RewardFunction, problem: Problem) -> None:
+    """Score one response as the run will, in a process and under the time limit."""
+    pool = RewardPool(function, 1, config.reward.timeout_s)
+    try:
+        reward = await pool.score(problem, problem.answer)
+    finally:
+        pool.close()
+    if reward.fault is not None:
+        raise ConfigError(
+            f"reward.function = {config.reward.function!r} fails on the first problem "
+            f"({reward.fault}): {reward.detail}; it must return a finite number, e.g. 1.0, within "
+            f"reward.timeout_s = {config.reward.timeout_s:g}"
+        )

@@ -1,0 +1,180 @@
+"""vLLM's engine arguments for an `EngineConfig`, as plain dicts. Does not import vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import Arm, DrafterName
+from tlt.errors import ConfigError
+from tlt.strategy.graphs import GraphPlan, choices_of
+from tlt.strategy.spec import build_strategy, complete_strategy
+from tlt.vllm.environment import TRANSFER_BACKENDS, uses_v2
+from tlt.vllm.known_args import check_args
+from tlt.vllm.lossless_checks import check_code, check_engine, speculates
+
+CONFIG_KEY = "tlt"
+"""Key of our settings in vLLM's `additional_config`."""
+_HERE = "tlt.vllm"
+CPU_BLOCK_SIZE = 32
+"""Tokens of a block of the KV cache on CPUs, the fewest of vLLM's fast attention there. Requests
+share whole blocks of their prompts, and with vLLM's own 128 most groups would share nothing."""
+HISTORY_DRAFT_TOKENS = 8
+"""Longest draft that mixed arms take from the history, unless `max_draft_tokens` says otherwise."""
+GRAPH_ARGS = {
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "enforce_eager",
+    "max_cudagraph_capture_size",
+    "optimization_level",
+}
+"""Arguments of vLLM by which a user chooses graphs or compilation."""
+
+
+def drafters(config: EngineConfig) -> list[DrafterName]:
+    """Return the drafters of a strategy whose spec names no arms.
+
+    On GPUs a lookup of n-grams waits for the sampled tokens, which costs a trained drafter a part
+    of its asynchronous scheduling. To have both, name them in the strategy's arms.
+    """
+    names: list[DrafterName] = ["eagle3"] if config.drafter is not None else []
+    if config.ngram is not None and not (names and config.num_gpus):
+        names.append("ngram")
+    return names
+
+
+def strategy_spec(config: EngineConfig) -> dict[str, Any]:
+    """Return the engine's strategy with its arms named."""
+    return complete_strategy(config.strategy, drafters(config))
+
+
+def max_draft_tokens(config: EngineConfig) -> int:
+    """Return the longest draft that this engine can verify; 0 for an engine that never drafts."""
+    arms = build_strategy(strategy_spec(config)).arms()
+    if not speculates(config, arms):
+        return 0
+    longest = max((arm.num_draft_tokens for arm in arms), default=0)
+    if config.max_draft_tokens is None and any(arm.drafter == "mixed" for arm in arms):
+        # V2 drafts as many tokens for all requests, and longer drafts would take CUDA graphs.
+        longest = longest if uses_v2(config) else max(longest, HISTORY_DRAFT_TOKENS)
+    speculative = config.engine_args.get("speculative_config") or {}
+    given = speculative.get("num_speculative_tokens", 0)
+    return max(longest, config.max_draft_tokens or 0, given) or 1
+
+
+def ngram_history_tokens(config: EngineConfig) -> int:
+    """Return the size of the history that the strategy drafts from; 0 if it uses none."""
+    arms = build_strategy(strategy_spec(config)).arms()
+    if config.ngram is None or not any(arm.uses_ngrams for arm in arms):
+        return 0
+    return config.ngram.history_tokens
+
+
+def engine_args(config: EngineConfig) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's `EngineArgs`, or refuse the settings."""
+    check_args(config.engine_args)
+    strategy = strategy_spec(config)
+    arms = build_strategy(strategy).arms()
+    check_engine(config, arms)
+    check_code(config)
+    on_gpu = config.num_gpus > 0
+    on_v2 = uses_v2(config)
+    # The n-gram lookup of the V1 runner needs the tokens of the last engine step.
+    can_be_async = on_v2 or not any(arm.uses_ngrams for arm in arms)
+    is_async = bool(config.engine_args.get("async_scheduling", on_gpu and can_be_async))
+    ngram = config.ngram if on_v2 or not is_async else None
+    args: dict[str, Any] = {
+        "model": config.model,
+        "async_scheduling": is_async,
+        "scheduler_cls": f"{_HERE}.scheduler.Adaptive{'Async' if is_async else ''}Scheduler",
+        "worker_cls": f"{_HERE}.gpu_worker.AdaptiveGPUWorker"
+        if on_gpu
+        else f"{_HERE}.cpu_worker.AdaptiveCPUWorker",
+        "weight_transfer_config": {"backend": TRANSFER_BACKENDS[config.weights]},
+        "additional_config": {
+            CONFIG_KEY: {
+                "strategy": strategy,
+                "runner": "v2" if on_v2 else "v1",
+                "ngram": ngram.model_dump() if ngram else None,
+                "drafter_state_bytes": config.drafter_state_mib * 2**20,
+            }
+        },
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+    num_workers = _num_workers(config)
+    args["tensor_parallel_size"] = num_workers
+    if num_workers > 1:
+        # In a placement group vLLM would take its Ray executor, which wants one GPU per bundle.
+        args["distributed_executor_backend"] = "mp"
+    if on_gpu:
+        # Sleep of level 2 drops all weights; the policy comes anew, the drafter does not.
+        args["sleep_preserve_parameter_names"] = ["draft.*"]
+    else:
+        args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        args["block_size"] = CPU_BLOCK_SIZE
+    user = dict(config.engine_args)
+    plan = graph_plan(config)
+    if plan is not None:
+        args["compilation_config"] = plan.compilation_config()
+    speculative = _speculative_config(config, user.pop("speculative_config", None) or {}, plan)
+    if speculative is not None:
+        args["speculative_config"] = speculative
+    return args | user
+
+
+def _num_workers(config: EngineConfig) -> int:
+    """Return the engine's tensor-parallel size: its GPUs, or what `engine_args` says on CPUs."""
+    if config.num_gpus:
+        return config.num_gpus
+    wanted = int(config.engine_args.get("tensor_parallel_size", 1))
+    if config.num_cores % wanted:
+        raise ConfigError(
+            f"engine_args.tensor_parallel_size = {wanted} with engine.num_cores = "
+            f"{config.num_cores}: each worker has as many cores; set engine.num_cores = {wanted}"
+        )
+    return wanted
+
+
+def graph_plan(config: EngineConfig) -> GraphPlan | None:
+    """Return the CUDA graphs for every arm of a GPU engine; None leaves the choice to vLLM.
+
+    vLLM chooses where `engine_args` sets graphs or compilation, or does not set `max_num_seqs`.
+    """
+    user = config.engine_args
+    max_num_seqs = user.get("max_num_seqs")
+    if config.num_gpus == 0 or not isinstance(max_num_seqs, int) or GRAPH_ARGS & user.keys():
+        return None
+    strategy = build_strategy(strategy_spec(config))
+    choices = choices_of(strategy, max_num_seqs)
+    longest = max_draft_tokens(config)
+    if longest > max(arm.num_draft_tokens for arm in strategy.arms()):
+        # A later strategy may use drafts of up to this length.
+        choices = [(limit, arms | {Arm("eagle3", longest)}) for limit, arms in choices]
+    return GraphPlan.for_arms(
+        choices, max_num_seqs, max_num_batched_tokens=user.get("max_num_batched_tokens")
+    )
+
+
+def _speculative_config(
+    config: EngineConfig, user: dict[str, Any], plan: GraphPlan | None
+) -> dict[str, Any] | None:
+    longest = max_draft_tokens(config)
+    if longest == 0:
+        return None
+    speculative: dict[str, Any] = {
+        "num_speculative_tokens": longest,
+        # This key tells vLLM that the draft length changes at run time; our scheduler sets it.
+        "num_speculative_tokens_per_batch_size": (
+            plan.draft_schedule() if plan else [[1, 1_000_000, longest]]
+        ),
+    }
+    if config.drafter is not None:
+        speculative |= {"method": "eagle3", "model": config.drafter}
+    elif config.ngram is not None:
+        speculative |= {
+            "method": "ngram_gpu" if uses_v2(config) else "ngram",
+            "prompt_lookup_min": config.ngram.min_match,
+            "prompt_lookup_max": config.ngram.max_match,
+        }
+    return speculative | user

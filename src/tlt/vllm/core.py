@@ -1,0 +1,445 @@
+"""vLLM's half of an engine: the core that `tlt.rollout.loop` steps.
+
+The core runs inside this process: no hop lies between the strategy of an engine step and vLLM's
+scheduler, and killing the process ends the whole engine. Only one thread touches vLLM and torch;
+that thread alone is bound to the engine's cores. `start` imports vLLM, not this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import zlib
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import WHOLE, Finished, Recheck, SampleRequest, SamplingSpec
+from tlt.errors import EngineError, WeightMismatch
+from tlt.hardware import thread_environment
+from tlt.node.cores import claim_cores
+from tlt.rollout.texts import PART_TOKENS, Inbox
+from tlt.spans import Span
+from tlt.vllm.args import engine_args, max_draft_tokens, ngram_history_tokens
+from tlt.vllm.environment import RUNNER_VARIABLE, rounds_by_batch, uses_v2
+
+logger = logging.getLogger(__name__)
+
+PROCESS_ENVIRONMENT = thread_environment() | {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TQDM_DISABLE": "1",
+}
+"""Environment that a process needs before it imports vLLM; the user's values win."""
+LESSON_TOKENS = 8192
+"""Tokens of other responses to learn before one engine step, unless one response has more."""
+
+
+class VllmCore:
+    """A vLLM engine core without a loop. The constructor refuses bad settings."""
+
+    def __init__(self, config: EngineConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._args = engine_args(config)
+        self._args["seed"] = stream_seed(self._args.get("seed"), name)
+        self.max_draft_tokens = max_draft_tokens(config)
+        """Longest draft that this engine can verify; 0 for an engine that never drafts."""
+        self.has_ngrams = self._args["additional_config"]["tlt"]["ngram"] is not None
+        """Whether this engine can draft n-grams."""
+        self.has_history = self.has_ngrams and bool(config.ngram and config.ngram.history_tokens)
+        """Whether it looks them up in a history of samples."""
+        history_tokens = ngram_history_tokens(config)
+        self.learns = history_tokens > 0
+        """Whether this engine drafts from a history of samples."""
+        self.inbox = Inbox(history_tokens)
+        """Responses of other engines, epochs and runs to learn n-grams from."""
+        self._requests: dict[str, tuple[SampleRequest, str]] = {}
+        """Each request in flight, and vLLM's name for it."""
+        self._ahead: set[str] = set()
+        """Requests in flight that are generated ahead."""
+        self._own_texts: dict[str, array[int]] = {}
+        """Texts generated ahead of samples that are not in flight yet."""
+        self._is_keyed = False
+        self._has_own_texts = False
+        """Whether texts generated ahead have come since the policy was loaded."""
+        self._cores: tuple[int, ...] = ()
+        self._asleep: set[str] = set()
+        """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
+        self._has_policy = True
+        """Whether the policy is whole: not dropped by sleep, nor loaded in part."""
+        self.captured_samples = 0
+        self.dropped_samples = 0
+        self.policy_mismatches = 0
+        self.fingerprint_s = 0.0
+
+    # --- start and stop -----------------------------------------------------------------------
+
+    def start(self) -> dict[str, Any]:
+        """Bind this thread to its cores, start vLLM, and return the report of the first worker."""
+        self._prepare_process()
+        import torch
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from tlt.vllm.scheduler import active_controller
+
+        if self._config.num_gpus == 0:
+            torch.set_num_threads(self._config.num_cores)
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**self._args))
+        self.controller = active_controller(self.llm.engine_core.engine_core.scheduler)
+        if self._config.capture is not None:
+            self.llm.collective_rpc("tlt_capture", args=(self._config.capture,))
+        return self.report()
+
+    def _prepare_process(self) -> None:
+        if self._config.num_gpus == 0:
+            self._cores = cores = claim_cores(self._config.num_cores, self._config.core_group)
+            os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
+            # vLLM 0.32 cannot load what it compiled ahead of time for a CPU, and compiles again at
+            # every start. What torch.compile itself keeps on disk it does find.
+            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+            num_workers = int(self._args["tensor_parallel_size"])
+            os.environ["OMP_NUM_THREADS"] = str(len(cores) // num_workers)
+            if num_workers > 1:
+                # vLLM would want a NUMA node for each worker.
+                shares = [cores[rank::num_workers] for rank in range(num_workers)]
+                bind = "|".join(",".join(map(str, share)) for share in shares)
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bind)
+        for key, value in PROCESS_ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        if not uses_v2(self._config):
+            os.environ[RUNNER_VARIABLE] = "0"
+
+    def report(self) -> dict[str, Any]:
+        """Ask every worker about itself, and return the report of the first one.
+
+        Refuse an engine whose plug-in is not active. Log one that samples wrongly with drafts.
+        """
+        reports = self.llm.collective_rpc("tlt_report", args=(self.max_draft_tokens > 0,))
+        for report in reports:
+            self._check_worker(report)
+        faults = sorted({fault for report in reports for fault in report["faults"]})
+        if faults:
+            logger.error("%s samples wrongly with drafts: %s", self._name, "; ".join(faults))
+        self._is_keyed = bool(reports[0]["keyed"])
+        return reports[0] | {
+            "faults": faults,
+            "rounds_by_batch": rounds_by_batch(self._config.num_gpus),
+            "slots": int(self.llm.vllm_config.scheduler_config.max_num_seqs),
+            "max_model_len": int(self.llm.model_config.max_model_len),
+            "cores": self._cores,
+            "learns": self.learns,
+        }
+
+    def _check_worker(self, report: dict[str, Any]) -> None:
+        from tlt.vllm.compat import skips, supported_versions, version_supported
+
+        wrong = [] if skips("sharing") else list(report["drafter_faults"])
+        if not skips("fingerprint"):
+            wrong += [f"{name} is not the policy's" for name in report["policy_faults"]]
+        if wrong:
+            raise WeightMismatch(f"{self._name} is not what it should be: {wrong[0]}")
+        if not report["compared_tensors"]:
+            logger.warning(
+                "%s compares its policy only with what it was when it was loaded: its tensors "
+                "are not known by the names of the checkpoint",
+                self._name,
+            )
+        if not report["plugin"]:
+            raise EngineError(
+                "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
+                "reinstall TLT so that its entry point is registered"
+            )
+        on_cpu = self._config.num_gpus == 0
+        if not version_supported(report["vllm"], on_cpu):
+            raise EngineError(
+                f"vLLM {report['vllm']} is not supported; pip install "
+                f"'{supported_versions(on_cpu)}'"
+            )
+
+    def stop(self) -> None:
+        """Shut vLLM down."""
+        self.llm.engine_core.shutdown()
+
+    # --- samples ------------------------------------------------------------------------------
+
+    def admit(self, request: SampleRequest) -> None:
+        """Hand a request to vLLM."""
+        if not self._has_policy:
+            raise WeightMismatch(f"{self._name} has no policy since it slept; load one first")
+        from vllm.inputs.engine import tokens_input
+
+        vllm_id = self.llm.add_request(
+            request.sample_id,
+            tokens_input(list(request.prompt_token_ids)),
+            sampling_params(request.sampling),
+        )
+        self._requests[request.sample_id] = (request, vllm_id)
+        self._follow(request.sample_id)
+
+    def step(self) -> list[Finished]:
+        """Run one engine step, and return the requests that it finished."""
+        self._learn()
+        finished = []
+        for output in self.llm.step():
+            if not output.finished or output.request_id not in self._requests:
+                continue
+            request, vllm_id = self._requests.pop(output.request_id)
+            completion = output.outputs[0]
+            logprobs = completion.logprobs.logprobs if request.sampling.logprobs else ()
+            end = Finished(
+                sample_id=request.sample_id,
+                token_ids=tuple(completion.token_ids),
+                logprobs=tuple(logprobs),
+                finish_reason=completion.finish_reason,
+                finished_at_s=time.time(),
+            )
+            if self._config.capture is not None and request.sample_id not in self._ahead:
+                self._keep_states(vllm_id, request, end)
+            self._ahead.discard(request.sample_id)
+            finished.append(end)
+        return finished
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether the engine is awake, samples by keys, and drafts from texts."""
+        return self.learns and self._is_keyed and self._has_policy and not self._asleep
+
+    def begin_ahead(self, request: SampleRequest) -> None:
+        """Hand a request of look-ahead to vLLM. Nothing is drafted or counted until `end_ahead`.
+
+        No n-grams are learned from it, and its hidden states are not recorded.
+        """
+        self.controller.uncounted = True
+        self.admit(request)
+        self._ahead.add(request.sample_id)
+        _, vllm_id = self._requests[request.sample_id]
+        self.llm.collective_rpc("tlt_begin_ahead", args=(vllm_id,))
+
+    def end_ahead(self) -> dict[str, list[int]]:
+        """Abort all requests of look-ahead, and return their tokens so far."""
+        known = self.llm.engine_core.engine_core.scheduler.requests
+        unfinished = {name: self._requests.pop(name)[1] for name in self._ahead}
+        texts = {
+            name: list(known[vllm_id].output_token_ids)
+            for name, vllm_id in unfinished.items()
+            if vllm_id in known
+        }
+        if unfinished:
+            self.llm.abort_request(list(unfinished.values()), internal=True)
+        self._ahead.clear()
+        self.controller.uncounted = False
+        return texts
+
+    def begin_recheck(self, recheck: Recheck) -> None:
+        """Hand a recheck to vLLM. Nothing is drafted or counted until `end_recheck`."""
+        self.controller.uncounted = True
+        self.admit(recheck.request)
+        _, vllm_id = self._requests[recheck.request.sample_id]
+        num_prompt_tokens = len(recheck.request.prompt_token_ids)
+        self.llm.collective_rpc(
+            "tlt_begin_recheck", args=(vllm_id, num_prompt_tokens, recheck.token_ids)
+        )
+
+    def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
+        """Forget a recheck, and abort it if it goes on; return what expected tokens missed by."""
+        unfinished = self._requests.pop(recheck.request.sample_id, None)
+        if unfinished is not None:
+            self.llm.abort_request([unfinished[1]], internal=True)
+        self.controller.uncounted = False
+        # V2 may draw on any one of the workers.
+        missed = self.llm.collective_rpc("tlt_end_recheck")
+        return {place: short for worker in missed for place, short in worker.items()}
+
+    def _keep_states(self, vllm_id: str, request: SampleRequest, end: Finished) -> None:
+        """Store the hidden states of a whole sample for the drafter's training; drop others."""
+        is_wanted = end.finish_reason in WHOLE and request.rl_step is not None
+        sample = request.sample_id if is_wanted else None
+        text = [*request.prompt_token_ids, *end.token_ids]
+        kept = self.llm.collective_rpc(
+            "tlt_keep_states", args=(vllm_id, sample, request.rl_step or 0, text)
+        )
+        self.captured_samples, self.dropped_samples = kept[0]
+
+    # --- weights and memory -------------------------------------------------------------------
+
+    def load_policy(self, manifest: dict[str, Any]) -> float:
+        """Load policy weights, drop all cached prefixes, and return the seconds it took."""
+        started_s = self.controller.now_s()
+        self.wake_weights()
+        self._load(manifest, draft=False)
+        return self._policy_loaded(started_s)
+
+    def _policy_loaded(self, started_s: float) -> float:
+        # Cached prefixes hold keys and values of the old policy.
+        if not self.llm.reset_prefix_cache():
+            raise WeightMismatch(
+                f"{self._name} keeps cached prefixes of the last policy: vLLM did not drop them"
+            )
+        self._has_policy = True
+        self._own_texts.clear()  # of samples that other engines generated
+        self._has_own_texts = False
+        return self._loaded(started_s)
+
+    # A policy from GPU to GPU (`send`) comes in several calls.
+
+    def connect_policy(self, init_info: dict[str, Any]) -> None:
+        """Connect with the learner, instead of an earlier one."""
+        self.llm.collective_rpc("shutdown_weight_transfer_engine")
+        self.llm.collective_rpc("init_weight_transfer_engine", args=(init_info,))
+
+    def start_policy(self, shapes: list[tuple[str, list[int]]]) -> None:
+        """Begin to load a policy whose tensors have these names and shapes."""
+        self._started_s = self.controller.now_s()
+        self.wake_weights()
+        self.llm.collective_rpc("tlt_start_policy", args=(shapes,))
+        self._has_policy = False
+
+    def receive_policy(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Load one chunk of a policy."""
+        try:
+            self.llm.collective_rpc("update_weights", args=(update_info,))
+        except Exception as error:
+            raise WeightMismatch(f"{self._name}: a policy was loaded in part: {error!r}") from error
+
+    def finish_policy(self, seed: int, fingerprints: dict[str, Any]) -> float:
+        """Compare the loaded policy with the learner's, and return the seconds since the start."""
+        try:
+            reports = self.llm.collective_rpc("tlt_finish_policy", args=(seed, fingerprints))
+        except Exception as error:
+            raise WeightMismatch(f"{self._name}: a policy was loaded in part: {error!r}") from error
+        self._judge(reports, draft=False)
+        return self._policy_loaded(self._started_s)
+
+    def load_drafter(self, manifest: dict[str, Any], version: int) -> float:
+        """Load drafter weights, and return the seconds it took."""
+        started_s = self.controller.now_s()
+        self._load(manifest, draft=True)
+        self.controller.drafter_version = version
+        return self._loaded(started_s)
+
+    def _load(self, manifest: dict[str, Any], draft: bool) -> None:
+        """Load weights into all workers, which then compare their policy with the learner's."""
+        self.llm.collective_rpc("tlt_check_weights", args=(manifest, draft))
+        try:
+            reports = self.llm.collective_rpc("tlt_update_weights", args=(manifest, draft))
+        except Exception as error:
+            raise WeightMismatch(
+                f"{self._name}: new weights were loaded in part: {error!r}"
+            ) from error
+        self._judge(reports, draft)
+
+    def _judge(self, reports: list[dict[str, Any]], draft: bool) -> None:
+        """Refuse to go on with a policy that is not the learner's."""
+        self.fingerprint_s += max(report["seconds"] for report in reports)
+        differed = sorted({name for report in reports for name in report["differed"]})
+        if not differed:
+            return
+        self.policy_mismatches += 1
+        what = "a drafter swap" if draft else "a policy update"
+        text = f"after {what} its policy was not the learner's in {', '.join(differed[:3])}"
+        if any(report["still"] for report in reports):
+            raise WeightMismatch(f"{self._name}: {text}, nor after loading it again")
+        logger.error("%s: %s; loaded again, no sample was affected", self._name, text)
+
+    def _loaded(self, started_s: float) -> float:
+        now_s = self.controller.now_s()
+        self.controller.spans.add(Span("swapping", started_s, now_s))
+        return now_s - started_s
+
+    def forget(self) -> None:
+        """Drop all cached prefixes and the history that n-grams are looked up in."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineError(f"{self._name} did not forget: samples are under way")
+        self.llm.collective_rpc("tlt_forget_history")
+
+    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
+        """Return some tokens of running responses from these places on, where there are enough."""
+        requests = self.llm.engine_core.engine_core.scheduler.requests
+        found, room = [], 2 * LESSON_TOKENS
+        for sample_id, start in wanted.items():
+            _, vllm_id = self._requests.get(sample_id, (None, ""))
+            tokens = requests[vllm_id].output_token_ids if vllm_id in requests else ()
+            if len(tokens) - start >= PART_TOKENS and room > PART_TOKENS:
+                found.append((sample_id, start, array("i", tokens[start : start + room])))
+                room -= len(found[-1][2])
+        return found
+
+    def _learn(self) -> None:
+        """Learn n-grams from some of the responses that came from elsewhere."""
+        if self.learns and (lessons := self.inbox.take(LESSON_TOKENS)):
+            self.llm.collective_rpc("tlt_learn", args=(lessons,))
+            for lesson in lessons:
+                if lesson.sample_id:
+                    self._own_texts[lesson.sample_id] = lesson.response
+                    self._follow(lesson.sample_id)
+                    if not self._has_own_texts:
+                        self._has_own_texts = True
+                        self.controller.texts_version += 1
+
+    def _follow(self, sample_id: str) -> None:
+        """Draft a sample in flight from the text that was generated ahead for it."""
+        _, vllm_id = self._requests.get(sample_id, (None, ""))
+        if vllm_id and (text := self._own_texts.pop(sample_id, None)) is not None:
+            self.llm.collective_rpc("tlt_follow", args=(vllm_id, text))
+
+    def sleep(self, keep_policy: bool) -> None:
+        """Free the device's memory. The policy goes to the host if it is kept, else it is lost.
+
+        vLLM keeps the drafter in both cases (`sleep_preserve_parameter_names`).
+        """
+        if "weights" not in self._asleep:
+            self.llm.sleep(level=1 if keep_policy else 2)
+            self._has_policy = self._has_policy and keep_policy
+            self._asleep = {"weights", "kv_cache"}
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights back, for an update; the KV cache stays asleep."""
+        if "weights" in self._asleep:
+            self.llm.wake_up(tags=["weights"])
+            self._asleep.discard("weights")
+
+    def wake(self) -> None:
+        """Take all of the device's memory back, after a policy update if the policy was lost."""
+        if not self._has_policy:
+            raise WeightMismatch(f"{self._name} wakes without a policy: none was loaded")
+        self.wake_weights()
+        if "kv_cache" in self._asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self._asleep.discard("kv_cache")
+
+
+def stream_seed(seed: int | None, name: str) -> int:
+    """Return the seed of one engine's random numbers.
+
+    vLLM gives every engine the same seed. Engines that generate samples of the same group would
+    then draw the same responses.
+    """
+    return secrets.randbits(31) if seed is None else (seed ^ zlib.crc32(name.encode())) >> 1
+
+
+def sampling_params(sampling: SamplingSpec) -> Any:
+    """Return vLLM's sampling parameters: token ids in and out, only the finished response."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    arguments: dict[str, Any] = {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "seed": sampling.seed,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "logprobs": 0 if sampling.logprobs else None,
+        "flat_logprobs": sampling.logprobs,
+        "detokenize": bool(sampling.extra.get("stop")),
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    }
+    return SamplingParams(**(arguments | sampling.extra))

@@ -1,0 +1,49 @@
+"""The entry point that vLLM loads in every engine process (`vllm.general_plugins`).
+
+vLLM logs and skips a plug-in that fails to load. So an engine asks every worker afterwards whether
+the plug-in is active (`worker.tlt_report`). With `TLT_CONFIG` in the environment, the plug-in also
+puts TLT into every engine that the process builds: `tlt.vllm.switch`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tlt.vllm.environment import SWITCH_VARIABLE
+
+_CLASSES = {
+    "tlt_shm": ("tlt.vllm.transfer", "SharedMemoryTransfer"),
+    "tlt_ipc": ("tlt.vllm.device_transfer", "IpcTransfer"),
+    "tlt_nccl": ("tlt.vllm.device_transfer", "NcclTransfer"),
+}
+
+active = False
+
+
+def register() -> None:
+    """Apply the fixes and register our weight transfers. Safe to call twice."""
+    global active
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from tlt.vllm import compat
+
+    compat.apply()
+    if not active:
+        for backend, (module, name) in _CLASSES.items():
+            WeightTransferEngineFactory.register_engine(backend, module, name)
+    active = True
+    _turn_on()
+
+
+def _turn_on() -> None:
+    """Put TLT into all engines of this process, if the environment asks for it."""
+    if not os.environ.get(SWITCH_VARIABLE, "").strip():
+        return
+    from tlt.vllm import switch, wiring
+
+    def wire(given: Mapping[str, Any], on_gpu: bool, runner_type: Callable[[], str]) -> Any:
+        return switch.wire(os.environ.get(SWITCH_VARIABLE, ""), given, on_gpu, runner_type)
+
+    wiring.install(wire)

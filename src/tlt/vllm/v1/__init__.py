@@ -1,0 +1,1 @@
+"""What differs on vLLM's V1 model runner, used on CPUs."""

@@ -1,0 +1,1 @@
+"""What differs on vLLM's V2 model runner, used on GPUs."""

@@ -1,0 +1,169 @@
+"""Puts TLT into every engine that this process builds (`tlt.vllm.switch` says how).
+
+vLLM builds the settings of every engine in `EngineArgs.create_engine_config`, in the process of the
+program. They travel from there to the engine's processes. `install` wraps that method, the check of
+every request's sampling parameters, and the recording of statistics (`arm_metrics`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from tlt.errors import ConfigError
+from tlt.vllm import arm_metrics
+from tlt.vllm.lossless_checks import check_params
+
+
+class Wired(Protocol):
+    """Arguments of vLLM to change, and a line for the log."""
+
+    @property
+    def changes(self) -> Mapping[str, Any]: ...
+
+    @property
+    def message(self) -> str: ...
+
+
+Wire = Callable[[Mapping[str, Any], bool, Callable[[], str]], Wired | None]
+"""Takes the arguments that a program set, whether engines run on GPUs, and a function that returns
+what vLLM would run the model for: "generate", or "pooling"."""
+
+
+def install(wire: Wire) -> None:
+    """Let `wire` change the arguments of all engines from now on. Safe to call twice."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, "tlt"):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = changed(self) | {"model": self.model}
+        wired = wire(given, not current_platform.is_cpu(), lambda: _runner_type(self))
+        if wired is not None:
+            for key, value in wired.changes.items():
+                setattr(self, key, _as_config(key, value))
+            # A logger outside of vLLM's name would not show up beside vLLM's own lines.
+            init_logger("vllm.tlt").info(wired.message)
+        return create(self, *args, **kwargs)
+
+    create_engine_config.tlt = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+    _check_requests()
+    _notice_swaps()
+    _send_last_samples()
+    arm_metrics.install()
+
+
+def changed(args: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults."""
+    found = {}
+    for field in dataclasses.fields(args):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(args, field.name)
+        if value is not None and value != default:
+            found[field.name] = value
+    return found
+
+
+def _runner_type(args: Any) -> str:
+    """Return what vLLM would run a model for, by the arguments and the model's own config."""
+    if args.runner != "auto":
+        return str(args.runner)
+    return str(copy.copy(args).create_model_config().runner_type)
+
+
+def _as_config(key: str, value: Any) -> Any:
+    """Return an argument as vLLM has it after the construction of `EngineArgs`."""
+    from vllm.config import CompilationConfig, WeightTransferConfig
+
+    kinds = {
+        "compilation_config": CompilationConfig,
+        "weight_transfer_config": WeightTransferConfig,
+    }
+    return kinds[key](**value) if key in kinds else value
+
+
+def _check_requests() -> None:
+    """Refuse requests whose sampling parameters do not work with drafts, as vLLM takes them."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    class RefusedRequest(VLLMValidationError, ConfigError):
+        """A user's mistake for TLT, and for vLLM, whose servers answer others with 500."""
+
+    verify = SamplingParams.verify
+
+    @functools.wraps(verify)
+    def verify_for_drafts(
+        self: Any, model_config: Any, speculative_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if speculative_config is not None:
+            try:
+                check_params(_asked_for(self))
+            except ConfigError as error:
+                raise RefusedRequest(str(error)) from None
+        verify(self, model_config, speculative_config, *args, **kwargs)
+
+    SamplingParams.verify = verify_for_drafts
+
+
+def _notice_swaps() -> None:
+    """Tell the strategy of an engine about drafter swaps, which reach only the workers."""
+    from vllm.v1.engine.core import EngineCore
+
+    call = EngineCore.collective_rpc
+
+    @functools.wraps(call)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        results = call(self, method, *args, **kwargs)
+        if method == "tlt_swap_drafter":
+            self.scheduler.controller.drafter_version += 1
+        return results
+
+    EngineCore.collective_rpc = collective_rpc
+
+
+def _send_last_samples() -> None:
+    """Send the samples that ended in an engine's last step, which no later one carries."""
+    from vllm.v1.engine.core import EngineCore
+
+    call = EngineCore.post_step
+
+    @functools.wraps(call)
+    def post_step(self: Any, *args: Any, **kwargs: Any) -> None:
+        call(self, *args, **kwargs)
+        if whole := self.scheduler.take_last_whole():
+            self.collective_rpc("tlt_keep_whole", args=(whole,))
+
+    EngineCore.post_step = post_step
+
+
+def _asked_for(params: Any) -> dict[str, Any]:
+    """Return the sampling parameters that are neither empty nor the default."""
+    default = _default_params()
+    found = {}
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        is_empty = value is None or (not isinstance(value, np.ndarray) and not value)
+        if not is_empty and (value == getattr(default, name)) is not True:
+            found[name] = value
+    return found
+
+
+@functools.cache
+def _default_params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams()

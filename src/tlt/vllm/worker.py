@@ -1,0 +1,282 @@
+"""The part of our workers that the devices share: `cpu_worker` and `gpu_worker` mix it in.
+
+The worker records states, loads and watches weights, and reports on itself. What differs between
+vLLM's model runners is in `v1.runner` and `v2.runner`. This module must not import vLLM's CPU
+worker: that import patches torch for a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from tlt.errors import EngineError
+from tlt.node.weights import check_weights
+from tlt.rollout.texts import Lesson
+from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.writer import StateWriter
+from tlt.vllm import compat, plugin
+from tlt.vllm.args import CONFIG_KEY
+from tlt.vllm.embedded import EmbeddedWorker
+from tlt.vllm.policy_verifier import PolicyVerifier
+from tlt.vllm.receive import ReceivesPolicy
+from tlt.vllm.recorder import StateRecorder
+
+logger = logging.getLogger(__name__)
+
+
+class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
+    """A worker that switches the drafter per engine step, mixed in before vLLM's class."""
+
+    def init_device(self) -> None:
+        self._runner = self._make_runner()
+        with self._runner.installing():
+            super().init_device()  # type: ignore[misc]
+        self._runner.install(self.model_runner)  # type: ignore[attr-defined]
+
+    def _make_runner(self) -> Any:
+        """Return our side of the model runner that vLLM is about to build."""
+        expected = self.vllm_config.additional_config[CONFIG_KEY]["runner"]  # type: ignore[attr-defined]
+        actual = "v2" if self.use_v2_model_runner else "v1"  # type: ignore[attr-defined]
+        if actual != expected:
+            raise EngineError(
+                f"vLLM runs this model on its model runner {actual}, and the engine was set up for "
+                f"{expected}; set VLLM_USE_V2_MODEL_RUNNER={int(actual == 'v2')}"
+            )
+        return self._make_v2() if actual == "v2" else self._make_v1()
+
+    def _make_v1(self) -> Any:
+        from tlt.vllm.v1.runner import RunnerV1
+
+        return RunnerV1(self.vllm_config)  # type: ignore[attr-defined]
+
+    def _make_v2(self) -> Any:
+        from tlt.vllm.v2.runner import RunnerV2
+
+        return RunnerV2(self.vllm_config)  # type: ignore[attr-defined]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._runner.loaded()
+        self._renew_drafter()
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        model_config = self.vllm_config.model_config  # type: ignore[attr-defined]
+        self._watch = PolicyVerifier(
+            self.get_model(),  # type: ignore[attr-defined]
+            model_config.dtype,
+            whole=parallel.world_size == 1
+            and model_config.quantization is None
+            and self.vllm_config.load_config.load_format != "dummy",  # type: ignore[attr-defined]
+        )
+        self._watch.expect(Path(model_config.model))
+
+    def _renew_drafter(self) -> None:
+        """Copy the modules that the drafter's checkpoint lacks from the policy."""
+        if (drafter := self._runner.draft_model) is not None:
+            compat.copy_policy_into_drafter(self.get_model(), drafter)  # type: ignore[attr-defined]
+
+    def tlt_forget_history(self) -> None:
+        """Forget the history of samples."""
+        self._runner.forget_history()
+
+    def tlt_learn(self, lessons: Sequence[Lesson]) -> None:
+        """Learn n-grams from responses of other engines, epochs and runs.
+
+        A token outside the vocabulary, in a damaged text, would end the engine as a draft.
+        """
+        vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
+        for lesson in lessons:
+            both = (lesson.prompt_token_ids, lesson.response)
+            text = np.concatenate([np.array(part, dtype=np.int32) for part in both])
+            if text.min() >= 0 and text.max() < vocabulary:
+                self._runner.learn(len(lesson.prompt_token_ids), text, lesson.start == 0)
+
+    def tlt_follow(self, request_id: str, text: Sequence[int]) -> None:
+        """Draft a request from a text of its own, as long as its response repeats the text."""
+        vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
+        tokens = np.array(text, dtype=np.int32)
+        if len(tokens) and tokens.min() >= 0 and tokens.max() < vocabulary:
+            self._runner.follow(request_id, tokens)
+
+    _ahead: frozenset[str] = frozenset()
+    """Requests that vLLM's runner knows and that are generated ahead; beside no other request."""
+
+    def tlt_begin_ahead(self, request_id: str) -> None:
+        """Learn no n-grams from a request, and record no states of its engine steps."""
+        self._ahead |= {request_id}
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self._runner.begin_step(scheduler_output, self._rechecks | self._ahead)
+        self._rechecks -= scheduler_output.finished_req_ids
+        self._ahead -= scheduler_output.finished_req_ids
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self._recorder is not None and not self._ahead:
+            self._keep_ended(scheduler_output)
+            self._record(scheduler_output)
+        self._runner.end_step()
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        # The scheduler counts drafts by their source, which only the worker knows.
+        from_history = self._runner.take_from_history()
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if from_history and output is not None:
+            # V2 hands over an output that the device still writes to; it holds the one to come.
+            getattr(output, "model_runner_output", output).tlt_from_history = from_history
+        return output
+
+    # --- samples generated again without drafts -----------------------------------------------
+
+    _rechecks: frozenset[str] = frozenset()
+    """Requests that vLLM's runner knows and that are rechecks; no n-grams are learned from them."""
+
+    def tlt_begin_recheck(
+        self, request_id: str, num_prompt_tokens: int, expected: Sequence[int]
+    ) -> None:
+        """Compare the next draws, all of one request, with the tokens expected."""
+        self._rechecks |= {request_id}
+        self._missed = self._runner.watch_draws(request_id, num_prompt_tokens, expected)
+
+    def tlt_end_recheck(self) -> dict[int, float]:
+        """Return by how much expected tokens missed the draw, by position, and drop the states."""
+        if self._recorder is not None:
+            for request_id in self._rechecks:
+                self._recorder.drop(request_id)
+        missed: dict[int, float] = self._missed.end()
+        return missed
+
+    # --- hidden states for the drafter's training ---------------------------------------------
+
+    _recorder: StateRecorder | None = None
+    _writer: StateWriter | None = None
+
+    def tlt_capture(self, settings: dict[str, Any]) -> None:
+        """Store the hidden states of all later samples in the buffer of this node.
+
+        All tensor-parallel ranks compute the same states. One rank stores them.
+        """
+        if get_tensor_model_parallel_rank() > 0:
+            return
+        block_size = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+        self._recorder = StateRecorder(block_size)
+        self._writer = StateWriter(SampleBuffer(BufferSettings(**settings)))
+
+    def _record(self, scheduler_output: Any) -> None:
+        try:
+            self._runner.record(self._recorder, scheduler_output)
+        except Exception:
+            self._give_recording_up()
+
+    def _give_recording_up(self) -> None:
+        """Stop recording after a fault, so that samples do not suffer from it."""
+        logger.exception("the engine no longer records hidden states")
+        self._recorder = None
+
+    def tlt_keep_states(
+        self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
+    ) -> tuple[int, int]:
+        """Store the states of an ended sample, or drop those of a request without `sample_id`.
+
+        Return the numbers of samples stored and lost so far.
+        """
+        if self._writer is None:
+            return 0, 0
+        try:
+            captured = self._recorder.take(request_id, token_ids) if self._recorder else None
+            if captured is not None and sample_id is not None:
+                self._writer.write(sample_id, rl_step, captured)
+        except Exception:
+            captured = None
+            self._give_recording_up()
+        if captured is None and sample_id is not None:
+            self._writer.missing(sample_id)
+        return self._writer.num_written, self._writer.num_dropped
+
+    def tlt_report(self, self_test: bool) -> dict[str, Any]:
+        """Return what this process runs; the engine asks every worker before the first request."""
+        return {
+            "plugin": plugin.active,
+            "vllm": compat.vllm_version(),
+            "fixes": compat.applied(),
+            "proposer": self._runner.proposer,
+            "sampler": self._runner.sampler,
+            "keyed": self._runner.is_keyed,
+            "faults": self._runner.sampling_faults() if self_test else [],
+            "drafter_faults": self._drafter_faults(),
+            "policy_faults": self._watch.differing(),
+            "compared_tensors": self._watch.num_compared,
+        }
+
+    def _drafter_faults(self) -> list[str]:
+        drafter = self._runner.draft_model
+        policy = self.get_model()  # type: ignore[attr-defined]
+        return [] if drafter is None else compat.drafter_faults(policy, drafter)
+
+    def tlt_check_weights(self, update_info: dict[str, Any], draft: bool) -> None:
+        """Refuse weights that do not fit the model's folder.
+
+        This happens before an update: vLLM cannot undo an update that it has started, and weights
+        that do not fit must change nothing.
+        """
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model = config.speculative_config.model if draft else config.model_config.model
+        check_weights(update_info["path"], Path(model), whole=not draft)
+
+    def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> dict[str, Any]:
+        """Load new weights in one call, so that no engine step runs before they are complete.
+
+        Afterwards compare the policy with the learner's, and load a policy that differs again.
+        Return the tensors that differed, those that still do, and the seconds of the comparison.
+        """
+        if draft and self.is_embedded:
+            return self.tlt_swap_drafter(update_info)
+        self._load(update_info, draft)
+        started_s = time.monotonic()
+        source = Path(update_info["path"])
+        differed = self._watch.differing() if draft else self._watch.expect(source)
+        if compat.skips("fingerprint"):
+            differed = []
+        still = self._mend_policy(differed) if differed else []
+        return {"differed": differed, "still": still, "seconds": time.monotonic() - started_s}
+
+    def _mend_policy(self, differed: list[str]) -> list[str]:
+        """Load the policy again from its source, and return the tensors that still differ."""
+        model = self.get_model()  # type: ignore[attr-defined]
+        try:
+            with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+                compat.begin_reload(model)
+                compat.load(model, self._watch.tensors())
+                compat.end_reload(model, self.vllm_config.model_config)  # type: ignore[attr-defined]
+            self._renew_drafter()
+            return self._watch.differing()
+        except Exception:
+            logger.exception("the policy could not be loaded again")
+            return differed
+
+    def _load(self, update_info: dict[str, Any], draft: bool) -> None:
+        if draft:
+            self.start_draft_weight_update()  # type: ignore[attr-defined]
+        else:
+            self.start_weight_update()  # type: ignore[attr-defined]
+        self.update_weights(update_info)  # type: ignore[attr-defined]
+        self.finish_weight_update()
+        if not draft:
+            self._renew_drafter()
+            self._drop_states()
+
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        self._drop_states()
+        super().sleep(*args, **kwargs)  # type: ignore[misc]
+
+    def _drop_states(self) -> None:
+        """Drop kept inputs and states. Between rollouts, the last requests are still known here."""
+        self._runner.drop_inputs()
+        if self._recorder is not None:
+            self._recorder.clear()

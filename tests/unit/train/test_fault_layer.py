@@ -1,0 +1,556 @@
+"""A whole run under seeded faults: the real loop, pool, learner group, harvest and checkpoints.
+
+Engines, ranks and trainers are light, and every call to them goes through the layer of faults, in
+simulated time. The driver may be killed, and resumes. A policy is one number, which follows from
+all samples of all RL steps, and a sample's tokens follow from its seed and that number. So a run
+whose last policy equals the policy of the undisturbed run has lost nothing, has done nothing twice,
+and has trained on nothing bad. `TLT_FAULT_SEEDS` sets the number of seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from fault_layer import Actor, Layer, batches, run  # noqa: E402
+from light_trainers import Trainers  # noqa: E402
+
+from tlt.config.train import TrainConfig  # noqa: E402
+from tlt.contracts import EngineStats, Sample, SampleRequest  # noqa: E402
+from tlt.errors import EngineError, EngineGone  # noqa: E402
+from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
+from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
+from tlt.harvest.forecast import TailForecast  # noqa: E402
+from tlt.harvest.leases import LeaseSettings  # noqa: E402
+from tlt.harvest.published import VERSION  # noqa: E402
+from tlt.harvest.session import ANSWER_S, Harvest  # noqa: E402
+from tlt.harvest.trainer import EMBEDDING  # noqa: E402
+from tlt.learner.actor import LearnerPlan, Rows  # noqa: E402
+from tlt.learner.calls import InOrder, RankFailed, RankGone  # noqa: E402
+from tlt.learner.group import LearnerGroup  # noqa: E402
+from tlt.node.weights import SharedWeights, read_weights  # noqa: E402
+from tlt.observe.live import Live  # noqa: E402
+from tlt.observe.record import read  # noqa: E402
+from tlt.observe.sinks import Sinks  # noqa: E402
+from tlt.observe.timekeeper import NoTimekeeper  # noqa: E402
+from tlt.rollout.distribution import SWAP_S  # noqa: E402
+from tlt.rollout.handle import place_of  # noqa: E402
+from tlt.rollout.pool import RolloutPool  # noqa: E402
+from tlt.rollout.recheck import Rechecks  # noqa: E402
+from tlt.states.writer import Stored  # noqa: E402
+from tlt.tasks.gym import Problem  # noqa: E402
+from tlt.tasks.rewards import Reward  # noqa: E402
+from tlt.train.folder import RunFolder  # noqa: E402
+from tlt.train.loop import Components, Training  # noqa: E402
+from tlt.train.records import RunLog  # noqa: E402
+from tlt.train.signals import Termination  # noqa: E402
+from tlt.train.sync import HostSync  # noqa: E402
+
+NUM_STEPS = 5
+KNOWN = (108, 463, 765)
+"""Later seeds that have found something: an engine that outlived the pool, because its end was
+broken off, and a command that failed in one engine while the others died."""
+FIRST_POLICY = 1
+MAX_ENGINE_FAULTS = 4
+"""Faults of engines in an RL step: five losses of one sample would rightly end the run."""
+KILL_S = 0.3
+LEASES = LeaseSettings(min_s=0.1, lease_s=12.0, stop_timeout_s=2.0, max_leases=3)
+HARVEST = CoordinatorSettings(LEASES, session_s=1.0, publish=True)
+RELEASE_S = LEASES.stop_timeout_s + 2 * ANSWER_S + SWAP_S + ANSWER_S
+"""Most seconds that harvest may keep a run waiting at the end of a rollout."""
+LIMIT_S = 6000.0
+"""Simulated seconds that a run may take, its restarts included."""
+SUMS = ("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens", "gap", "kl")
+
+
+def config(out: Path) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "run": {"out": str(out), "num_steps": NUM_STEPS},
+            "policy": {"model": "model", "dtype": "float32"},
+            "task": {"name": "gcd"},
+            "sampling": {"prompts_per_step": 4, "group_size": 3, "max_tokens": 32},
+            "pool": {
+                **{"num_engines": 3, "prefetch": 1, "max_restarts": 1000},
+                **{"health_timeout_s": 6.0, "command_timeout_s": 8.0, "start_timeout_s": 30.0},
+            },
+            "learner": {"num_ranks": 2, "timeout_s": 15.0, "max_restarts": 1000},
+            "checkpoint": {"every_steps": 2, "keep": 2},
+            "eval": {"every_steps": 0},
+        }
+    )
+
+
+def digest(*values: Any) -> int:
+    """Return a number below 2**60 that follows from these values."""
+    text = json.dumps(values).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 4
+
+
+class World:
+    """Everything outside the driver, and what must hold of it."""
+
+    def __init__(self, seed: int | None, drafter: Path) -> None:
+        self.quiet = seed is None
+        self.layers = [Layer(f"{seed}/{part}", 0.0, 3.0) for part in ("engine", "rank", "trainer")]
+        rng = random.Random(f"{seed}/driver")
+        self.dies_after_s = None if self.quiet or rng.random() < 0.6 else rng.uniform(5, 60)
+        """When the driver is killed, if it is."""
+        self.dies_after_step = 0
+        """The RL step after which the driver is killed; 0 is none."""
+        self.death = asyncio.Event()
+        self.drafter = drafter
+        self.engines: list[Engine] = []
+        self.trainers = Trainers(self.layers[2], self.is_used, KILL_S, Blob)
+        self.drafters: dict[int, int] = {}
+        """Weights of every drafter that an engine loaded, by the drafter's number."""
+        self.shared: list[SharedWeights] = []
+        """Files that ranks have written."""
+
+    def begin_faults(self) -> None:
+        if not self.quiet:
+            self.layers[0].left = MAX_ENGINE_FAULTS
+            for layer, rate in zip(self.layers, (0.02, 0.02, 0.05), strict=True):
+                layer.rate = rate
+
+    def step_ended(self, record: Mapping[str, float]) -> None:
+        self.layers[0].left = MAX_ENGINE_FAULTS
+        assert record.get("harvest/release_s", 0.0) <= RELEASE_S, "harvest keeps the run waiting"
+        if record["step"] == self.dies_after_step:
+            self.dies_after_step = 0
+            self.death.set()
+
+    def is_used(self, worker: str) -> bool:
+        """Return whether an engine generates at this worker."""
+        return any(
+            place_of(engine.name) == worker and engine.running and not engine.dead.is_set()
+            for engine in self.engines
+        )
+
+
+class Blob:
+    """A reference to a drafter's weights, as Ray has them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __await__(self) -> Any:
+        yield from asyncio.sleep(0).__await__()
+        return pack({"w": torch.tensor([float(self.number)])})
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+class Engine(Actor):
+    """An engine without a model: two requests at a time, each takes as long as its seed says."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(KILL_S)
+        self.world, self.name = world, name
+        self.policy, self.version = FIRST_POLICY, 0
+        self.waiting: dict[str, SampleRequest] = {}
+        self.running: dict[str, asyncio.Task[None]] = {}
+        self.finished: list[Sample] = []
+        self.news = asyncio.Event()
+        world.engines.append(self)
+
+    async def kill(self) -> None:
+        await super().kill()
+        for task in self.running.values():
+            task.cancel()
+
+    def submit(self, requests: Sequence[SampleRequest]) -> None:
+        for request in requests:
+            if request.sample_id not in self.held():
+                self.waiting[request.sample_id] = request
+        self.run_next()
+
+    def run_next(self) -> None:
+        while self.waiting and len(self.running) < 2:
+            sample_id = next(iter(self.waiting))
+            work = self.generate(self.waiting.pop(sample_id))
+            self.running[sample_id] = asyncio.ensure_future(work)
+
+    async def generate(self, request: SampleRequest) -> None:
+        worker = place_of(self.name)
+        if self.world.trainers.working(worker):
+            error = AssertionError(f"an engine generates where a trainer works: {worker}")
+            self.world.layers[0].wrong.append(error)
+        noise = random.Random(f"{self.policy}/{request.sampling.seed}")
+        await asyncio.sleep(noise.paretovariate(1.2) * 0.2)
+        tokens = tuple(noise.randrange(1000) for _ in range(noise.randrange(1, 8)))
+        at = (0.0, 0.0, 0.0)
+        self.finished.append(
+            Sample(request.sample_id, tokens, (), "stop", self.name, self.version, *at)
+        )
+        del self.running[request.sample_id]
+        self.news.set()
+        self.run_next()
+
+    def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        taken = [sample_id for sample_id in sample_ids if sample_id in self.waiting]
+        for sample_id in taken:
+            del self.waiting[sample_id]
+        return taken
+
+    def held(self) -> list[str]:
+        return [*self.waiting, *self.running, *(sample.sample_id for sample in self.finished)]
+
+    async def take_finished(self) -> list[Sample]:
+        self.news.clear()
+        if not self.finished:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self.news.wait()
+        finished, self.finished = self.finished, []
+        return finished
+
+    def update_policy(self, manifest: dict[str, Any], version: int) -> float:
+        if self.running or self.waiting:
+            raise EngineError("a policy update now would mix two policies")
+        ((_, tensor),) = read_weights(manifest["path"])
+        self.policy, self.version = int(tensor.item()), version
+        return 0.0
+
+    def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
+        ((_, tensor),) = read_weights(manifest["path"])
+        content = int(tensor.item())
+        assert self.world.drafters.setdefault(version, content) == content, "two drafters, one name"
+        return 0.0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.name)
+
+
+class EngineHandle:
+    def __init__(self, world: World, name: str) -> None:
+        self.engine, self.layer = Engine(world, name), world.layers[0]
+
+    async def start(self) -> dict[str, Any]:
+        return await self._call(lambda: {"slots": 2, "cores": [0]})
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> None:
+        await self._call(lambda: self.engine.submit(requests))
+
+    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
+        return await self._call(lambda: self.engine.withdraw(sample_ids))
+
+    async def take_finished(self) -> list[Sample]:
+        return await self.layer.call(
+            self.engine, self.engine.take_finished, EngineError, EngineGone
+        )
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await self._call(lambda: getattr(self.engine, method)(*args))
+
+    async def stop(self, graceful: bool) -> None:
+        await self.engine.kill()
+
+    async def _call(self, work: Any) -> Any:
+        async def arrived() -> Any:
+            await asyncio.sleep(0.01)
+            return work()
+
+        return await self.layer.call(self.engine, arrived, EngineError, EngineGone)
+
+
+# --- learner ranks --------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where ranks of one start exchange numbers: a collective that waits for all of them."""
+
+    all: ClassVar[dict[str, Meeting]] = {}
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._given: dict[int, dict[int, int]] = {}
+        self._changed = asyncio.Condition()
+
+    async def total(self, number: int, rank: int, value: int) -> int:
+        given = self._given.setdefault(number, {})
+        async with self._changed:
+            given[rank] = value
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: len(given) == self._num_ranks)
+        return sum(given.values())
+
+
+class Rank(Actor):
+    """A rank whose share of the gradient is a sum of numbers."""
+
+    names = itertools.count()
+
+    def __init__(self, plan: LearnerPlan, rank: int, shared: list[SharedWeights]) -> None:
+        super().__init__(KILL_S)
+        self.plan, self.rank, self.shared = plan, rank, shared
+        self.calls, self.turn = InOrder(), asyncio.Lock()
+        self.policy, self.gradient, self.steps = FIRST_POLICY, 0, 0
+        self.num_exchanges = 0
+        self.saved: Path | None = None
+
+    async def do(self, number: int, method: str, *args: Any) -> Any:
+        async with self.turn:
+            self.calls.check(number, method)
+            await asyncio.sleep(0.01)
+            return await getattr(self, method)(*args)
+
+    async def total(self, value: int) -> int:
+        """Add up a number of all ranks."""
+        self.num_exchanges += 1
+        return await self.ranks.total(self.num_exchanges, self.rank, value)
+
+    async def node(self) -> str:
+        return "here"
+
+    async def meeting(self, on_one_node: bool) -> str:
+        name = f"meeting-{next(Rank.names)}"
+        Meeting.all[name] = Meeting(self.plan.num_ranks)
+        return name
+
+    async def start(self, meeting: str, saved: str | None, ranks_here: int) -> int:
+        self.ranks = Meeting.all[meeting]
+        if saved is not None:
+            state = json.loads((Path(saved) / f"{self.rank}.json").read_text())
+            self.policy, self.steps = state["policy"], state["steps"]
+        await self.total(0)
+        return 1
+
+    async def accumulate(self, rows: Rows, rl_step: int) -> None:
+        samples = [sample for row in rows for sample in row]
+        self.gradient += sum(
+            digest(s.sample_id, s.response_ids, round(s.advantage, 6), rl_step) for s in samples
+        )
+
+    async def step(self, denominator: float, max_gap: float) -> Any:
+        total = await self.total(self.gradient)
+        self.gradient = 0
+        self.policy = digest(self.policy, total, denominator)
+        self.steps += 1
+        sums = SimpleNamespace(**dict.fromkeys(SUMS, 0.0), learned_tokens=1.0)
+        report = SimpleNamespace(sums=sums, grad_norm=1.0, lr=1e-3, skipped=False, refused=False)
+        return report, Stored()
+
+    async def publish(self, dtype: str, same_node: bool) -> str | None:
+        await self.total(0)
+        if self.rank:
+            return None
+        self.shared.append(SharedWeights([(EMBEDDING, torch.tensor([[self.policy]]))]))
+        return str(self.shared[-1].path)
+
+    async def save(self, folder: str) -> None:
+        self.saved, self.state = Path(folder), {"policy": self.policy, "steps": self.steps}
+
+    async def wait_saved(self) -> str:
+        await asyncio.sleep(0.5)
+        assert self.saved is not None
+        self.saved.mkdir(parents=True, exist_ok=True)
+        (self.saved / f"{self.rank}.json").write_text(json.dumps(self.state))
+        return ""
+
+
+class RankHandle:
+    def __init__(self, world: World, plan: LearnerPlan, rank: int) -> None:
+        self.layer, self.rank, self.number = world.layers[1], Rank(plan, rank, world.shared), 0
+
+    async def call(self, method: str, *args: Any) -> Any:
+        self.number += 1
+        work = partial(self.rank.do, self.number, method, *args)
+        return await self.layer.call(self.rank, work, RankFailed, RankGone)
+
+    async def call_beside(self, method: str, *args: Any) -> Any:
+        work = partial(getattr(self.rank, method), *args)
+        return await self.layer.call(self.rank, work, RankFailed, RankGone)
+
+    async def kill(self) -> None:
+        await self.rank.kill()
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+class Chat:
+    def prompt(self, question: str) -> tuple[int, ...]:
+        return tuple(question.encode())
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+
+class Source:
+    def batch(self, step: int, count: int) -> list[Problem]:
+        return [Problem(f"{step}/{n}", f"what is {step} + {n}?", "") for n in range(count)]
+
+
+class Rewards:
+    async def score(self, problem: Problem, text: str) -> Reward:
+        await asyncio.sleep(0.01)
+        value = digest(problem.problem_id, text)
+        return Reward(0.0, "timeout") if value % 23 == 0 else Reward(float(value % 2))
+
+
+@contextlib.asynccontextmanager
+async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator[Training]:
+    """Start all parts of a run, as `launch` does; end them all as Ray does when the driver dies."""
+    settings = config(folder.path)
+    for layer in world.layers:
+        layer.rate = 0.0  # an engine or learner that cannot start at all rightly ends the run
+    checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
+    first = 0
+    if checkpoint is not None:
+        first = json.loads((checkpoint / "drafter" / VERSION).read_text())["version"]
+    for number in [number for number in world.drafters if number > first]:
+        del world.drafters[number]  # a resumed run has its drafters again
+    loop = asyncio.get_running_loop()
+    pool = RolloutPool(settings.pool, lambda name: EngineHandle(world, name), loop.time)
+
+    def spawn(_: object, place: TrainerPlace) -> Any:
+        return world.trainers.spawn(place.options["worker"])
+
+    harvest = Harvest(
+        HARVEST,
+        cast(Any, SimpleNamespace(drafter=str(world.drafter))),
+        pool,
+        lambda engine: {"worker": place_of(engine)},
+        on_gpu=False,
+        first_version=first,
+        spawn=spawn,
+        share=lambda packed: packed,
+    )
+    pool.listen(harvest)
+    plan = SimpleNamespace(num_ranks=2, row_tokens=64, timeout_s=15.0, buffer=None)
+    learner = LearnerGroup(
+        cast(Any, plan),
+        spawn=lambda plan, rank, options: RankHandle(world, plan, rank),
+        here=lambda: "here",
+    )
+    try:
+        await asyncio.gather(pool.start(), learner.start(checkpoint))
+        await harvest.start()
+        world.begin_faults()
+        live = Live(folder.live, NUM_STEPS, pool, harvest, TailForecast(), lambda *_: None)
+        times = NoTimekeeper(folder.timeline)
+        log = RunLog(settings, folder, Sinks([]), times, live, world.step_ended)
+        weights = HostSync(pool, learner, "float32", shares_gpus=False)
+        rechecks = Rechecks(0.0, 0, "float32")
+        parts = Components(pool, learner, cast(Any, Rewards()), harvest, rechecks, weights)
+        prepared = SimpleNamespace(chat=Chat(), source=Source(), held_out=[], max_prompt_tokens=99)
+        yield Training(settings, cast(Any, prepared), folder, parts, log, Termination(25.0))
+        log.close()
+    finally:
+        for layer in world.layers:
+            layer.rate = 0.0
+        await harvest.stop()
+        await pool.shutdown()
+        await learner.stop()
+        for shared in world.shared:
+            shared.close()  # the files of ranks that were killed
+        world.shared.clear()
+
+
+async def whole_run(world: World, out: Path) -> int:
+    """Make a whole run, and return its policy; the driver may die once, and resumes."""
+    folder = RunFolder(out)
+    folder.path.mkdir(parents=True)
+    for attempt in itertools.count():
+        async with driver(world, folder, resume=attempt > 0) as training:
+            work = asyncio.ensure_future(training.run(resume=attempt > 0))
+            death = asyncio.ensure_future(world.death.wait())
+            await asyncio.wait(
+                {work, death},
+                timeout=None if attempt else world.dies_after_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            death.cancel()
+            world.death.clear()
+            if work.done():
+                work.result()
+                break
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+        folder = RunFolder(out)  # of another process
+    checkpoint, done = folder.last_checkpoint()
+    assert checkpoint is not None
+    assert done == NUM_STEPS
+    states = [json.loads((checkpoint / f"learner/{rank}.json").read_text()) for rank in range(2)]
+    assert states[0] == states[1]
+    assert states[0]["steps"] == NUM_STEPS, "an RL step was lost, or done twice"
+    return int(states[0]["policy"])
+
+
+def records(out: Path) -> list[tuple[float, float]]:
+    """Return RL steps and rewards."""
+    return [(record["step"], record["reward/mean"]) for record in read(out / "metrics.jsonl")]
+
+
+def light_save(harvest: Harvest, folder: Path, moments: object) -> None:
+    folder.mkdir()
+    (folder / VERSION).write_text(json.dumps({"version": harvest._published.version}))
+
+
+@pytest.fixture
+def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from drafter_fixtures import CONFIG
+
+    monkeypatch.setattr(Harvest, "_save", light_save)
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_hf("float32")))
+    return folder
+
+
+@pytest.mark.parametrize("seeds", [*batches(10), KNOWN], ids=str)
+def test_no_step_is_lost_or_done_twice_whatever_fails(
+    seeds: Sequence[int], tmp_path: Path, drafter: Path
+) -> None:
+    expected = run(whole_run(World(None, drafter), tmp_path / "undisturbed"), LIMIT_S)
+    num_faults = 0
+    for seed in seeds:
+        world, out = World(seed, drafter), tmp_path / f"{seed}"
+        try:
+            assert run(whole_run(world, out), LIMIT_S) == expected, "another policy"
+            assert records(out) == records(tmp_path / "undisturbed")
+            for layer in world.layers:
+                assert not layer.wrong
+                num_faults += layer.num_faults
+            assert all(engine.dead.is_set() for engine in world.engines)
+            assert all(trainer.dead.is_set() for trainer in world.trainers.all)
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}") from error
+    assert num_faults
+
+
+def test_a_learner_lost_in_a_resumed_runs_first_weight_sync_is_revived(
+    tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = Rank.publish
+    lost: list[Rank] = []
+
+    async def fails_once(rank: Rank, dtype: str, same_node: bool) -> str | None:
+        if rank.steps and rank.num_exchanges == 1 and not lost:  # it has just been restored
+            lost.append(rank)
+            raise RankFailed("out of memory")
+        return await publish(rank, dtype, same_node)
+
+    expected = run(whole_run(World(None, drafter), tmp_path / "undisturbed"), LIMIT_S)
+    monkeypatch.setattr(Rank, "publish", fails_once)
+    world = World(None, drafter)
+    world.dies_after_step = 4
+    assert run(whole_run(world, tmp_path / "resumed"), LIMIT_S) == expected
+    assert lost
+    assert records(tmp_path / "resumed") == records(tmp_path / "undisturbed")

@@ -1,0 +1,173 @@
+"""Who runs where: plans hold everything once, and only what fits is accepted."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tlt.config.train import TrainConfig
+from tlt.errors import ConfigError
+from tlt.train.placement import PlacementPlan, Reservation, check_fits, plan_placement
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "run": {"out": "out", "num_steps": 1},
+    "policy": {"model": "model"},
+    "task": {"name": "gcd"},
+    "sampling": {"prompts_per_step": 1, "group_size": 2, "max_tokens": 1},
+}
+
+
+def config(kind: str, num_engines: int, num_ranks: int, **more: dict[str, Any]) -> TrainConfig:
+    tree = {
+        **REQUIRED,
+        "placement": {"kind": kind},
+        "pool": {"num_engines": num_engines},
+        "engine": more.get("engine", {}),
+        "learner": {"num_ranks": num_ranks, **more.get("learner", {})},
+    }
+    return TrainConfig.model_validate(tree)
+
+
+def gpus(kind: str, num_engines: int, per_engine: int, num_ranks: int) -> TrainConfig:
+    return config(
+        kind, num_engines, num_ranks, engine={"num_gpus": per_engine}, learner={"num_gpus": 1}
+    )
+
+
+def total(bundles: Sequence[Mapping[str, float]], kind: str) -> float:
+    return sum(bundle.get(kind, 0) for bundle in bundles)
+
+
+counts = st.integers(1, 12)
+
+
+@given(num_engines=counts, engine_cores=counts, num_ranks=counts, rank_cores=st.none() | counts)
+def test_cpu_plans(
+    num_engines: int, engine_cores: int, num_ranks: int, rank_cores: int | None
+) -> None:
+    more: dict[str, Any] = {
+        "engine": {"num_cores": engine_cores},
+        "learner": {"num_cores": rank_cores},
+    }
+    shared = plan_placement(config("colocated", num_engines, num_ranks, **more))
+    check_plan(shared, num_engines, num_ranks)
+    assert total(shared.bundles, "CPU") == num_engines * engine_cores
+    own = plan_placement(config("separate", num_engines, num_ranks, **more))
+    check_plan(own, num_engines, num_ranks)
+    assert total(own.bundles, "CPU") == num_engines * engine_cores + num_ranks * (rank_cores or 1)
+    assert total([*shared.bundles, *own.bundles], "GPU") == 0
+
+
+@given(num_engines=counts, per_engine=st.integers(1, 8), num_ranks=counts)
+def test_gpu_plans(num_engines: int, per_engine: int, num_ranks: int) -> None:
+    shared = plan_placement(gpus("colocated", num_engines, per_engine, num_engines * per_engine))
+    check_plan(shared, num_engines, num_engines * per_engine)
+    assert total(shared.bundles, "GPU") == num_engines * per_engine
+    # As many ranks in a bundle as GPUs.
+    for bundle in shared.engine_bundles:
+        assert shared.rank_bundles.count(bundle) == per_engine
+    own = plan_placement(gpus("separate", num_engines, per_engine, num_ranks))
+    check_plan(own, num_engines, num_ranks)
+    assert total(own.bundles, "GPU") == num_engines * per_engine + num_ranks
+
+
+def check_plan(plan: PlacementPlan, num_engines: int, num_ranks: int) -> None:
+    """Each engine and rank has a bundle; nobody shares but ranks with their engine."""
+    assert len(set(plan.engine_bundles)) == len(plan.engine_bundles) == num_engines
+    assert len(plan.rank_bundles) == num_ranks
+    used = {*plan.engine_bundles, *plan.rank_bundles}
+    assert used == set(range(len(plan.bundles)))
+    if plan.colocated:
+        assert set(plan.rank_bundles) <= set(plan.engine_bundles)
+        engines = [plan.engine_of_rank(rank) for rank in range(num_ranks)]
+        assert engines == sorted(engines)
+        loads = [engines.count(engine) for engine in range(num_engines)]
+        assert max(loads) == -(-num_ranks // num_engines)
+    else:
+        assert not {*plan.engine_bundles} & {*plan.rank_bundles}
+        assert len(set(plan.rank_bundles)) == num_ranks
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: gpus("colocated", 2, 4, 2), r"learner\.num_ranks = 2.*set it to 8"),
+        (
+            lambda: config("colocated", 1, 1, learner={"num_gpus": 1}),
+            r"learner\.num_gpus = 1.*set learner\.num_gpus = 0",
+        ),
+        (
+            lambda: config("colocated", 2, 2, engine={"num_gpus": 1}),
+            r"learner\.num_gpus = 0.*set learner\.num_gpus = 1",
+        ),
+    ],
+)
+def test_contradictions_are_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_placement(wrong())
+
+
+def test_cpu_engines_may_serve_a_learner_on_a_gpu_of_its_own() -> None:
+    plan = plan_placement(config("separate", 2, 1, learner={"num_gpus": 1}))
+    assert [bundle.get("GPU", 0) for bundle in plan.bundles] == [0, 0, 1]
+
+
+node = st.fixed_dictionaries({"CPU": st.integers(8, 32), "GPU": st.integers(0, 8)})
+
+
+@given(
+    nodes=st.lists(node, max_size=5),
+    num_engines=st.integers(1, 6),
+    per_engine=st.integers(1, 8),
+    num_ranks=counts,
+)
+def test_refused_on_gpus_is_what_does_not_fit(
+    nodes: list[dict[str, float]], num_engines: int, per_engine: int, num_ranks: int
+) -> None:
+    """Ranks take one GPU each, so they fill any gap: engines decide, then the total."""
+    plan = plan_placement(gpus("separate", num_engines, per_engine, num_ranks))
+    engines_fit = sum(there["GPU"] // per_engine for there in nodes) >= num_engines
+    all_fit = total(nodes, "GPU") >= total(plan.bundles, "GPU")
+    if engines_fit and all_fit:
+        check_fits(plan, nodes)
+    else:
+        with pytest.raises(ConfigError, match=r"lower pool\.num_engines, engine\.num_gpus or "):
+            check_fits(plan, nodes)
+
+
+@given(nodes=st.lists(st.integers(1, 8), max_size=4), cores=st.integers(1, 4), num_ranks=counts)
+def test_accepted_on_cpus_is_not_more_than_there_is(
+    nodes: list[int], cores: int, num_ranks: int
+) -> None:
+    plan = plan_placement(config("separate", 2, num_ranks, engine={"num_cores": cores}))
+    assume(total(plan.bundles, "CPU") > sum(nodes) or max(nodes, default=0) < cores)
+    with pytest.raises(ConfigError, match=r"pool\.num_engines, engine\.num_cores or learner"):
+        check_fits(plan, [{"CPU": float(there)} for there in nodes])
+
+
+def test_an_engine_does_not_span_nodes() -> None:
+    plan = plan_placement(gpus("colocated", 1, 8, 8))
+    check_fits(plan, [{"CPU": 8, "GPU": 8}])
+    message = "the cluster has 16 cores and 8 GPUs on 2 nodes, but the run wants 1 and 8"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_fits(plan, [{"CPU": 8, "GPU": 4}, {"CPU": 8, "GPU": 4}])
+
+
+def test_what_was_asked_about_stays_as_it_is() -> None:
+    there = {"CPU": 8.0, "GPU": 8.0, "memory": 1.0}
+    check_fits(plan_placement(gpus("colocated", 8, 1, 8)), [there])
+    assert there == {"CPU": 8.0, "GPU": 8.0, "memory": 1.0}
+
+
+def test_colocated_ranks_are_shown_the_gpus_of_their_engine() -> None:
+    pytest.importorskip("ray")
+    plan = plan_placement(gpus("colocated", 2, 2, 4))
+    reservation = Reservation(plan, group=None)
+    # In any order; a successor has its predecessor's place.
+    reservation.gpus_of_engines([("engine-1.2", ["6", "7"]), ("engine-0", ["3", "5"])])
+    options = [reservation.rank(rank, on_gpu=True, num_cores=None) for rank in range(4)]
+    assert [each["gpu"] for each in options] == ["3", "5", "6", "7"]
+    assert all(each["num_cpus"] == 0 and "num_gpus" not in each for each in options)

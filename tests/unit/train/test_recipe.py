@@ -1,0 +1,209 @@
+"""Settings for a model, data and hardware: what `tlt init` writes is what `--check` accepts."""
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from called import tlt
+
+pytest.importorskip("torch")
+pytest.importorskip("reasoning_gym")
+
+from tlt.errors import ConfigError
+from tlt.models import tiny
+from tlt.train.recipe import Hardware, as_toml, choose, parse_hardware, task_of
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+GPU_NODE = Hardware(gpus=8, gpu_gib=79.0, host_gib=900.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.make(tmp_path_factory.mktemp("model") / "tiny", hidden_size=64, num_layers=3)
+
+
+@pytest.fixture
+def outline(tmp_path: Path) -> Path:
+    folder = tmp_path / "qwen3-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.parametrize(
+    ("text", "hardware"),
+    [
+        ("cpu", Hardware(cores=4)),
+        ("here", GPU_NODE),
+        ("8x80", Hardware(gpus=8, gpu_gib=79.0)),
+        ("1x24GB", Hardware(gpus=1, gpu_gib=23.0)),
+        ("4x8x141", Hardware(nodes=4, gpus=8, gpu_gib=139.0)),
+    ],
+)
+def test_hardware_in_words(text: str, hardware: Hardware) -> None:
+    assert parse_hardware(text, GPU_NODE, 4) == hardware
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "8", "8x", "0x80", "8x0", "x80", "-1x80", "8x80x", "0x8x80"]
+)
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--hardware .* e\.g\. 8x80"):
+        parse_hardware(text, GPU_NODE, 4)
+
+
+@pytest.mark.parametrize("hardware", ["1x180", "2x80", "8x80", "4x8x80", "8x48"])
+def test_a_large_model_gets_settings_that_the_check_accepts(outline: Path, hardware: str) -> None:
+    code, _, errors = tlt(
+        *("init", "--model", str(outline), "--data", "gcd", "--hardware", hardware),
+    )
+    assert code == 0, errors
+    code, output, errors = tlt("train", "run.toml", "--dry-run")
+    assert code == 0, errors
+    assert "only planned" in output
+    settings = tomllib.loads(Path("run.toml").read_text())
+    engines = settings["pool"]["num_engines"] * settings["engine"]["num_gpus"]
+    assert engines == settings["learner"]["num_ranks"]
+    assert settings["tlt"]["harvest"] == (settings["pool"]["num_engines"] > 1)
+
+
+def test_the_plan_stands_in_the_file(outline: Path) -> None:
+    tlt("init", "--model", str(outline), "--data", "gcd", "--hardware", "8x80")
+    text = Path("run.toml").read_text()
+    assert "# Memory plan in GiB, calculated:" in text
+    assert "#   a GPU, generating: " in text
+    assert "# the engine's share; the learner has the rest" in text
+
+
+def test_what_fits_nowhere_is_refused(outline: Path) -> None:
+    code, _, errors = tlt(
+        *("init", "--model", str(outline), "--data", "gcd", "--hardware", "1x24"),
+    )
+    assert code == 2
+    assert f"--model {outline} does not fit on 1 GPU of 23 GiB: memory of a GPU" in errors
+    assert not Path("run.toml").exists()
+
+
+def test_a_model_on_this_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output, errors = tlt(
+        *("init", "--model", str(model), "--data", "sums.jsonl", "--hardware", "cpu", "--json"),
+    )
+    assert code == 0, errors
+    found = json.loads(output)
+    assert found["memory"][0]["place"] == "host"
+    assert found["settings"]["task"]["question_key"] == "problem"
+    assert found["settings"]["reward"] == {"function": "math"}
+    code, output, errors = tlt("train", "run.toml", "--check", "--json")
+    assert code == 0, errors
+    assert json.loads(output)["memory"][0]["need_bytes"] > 0
+
+
+def test_few_problems_make_small_steps(model: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]
+    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, output, errors = tlt(
+        *("init", "--model", str(model), "--data", "few.jsonl", "--hardware", "cpu", "--json"),
+    )
+    assert code == 0, errors
+    assert json.loads(output)["settings"]["sampling"]["prompts_per_step"] == 5
+
+
+def test_a_name_that_is_not_utf8_leaves_no_file(model: Path) -> None:
+    name = os.fsdecode(b"\xff.jsonl")
+    Path(name).write_text('{"question": "1?", "answer": "1"}\n')
+    code, _, errors = tlt("init", "--model", str(model), "--data", name, "--hardware", "cpu")
+    assert code == 2
+    assert "not UTF-8; rename" in errors
+    assert not Path("run.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "gcd"], "--model is missing, and there is no terminal to ask at; e.g."),
+        (["--model", "M"], "--data is missing, and there is no terminal"),
+        (["--model", "M", "--data", "gcd"], "--hardware is missing"),
+        (["--model", "nowhere", "--data", "gcd", "--hardware", "cpu"], "--model = 'nowhere' holds"),
+        (["--model", "M", "--data", "gdc", "--hardware", "cpu"], "--data: reasoning-gym has no"),
+        (["--model", "M", "--data", "n.jsonl", "--hardware", "cpu"], "--data: n.jsonl does not"),
+        (["--model", "M", "--data", "o.jsonl", "--hardware", "cpu"], "has no column of the answer"),
+        (["--model", "M", "--data", "o.csv", "--hardware", "cpu"], "is no file of problems"),
+        (["--model", "M", "--data", "gcd", "--hardware", "tpu"], "--hardware 'tpu' is not here"),
+        (["--model", "M", "--out", "x.json"], "should end in .toml; e.g. x.toml"),
+        (["--model", "M", "--out", "there.toml"], "exists; remove it, or name another file"),
+    ],
+)
+def test_mistakes_name_the_option(model: Path, arguments: list[str], words: str) -> None:
+    Path("there.toml").write_text("")
+    Path("o.csv").write_text("question,answer\n")
+    Path("o.jsonl").write_text('{"question": "1?", "right": "1"}\n')
+    code, _, errors = tlt("init", *(str(model) if a == "M" else a for a in arguments))
+    assert code == 2
+    assert words in " ".join(errors.split())
+    assert not Path("run.toml").exists()
+
+
+def test_what_is_not_given_is_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([str(model), "gcd", "cpu"])
+    monkeypatch.setattr(
+        "tlt.cli.init.sys.stdin", type("Terminal", (), {"isatty": lambda s: True})()
+    )
+    monkeypatch.setattr("tlt.cli.init.typer.prompt", lambda *_, **__: next(answers))
+    code, _, errors = tlt("init")
+    assert code == 0, errors
+    assert tomllib.loads(Path("run.toml").read_text())["task"] == {"name": "gcd"}
+
+
+def test_of_a_model_on_the_hub_only_its_settings_are_read(
+    outline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def download(*arguments: Any) -> Path:
+        asked.append(arguments)
+        return outline
+
+    monkeypatch.setattr("tlt.models.hub.local_folder", download)
+    code, output, errors = tlt(
+        *("init", "--model", "Qwen/Qwen3-8B", "--data", "gcd", "--hardware", "8x80"),
+    )
+    assert code == 0, errors
+    assert asked == [("Qwen/Qwen3-8B", "--model", ("config.json",))]
+    assert tomllib.loads(Path("run.toml").read_text())["policy"]["model"] == "Qwen/Qwen3-8B"
+    assert "only planned" in output
+
+
+def test_names_with_quotes_are_toml() -> None:
+    tree: dict[str, Any] = {"run": {"out": 'a "b" \\ ü', "num_steps": 3}, "tlt": {"enabled": True}}
+    assert tomllib.loads(as_toml(tree, ["a", "", "b"])) == tree
+
+
+def test_a_short_context_gets_short_responses(outline: Path) -> None:
+    (outline / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 2048}))
+    tree, places = choose("m", outline, task_of("gcd"), GPU_NODE, "runs/x", 5)
+    assert tree["sampling"]["max_tokens"] <= 1024
+    assert tree["engine"]["engine_args"]["max_model_len"] <= 2048
+    assert places

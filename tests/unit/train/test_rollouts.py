@@ -1,0 +1,208 @@
+"""From problems to scored samples, with a pool, rewards and a chat that are fakes."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from tlt.config.train import TrainConfig
+from tlt.contracts import Sample, SampleRequest, Scored
+from tlt.errors import ConfigError, EngineError
+from tlt.harvest.contract import NoHarvest
+from tlt.harvest.forecast import TailForecast
+from tlt.observe.live import Live
+from tlt.observe.stopwatch import Stopwatch
+from tlt.tasks.gym import Problem
+from tlt.tasks.rewards import Reward
+from tlt.train.rollouts import Rollouts, make_requests
+
+PROBLEMS = [Problem(f"p{number}", str(number), "") for number in range(12)]
+
+
+def config(forced_lengths: Any = None, **sampling: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "run": {"out": "out", "num_steps": 1, "seed": 3},
+            "policy": {"model": "model"},
+            "task": {"name": "gcd"},
+            "sampling": {"prompts_per_step": 12, "group_size": 11, "max_tokens": 64, **sampling},
+            "debug": {"forced_lengths": forced_lengths},
+        }
+    )
+
+
+class FakeChat:
+    long: frozenset[str] = frozenset()
+    """Questions with a prompt of three tokens."""
+
+    def prompt(self, question: str) -> tuple[int, ...]:
+        return (int(question),) * (3 if question in self.long else 1)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return f"{len(token_ids)}"
+
+
+class FakeRewards:
+    async def score(self, problem: Problem, text: str) -> Reward:
+        return Reward(float(text), "timeout" if problem.problem_id == "p5" else None)
+
+
+class FakePool:
+    """Samples end in any order; each has as many tokens as its request's seed says, modulo 7."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+        self.ahead: list[SampleRequest] = []
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+        self.requests = list(requests)
+        for request in random.Random(0).sample(requests, len(requests)):
+            await asyncio.sleep(0)
+            tokens = (1,) * ((request.sampling.seed or 0) % 7)
+            yield Sample(request.sample_id, tokens, (), "stop", "engine-0", 4, 0.0, 0.0, 0.0)
+
+    def look_ahead_on(self, requests: Sequence[SampleRequest]) -> None:
+        self.ahead = list(requests)
+
+    def loads(self) -> dict[str, int | None]:
+        return {}
+
+
+def rollouts_of(pool: Any, live: Any, max_prompt_tokens: int, **sampling: Any) -> Rollouts:
+    chat: Any = FakeChat()
+    rewards: Any = FakeRewards()
+    made = config(**sampling)
+    return Rollouts(made, chat, pool, rewards, NoHarvest(), live, max_prompt_tokens)
+
+
+def generate(
+    policy_version: int = 4, max_prompt_tokens: int = 1, **sampling: Any
+) -> tuple[list[Scored], list[Scored], FakePool]:
+    pool: Any = FakePool()
+    shown: list[tuple[str, float, float]] = []
+    live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *s: shown.append(s))
+    rollouts = rollouts_of(pool, live, max_prompt_tokens, **sampling)
+    ended: list[Scored] = []
+    scored = asyncio.run(
+        rollouts.generate(
+            "2", PROBLEMS, 11, 0.5, policy_version, Stopwatch(), "rollout", ended.append, 2
+        )
+    )
+    total = len(scored)
+    assert shown == [("step 2: generating", done, total) for done in range(total + 1)]
+    return scored, ended, pool
+
+
+def test_samples_come_back_in_the_order_of_problems_and_places() -> None:
+    scored, ended, pool = generate()
+    assert [(s.problem_number, s.place) for s in scored] == [
+        (number, place) for number in range(12) for place in range(11)
+    ]
+    assert [s.request for s in scored] == pool.requests
+    assert [s.sample.sample_id for s in scored] == [r.sample_id for r in pool.requests]
+    assert all(s.request.prompt_token_ids == (s.problem_number,) for s in scored)
+    assert all(s.reward == len(s.sample.token_ids) for s in scored)
+    assert all((s.fault == "timeout") == (s.problem_number == 5) for s in scored)
+    # Each was handed on as it was scored.
+    assert ended != scored
+    assert sorted(ended, key=lambda s: (s.problem_number, s.place)) == scored
+
+
+def test_problems_that_are_too_long_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    everything, _, _ = generate()
+    monkeypatch.setattr(FakeChat, "long", frozenset({"0", "7"}))
+    scored, _, pool = generate(max_prompt_tokens=2)
+    kept = [s for s in everything if s.problem_number not in (0, 7)]
+    assert scored == kept, "the other problems keep their numbers, ids and seeds"
+    assert len(pool.requests) == 110
+    assert "2 of 12 problems are too long: p0 (3 tokens), p7 (3 tokens)" in caplog.text
+    assert len(generate(max_prompt_tokens=3)[0]) == 132
+    with pytest.raises(ConfigError, match=r"12 of 12 problems .*max_model_len"):
+        generate(max_prompt_tokens=0)
+
+
+def test_a_sample_of_another_policy_ends_the_run() -> None:
+    with pytest.raises(EngineError, match="another policy"):
+        generate(policy_version=5)
+
+
+def test_forced_lengths_are_the_same_in_every_run() -> None:
+    lengths = {"median": 5, "p95": 20, "longest": 40}
+    first, second = (generate(forced_lengths=lengths)[2].requests for _ in range(2))
+    assert first == second
+    assert all(r.sampling.ignore_eos for r in first)
+    assert len({r.sampling.max_tokens for r in first}) > 5
+    assert max(r.sampling.max_tokens for r in first) <= 40
+
+
+def test_ids_and_seeds_of_requests_do_not_change() -> None:
+    """Runs of earlier versions can be repeated only if they stay as they are."""
+    requests = make_requests(config(), "7", [(1,), (2,)], 2, 0.5, 7)
+    assert [r.sample_id for r in requests] == [
+        *("7/00000/0000", "7/00000/0001"),
+        *("7/00001/0000", "7/00001/0001"),
+    ]
+    assert [r.sampling.seed for r in requests] == [
+        8431337025625353700,
+        7672311679339759576,
+        3994478063806166815,
+        6615903725128996376,
+    ]
+    (evaluated, _) = make_requests(config(), "eval-0", [(1,), (2,)], 1, 0.0, None)
+    assert evaluated.sampling.seed == 2598586660346330594
+    assert evaluated.sampling.max_tokens == 64
+    assert not evaluated.sampling.ignore_eos
+
+
+def seeds(run_step: str, num_problems: int = 500, group_size: int = 20) -> list[int]:
+    prompts = [(1,)] * num_problems
+    requests = make_requests(config(), run_step, prompts, group_size, 1.0, 0)
+    return [request.sampling.seed or 0 for request in requests]
+
+
+def test_no_two_samples_share_a_seed() -> None:
+    both = [*seeds("1"), *seeds("2")]
+    assert len(set(both)) == len(both) == 20_000
+    assert 2**62 < max(both) < 2**63  # what vLLM takes as a seed
+
+
+def test_samples_of_neighbouring_steps_and_places_are_independent() -> None:
+    """Tokens drawn at the same position, by the keyed sampler, from the same logits."""
+    numpy = pytest.importorskip("numpy")
+    stats = pytest.importorskip("scipy.stats")
+    pytest.importorskip("numba")
+    from tlt.vllm.keyed import draw_drafts
+
+    def tokens(of: list[int]) -> Any:
+        num, vocabulary = len(of), 4
+        logits = numpy.tile(numpy.array([1.0, 0.5, 0.0, 0.0], numpy.float32), (num, 1))
+        keys, position = numpy.array(of, numpy.uint64), numpy.full(num, 9)
+        inverse = numpy.ones(num, numpy.float32)
+        return draw_drafts(logits, numpy.arange(vocabulary), keys, position, inverse, 1)
+
+    step, later = tokens(seeds("1")), tokens(seeds("2"))
+    for first, second in ((step, later), (step[:-1], step[1:]), (step[:-20], step[20:])):
+        table = numpy.zeros((4, 4))
+        numpy.add.at(table, (first, second), 1)
+        assert stats.chi2_contingency(table).pvalue > 1e-5
+
+
+@pytest.mark.parametrize("lengths", [None, {"median": 5, "p95": 20, "longest": 40}])
+def test_samples_of_the_next_rl_step_are_generated_ahead_as_they_will_be(
+    lengths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the prompts, ids, seeds and lengths of the samples, and without prompts too long."""
+    monkeypatch.setattr(FakeChat, "long", frozenset({"7"}))
+    _, _, pool = generate(forced_lengths=lengths, temperature=0.5)
+    assert len(pool.requests) == 11 * 11
+    ahead = FakePool()
+    rollouts_of(ahead, None, 1, forced_lengths=lengths, temperature=0.5).look_ahead(2, PROBLEMS)
+    assert ahead.ahead == pool.requests
+    assert ahead.requests == []

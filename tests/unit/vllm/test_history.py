@@ -1,0 +1,353 @@
+"""The history of samples: which tokens a lookup finds, in which order, and which it drops."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt.vllm.ngram.history import History
+
+PROMPT = [7, 8, 9]
+OTHER = [9, 8, 7]
+WIDTH = 64
+
+
+def draft(
+    history: History, requests: dict[str, tuple[list[int], list[int]]], num_wanted: int = 4
+) -> dict[str, list[int]]:
+    """Run one engine step, given (prompt, response) of each request in the order of the rows."""
+    # vLLM's arrays have more rows than requests.
+    rows: Any = np.full((len(requests) + 1, WIDTH), 999, dtype=np.int32)
+    num_tokens: Any = np.zeros(len(rows), dtype=np.int32)
+    for row, (prompt, response) in enumerate(requests.values()):
+        num_tokens[row] = len(prompt) + len(response)
+        rows[row, : num_tokens[row]] = prompt + response
+    num_prompt_tokens = [len(prompt) for prompt, _ in requests.values()]
+    wanted = [num_wanted] * len(requests)
+    drafts = history.draft(list(requests), num_prompt_tokens, num_tokens, rows, wanted)
+    return dict(zip(requests, drafts, strict=True))
+
+
+def end(history: History, name: str, prompt: list[int], response: list[int]) -> None:
+    history.end(name, len(prompt), np.array(prompt + response, dtype=np.int32))
+
+
+def test_own_text_is_found() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5, 1, 2])}) == {"a": [3, 4, 5, 1]}
+
+
+def test_a_loop_goes_on() -> None:
+    """The last occurrence is followed by one token only; its own lookup finds more."""
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [5, 5, 5])}) == {"a": [5, 5, 5, 5]}
+    assert draft(history, {"b": (OTHER, [1, 2, 1, 2, 1])}) == {"b": [2, 1, 2, 1]}
+
+
+def test_nothing_known_nothing_drafted() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [1, 2, 3])}) == {"a": []}
+    assert draft(history, {"b": (OTHER, [4, 1])}) == {"b": []}, "one token is no match"
+
+
+def test_a_sibling_is_found_while_it_runs_and_when_it_has_ended() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"ahead": (PROMPT, [1, 2, 3]), "behind": (PROMPT, [1])}) == {
+        "ahead": [],
+        "behind": [2, 3],
+    }
+    end(history, "ahead", PROMPT, [1, 2, 3, 4, 5, 6])
+    assert draft(history, {"behind": (PROMPT, [1, 2])}) == {"behind": [3, 4, 5, 6]}
+    assert draft(history, {"later": (PROMPT, [])}) == {"later": [1, 2, 3, 4]}
+
+
+def test_the_same_prompt_comes_before_other_prompts_and_longer_matches_before_later_ones() -> None:
+    history = History(1000, 2, 4)
+    end(history, "sibling", PROMPT, [1, 2, 3, 10])
+    end(history, "other", OTHER, [5, 1, 2, 3, 20])
+    end(history, "stranger", [30], [4, 1, 2, 3, 40])
+    assert draft(history, {"a": (PROMPT, [6, 1, 2, 3])}, 1) == {"a": [10]}
+    assert draft(history, {"b": ([31], [5, 1, 2, 3])}, 1) == {"b": [20]}
+    assert draft(history, {"c": ([32], [6, 1, 2, 3])}, 1) == {"c": [40]}, "the last one"
+
+
+def test_tokens_sampled_while_nobody_asked_are_caught_up_on() -> None:
+    history = History(100, 2, 4)
+    draft(history, {"a": (PROMPT, [1]), "b": (OTHER, [2])})
+    # Other arms drafted meanwhile. The rows have changed places, and one request is new.
+    assert draft(
+        history,
+        {"b": (OTHER, [2, 3, 4, 5]), "c": (OTHER, [2, 3]), "a": (PROMPT, [1, 2, 6, 2, 3])},
+    ) == {"b": [], "c": [4, 5], "a": [4, 5]}
+
+
+def test_a_sample_that_nobody_asked_about_is_known_once_it_has_ended() -> None:
+    history = History(100, 2, 4)
+    end(history, "unseen", PROMPT, [1, 2, 3])
+    assert draft(history, {"a": (PROMPT, [])}) == {"a": [1, 2, 3]}
+
+
+def test_a_name_may_come_back_for_another_request() -> None:
+    history = History(100, 2, 4)
+    draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5])})
+    history.forget("a")
+    assert draft(history, {"a": (PROMPT, [1, 2])}) == {"a": [3, 4, 5]}
+    draft(history, {"a": (PROMPT, [1, 2, 3])})
+    end(history, "a", PROMPT, [1, 2, 3, 6, 7])
+    assert draft(history, {"a": (PROMPT, [3, 6])}) == {"a": [7]}
+
+
+def test_a_response_from_elsewhere_is_found_like_a_siblings() -> None:
+    prompt = list(range(20, 40))
+    for first in (prompt, PROMPT):
+        history = History(100, 2, 4)
+        for response in ([1, 2, 3, 4], [6, 7, 8], []):
+            history.learn(len(first), np.array([*first, *response], dtype=np.int32))
+        assert draft(history, {"a": (first, [1, 2])}) == {"a": [3, 4]}
+        assert draft(history, {"b": (first, [6])}, 2) == {"b": [7, 8]}
+        assert draft(history, {"c": (OTHER, [2, 3])}) == {"c": [4]}
+    # Parts of a response that overlap are found as one, and none follows the prompt but the first.
+    history = History(100, 2, 4)
+    response = list(range(50, 70))
+    for start in (0, 6, 12):
+        part = [*PROMPT, *response[start : start + 10]]
+        history.learn(len(PROMPT), np.array(part, dtype=np.int32), is_begin=start == 0)
+    assert draft(history, {"a": (PROMPT, [])}, 20) == {"a": response}
+    assert draft(history, {"b": (PROMPT, [57])}) == {"b": []}
+    # The next response follows the prompt just as well, and the prompt takes little room.
+    history = History(30, 2, 4)
+    for last in range(3):
+        history.learn(len(prompt), np.array([*prompt, 1, 2, 3 + last], dtype=np.int32))
+    assert draft(history, {"a": (prompt[-4:], [])}, 3) == {"a": [1, 2, 5]}
+    assert draft(history, {"b": ([51], [2, 4])}) == {"b": []}
+
+
+def test_the_oldest_samples_are_dropped_and_memory_stays() -> None:
+    history = History(60, 2, 4)
+    num_bytes = history.num_bytes
+    for number in range(1000):
+        first = 10 * number + 100
+        end(history, "sample", [first], list(range(first + 1, first + 10)))
+    assert history.num_bytes == num_bytes
+    assert draft(history, {"new": ([9985, 9986], [])}) == {"new": []}
+    assert draft(history, {"old": ([10_034, 10_035], [])}) == {"old": []}
+    assert draft(history, {"kept": ([10_064, 10_065], [])}) == {
+        "kept": [10_066, 10_067, 10_068, 10_069]
+    }
+
+
+def test_requests_longer_than_the_history() -> None:
+    history = History(8, 2, 4)
+    text = list(range(100, 140))
+    assert draft(history, {"a": (PROMPT, [*text, 138, 139])}) == {"a": [138, 139, 138, 139]}
+    assert draft(history, {"b": (OTHER, [110, 111])}) == {"b": []}
+
+
+def test_cleared() -> None:
+    history = History(100, 2, 4)
+    end(history, "ended", PROMPT, [1, 2, 3])
+    draft(history, {"a": (PROMPT, [4, 5, 6])})
+    history.clear()
+    assert draft(history, {"b": (PROMPT, [])}) == {"b": []}
+    assert draft(history, {"a": (PROMPT, [4, 5, 6, 4, 5]), "b": (PROMPT, [1, 6, 4])}) == {
+        "a": [],
+        "b": [5],
+    }
+
+
+class Reference:
+    """The rules of `History` over plain lists, with a comparison of every occurrence."""
+
+    def __init__(self, capacity: int, lengths: Sequence[int]) -> None:
+        self.capacity, self.lengths = capacity, lengths
+        self.texts: list[list[int]] = []
+        self.numbers: list[
+            list[int]
+        ] = []  # numbers of each text's tokens, in the order of learning
+        self.prompts: list[tuple[int, ...]] = []
+        self.running: dict[str, int] = {}
+        self.newest = 0
+
+    def learn(self, name: str, prompt: list[int], response: list[int]) -> None:
+        if name not in self.running:
+            self.running[name] = len(self.texts)
+            self.texts.append([])
+            self.numbers.append([])
+            self.prompts.append(tuple(prompt))
+        sample = self.running[name]
+        for token in (prompt + response)[len(self.texts[sample]) :]:
+            self.newest += 1
+            self.texts[sample].append(token)
+            self.numbers[sample].append(self.newest)
+
+    def kept(self, sample: int, index: int) -> bool:
+        return self.numbers[sample][index] > self.newest - self.capacity
+
+    def find(self, text: list[int], prompt: tuple[int, ...]) -> tuple[int, int] | None:
+        for same_prompt in (True, False):
+            for length in sorted(self.lengths, reverse=True):
+                last: tuple[int, int, int] | None = None
+                for sample, other in enumerate(self.texts):
+                    if same_prompt and self.prompts[sample] != prompt:
+                        continue
+                    for index in range(length, len(other)):
+                        numbers = self.numbers[sample]
+                        # A token links to the previous one only if the ring buffer still holds it.
+                        tied = numbers[index] - numbers[index - 1] < self.capacity
+                        if tied and other[index - length : index] == text[-length:]:
+                            last = max(last or (0, 0, 0), (numbers[index], sample, index))
+                if last and self.kept(last[1], last[2] - length):
+                    return last[1], last[2]
+        return None
+
+    def draft(self, text: list[int], prompt: tuple[int, ...], num_wanted: int) -> list[int]:
+        drafted: list[int] = []
+        while len(drafted) < num_wanted:
+            found = self.find(text + drafted, prompt)
+            if found is None:
+                break
+            sample, index = found
+            following = self.texts[sample][index:]
+            for offset in range(1, len(following)):
+                numbers = self.numbers[sample]
+                if numbers[index + offset] - numbers[index + offset - 1] >= self.capacity:
+                    following = following[:offset]
+                    break
+            drafted += following[: num_wanted - len(drafted)]
+        return drafted
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    capacity=st.integers(1, 150),
+    lengths=st.sampled_from([(1,), (2,), (1, 3), (2, 4), (2, 4, 8)]),
+    num_tokens=st.integers(2, 5),
+)
+def test_like_comparing_everything(
+    seed: int, capacity: int, lengths: tuple[int, ...], num_tokens: int
+) -> None:
+    rng = random.Random(seed)
+    history = History(capacity, lengths[0], lengths[-1])
+    reference = Reference(capacity, lengths)
+    running: dict[str, tuple[list[int], list[int]]] = {}
+    for _ in range(40):
+        for name in "abcd":
+            if name not in running:
+                running[name] = ([rng.randrange(2), 0, 1], [])
+            for _ in range(rng.randrange(4)):
+                running[name][1].append(rng.randrange(num_tokens))
+            if rng.random() < 0.05 or len(running[name][1]) > WIDTH - 10:
+                end(history, name, *running[name])
+                reference.learn(name, *running.pop(name))
+                del reference.running[name]
+        order = rng.sample(sorted(running), len(running))
+        asked = {name: running[name] for name in order[: rng.randint(0, 3)]}
+        num_wanted = rng.randint(0, 6)
+        drafts = draft(history, asked, num_wanted)
+        for name, (prompt, response) in asked.items():
+            reference.learn(name, prompt, response)
+        for name, (prompt, response) in asked.items():
+            expected = reference.draft(prompt + response, tuple(prompt), num_wanted)
+            assert drafts[name] == expected
+
+
+# --- texts that requests are expected to repeat -------------------------------------------------
+
+
+def follow(history: History, name: str, text: list[int]) -> None:
+    history.follow(name, np.array(text, dtype=np.int32))
+
+
+def test_a_text_of_its_own_is_drafted_by_position() -> None:
+    history = History(100, 2, 4)
+    follow(history, "a", [1, 2, 3, 4, 5, 6, 7])
+    assert draft(history, {"a": (PROMPT, [])}) == {"a": [1, 2, 3, 4]}
+    assert draft(history, {"a": (PROMPT, [1, 2, 3]), "b": (PROMPT, [9])}) == {
+        "a": [4, 5, 6, 7],
+        "b": [],
+    }
+    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5])}) == {"a": [6, 7]}
+    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5, 6, 7])}) == {"a": []}
+
+
+def test_a_text_of_its_own_comes_before_a_sibling() -> None:
+    """A later sibling began alike; by the longest match alone it would be drafted."""
+    history = History(100, 2, 4)
+    own, other = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 8, 9]
+    history.learn(len(PROMPT), np.array(PROMPT + own, dtype=np.int32))
+    end(history, "sibling", PROMPT, other)
+    follow(history, "a", own)
+    requests = {"b": (PROMPT, own[:4]), "a": (PROMPT, own[:4])}
+    assert draft(history, requests, 2) == {"b": [8, 9], "a": [5, 6]}
+
+
+def test_ngrams_draft_after_the_first_difference() -> None:
+    history = History(100, 2, 4)
+    own = [1, 2, 3, 4, 5, 6, 7, 8]
+    history.learn(len(PROMPT), np.array(PROMPT + own, dtype=np.int32))
+    follow(history, "a", own)
+    assert draft(history, {"a": (PROMPT, [1, 99])}) == {"a": []}
+    assert draft(history, {"a": (PROMPT, [1, 99, 3, 4])}) == {"a": [5, 6, 7, 8]}, "found again"
+    follow(history, "b", own)
+    history.forget("b")
+    assert draft(history, {"b": (OTHER, [])}) == {"b": []}
+
+
+def test_a_text_of_its_own_may_come_late() -> None:
+    history = History(100, 2, 4)
+    assert draft(history, {"a": (PROMPT, [1]), "b": (PROMPT, [2])}) == {"a": [], "b": []}
+    for name in "ab":
+        follow(history, name, [1, 50, 51, 52])
+    assert draft(history, {"a": (PROMPT, [1, 50]), "b": (PROMPT, [2, 50])}) == {
+        "a": [51, 52],
+        "b": [],
+    }
+    history.clear()
+    assert draft(history, {"a": (PROMPT, [1, 50])}) == {"a": []}
+
+
+# --- matches ------------------------------------------------------------------------------------
+
+
+def matches(
+    history: History, requests: dict[str, tuple[list[int], list[int]]]
+) -> list[tuple[int, int]]:
+    """Return the scope and the length of each request's match."""
+    rows: Any = np.zeros((len(requests), WIDTH), dtype=np.int32)
+    for row, (prompt, response) in enumerate(requests.values()):
+        rows[row, : len(prompt) + len(response)] = prompt + response
+    num_prompt_tokens = [len(prompt) for prompt, _ in requests.values()]
+    num_tokens = [len(prompt) + len(response) for prompt, response in requests.values()]
+    wanted = [4] * len(requests)
+    _, found = history.look_up(list(requests), num_prompt_tokens, num_tokens, rows, wanted)
+    return [(int(scope), int(length)) for scope, length in found]
+
+
+def test_a_match_counts_the_tokens_of_the_response_only() -> None:
+    history = History(200, 2, 4)
+    end(history, "known", PROMPT, [*range(20, 40)])
+    found = matches(
+        history,
+        {
+            "start": (PROMPT, []),
+            "few": (PROMPT, [20, 21, 22]),
+            "many": (PROMPT, [*range(20, 32)]),
+            "part": (PROMPT, [50, 51, *range(24, 32)]),
+            "other prompt": (OTHER, [*range(32, 39)]),
+            "unknown": ([1, 2], [3]),
+        },
+    )
+    assert found == [(0, 0), (0, 3), (0, 12), (0, 8), (1, 7), (-1, 0)]
+
+
+def test_a_match_is_counted_up_to_a_limit_and_within_the_ring() -> None:
+    history = History(50, 2, 4)
+    end(history, "known", PROMPT, [*range(100, 148)])
+    assert matches(history, {"a": (OTHER, [*range(100, 146)])}) == [(-1, 0)], "overwritten by it"
+    history = History(300, 2, 4)
+    end(history, "known", PROMPT, [*range(100, 148)])
+    assert matches(history, {"a": (OTHER, [*range(100, 146)])}) == [(1, 32)]

@@ -1,0 +1,278 @@
+"""Lossy and unsupported settings are refused before an engine starts, with a way out."""
+
+from typing import Any
+
+import pytest
+
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.errors import ConfigError, LossyError
+from tlt.vllm.args import engine_args, max_draft_tokens
+from tlt.vllm.lossless_checks import check_length, check_params, check_sampling, code_arguments
+
+EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
+NGRAM = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
+MIXED = {"kind": "fixed", "drafter": "mixed", "num_draft_tokens": 4}
+
+
+def config(**kwargs: Any) -> EngineConfig:
+    return EngineConfig(**({"model": "m", "drafter": "d", "strategy": EAGLE} | kwargs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"drafter": None}, ConfigError, "engine.drafter is not set"),
+        ({"strategy": NGRAM, "ngram": None}, ConfigError, "engine.ngram is null"),
+        ({"strategy": MIXED, "ngram": None}, ConfigError, "engine.ngram is null"),
+        ({"strategy": MIXED, "drafter": None}, ConfigError, "'mixed' but engine.drafter is not"),
+        ({"strategy": MIXED, "ngram": {"history_tokens": 0}}, ConfigError, "history_tokens = 1000"),
+        ({"ngram": {"min_match": 5, "max_match": 2}}, ConfigError, "min_match = 2"),
+        ({"max_draft_tokens": 2}, ConfigError, "set it to 4"),
+        ({"engine_args": {"scheduler_cls": "x"}}, ConfigError, "TLT's scheduler"),
+        ({"engine_args": {"worker_cls": "x"}}, ConfigError, "TLT's worker"),
+        ({"engine_args": {"logits_processors": ["x"]}}, LossyError, "logits_processors"),
+        ({"engine_args": {"data_parallel_size": 2}}, ConfigError, "pool.num_engines"),
+        (
+            {"strategy": NGRAM, "engine_args": {"async_scheduling": True}},
+            ConfigError,
+            "set it to false",
+        ),
+        (
+            {"strategy": MIXED, "engine_args": {"async_scheduling": True}},
+            ConfigError,
+            "set it to false",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"rejection_sample_method": "synthetic"}}},
+            LossyError,
+            "use 'standard'",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"rejection_sample_method": "block"}}},
+            ConfigError,
+            "needs vLLM's V2 runner",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"method": "medusa"}}},
+            LossyError,
+            "'eagle3' or 'ngram'",
+        ),
+        (
+            {"engine_args": {"speculative_config": {"synthetic_acceptance_rates": [1.0]}}},
+            LossyError,
+            "not known to keep the distribution",
+        ),
+    ],
+)
+def test_engines_that_are_refused(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        engine_args(config(**settings))
+
+
+def test_block_verification_is_allowed_on_gpus() -> None:
+    given = {"engine_args": {"speculative_config": {"rejection_sample_method": "block"}}}
+    speculative = engine_args(config(num_gpus=1, **given))["speculative_config"]
+    assert speculative["rejection_sample_method"] == "block"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("min_p", 0.1),
+        ("logit_bias", {1: 2.0}),
+        ("n", 4),
+        ("structured_outputs", {"json": {}}),
+        ("repetition_penalty", 1.2),
+        ("some_future_option", True),
+    ],
+)
+def test_sampling_that_is_refused_with_drafts_only(key: str, value: Any) -> None:
+    sampling = SamplingSpec(max_tokens=8, extra={key: value})
+    with pytest.raises(LossyError, match=rf"sampling\.extra\.{key}.*refused with speculation"):
+        check_sampling(sampling, speculating=True)
+    check_sampling(sampling, speculating=False)
+
+
+def test_sampling_that_is_fine() -> None:
+    check_sampling(SamplingSpec(max_tokens=8, extra={"min_tokens": 2, "min_p": 0.0}), True)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingSpec(max_tokens=0),
+        SamplingSpec(max_tokens=8, temperature=-1),
+        SamplingSpec(max_tokens=8, temperature=2.5),
+        SamplingSpec(max_tokens=8, top_p=0),
+    ],
+)
+def test_nonsense_is_refused(sampling: SamplingSpec) -> None:
+    with pytest.raises(ConfigError, match="sampling"):
+        check_sampling(sampling, speculating=False)
+
+
+def test_head_room_for_drafts() -> None:
+    request = SampleRequest("s", tuple(range(10)), SamplingSpec(max_tokens=85))
+    check_length(request, max_model_len=100, max_draft_tokens=4)
+    with pytest.raises(ConfigError, match="max_model_len = 101"):
+        check_length(request, max_model_len=100, max_draft_tokens=5)
+    check_length(request, max_model_len=95, max_draft_tokens=0)
+
+
+def test_engine_args_pass_through_verbatim() -> None:
+    args = engine_args(
+        config(engine_args={"max_num_seqs": 7, "speculative_config": {"draft_sample_method": "x"}})
+    )
+    assert args["max_num_seqs"] == 7
+    assert args["speculative_config"]["draft_sample_method"] == "x"
+    assert args["speculative_config"]["model"] == "d"
+    assert args["speculative_config"]["num_speculative_tokens"] == 4
+
+
+def test_schedulers_follow_the_device() -> None:
+    assert engine_args(config())["scheduler_cls"].endswith(".AdaptiveScheduler")
+    gpu = engine_args(config(num_gpus=2))
+    assert gpu["scheduler_cls"].endswith(".AdaptiveAsyncScheduler")
+    assert gpu["tensor_parallel_size"] == 2
+    ngram = engine_args(config(num_gpus=1, strategy=NGRAM))
+    assert ngram["async_scheduling"] is True
+
+
+def test_runners_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    cpu, gpu = engine_args(config()), engine_args(config(num_gpus=1))
+    assert cpu["additional_config"]["tlt"]["runner"] == "v1"
+    assert gpu["additional_config"]["tlt"]["runner"] == "v2"
+    assert cpu["worker_cls"] == "tlt.vllm.cpu_worker.AdaptiveCPUWorker"
+    assert gpu["worker_cls"] == "tlt.vllm.gpu_worker.AdaptiveGPUWorker"
+
+
+def test_the_v1_runner_on_a_gpu_looks_ngrams_up_synchronously(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args = engine_args(config(num_gpus=1, strategy=NGRAM))
+    assert args["scheduler_cls"].endswith(".AdaptiveScheduler")
+    assert args["async_scheduling"] is False
+    assert args["additional_config"]["tlt"]["runner"] == "v1"
+
+
+def test_mixed_arms_may_take_longer_drafts_from_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+    def longest(**settings: Any) -> int:
+        args = engine_args(config(strategy=MIXED, **settings))
+        return int(args["speculative_config"]["num_speculative_tokens"])
+
+    assert longest() == 8
+    assert longest(max_draft_tokens=6) == 6
+    assert longest(num_gpus=1) == 4
+
+
+def test_engines_without_drafts_get_no_speculative_config() -> None:
+    bare = config(drafter=None, strategy={"kind": "off"})
+    assert "speculative_config" not in engine_args(bare)
+    assert max_draft_tokens(bare) == 0
+    ngram = engine_args(config(drafter=None, strategy=NGRAM))["speculative_config"]
+    assert ngram["method"] == "ngram"
+    on_gpu = engine_args(config(drafter=None, strategy=NGRAM, num_gpus=1))["speculative_config"]
+    assert on_gpu["method"] == "ngram_gpu"
+    assert max_draft_tokens(config(strategy={"kind": "off"}, max_draft_tokens=8)) == 8
+
+
+def test_gpu_engines_get_graphs_for_their_arms() -> None:
+    table = {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 6], [16, 2]]}
+    args = engine_args(config(num_gpus=1, strategy=table, engine_args={"max_num_seqs": 64}))
+    sizes = args["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes[-1] == 512
+    lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert lengths == [[1, 1, 0], [2, 2, 2], [3, 1_000_000, 6]]
+    # Room for later strategies with longer drafts, at any batch size.
+    roomy = config(num_gpus=1, strategy=table, max_draft_tokens=9, engine_args={"max_num_seqs": 64})
+    assert engine_args(roomy)["compilation_config"]["cudagraph_capture_sizes"][-1] == 640
+    few = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+    budget = engine_args(config(num_gpus=1, engine_args=few))
+    assert budget["compilation_config"]["cudagraph_capture_sizes"][-1] == 256
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"engine_args": {"max_num_seqs": 64}},
+        {"num_gpus": 1},
+        {"num_gpus": 1, "engine_args": {"max_num_seqs": 64, "enforce_eager": True}},
+        {"num_gpus": 1, "engine_args": {"max_num_seqs": 64, "compilation_config": {"mode": 3}}},
+    ],
+)
+def test_graphs_are_left_to_vllm(settings: dict[str, Any]) -> None:
+    args = engine_args(config(**settings))
+    given = settings.get("engine_args", {}).get("compilation_config")
+    assert args.get("compilation_config") == given
+    lengths = args["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert lengths == [[1, 1_000_000, 4]]
+
+
+# --- code of others -------------------------------------------------------------------------------
+
+CODE: list[dict[str, Any]] = [
+    {"trust_remote_code": True},
+    {"worker_extension_cls": "mine.Worker"},
+    {"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}},
+    {"logits_processors": ["mine.Processor"]},
+    {"distributed_executor_backend": "mine.Executor"},
+    {"io_processor_plugin": "mine"},
+    {"reasoning_parser_plugin": "mine.py"},
+    {"structured_outputs_config": {"reasoning_parser_plugin": "mine.py"}},
+    {"ec_manager_config": {"encoder_cache_manager_cls": "mine.Manager"}},
+    {"kv_transfer_config": {"kv_connector": "Mine", "kv_connector_module_path": "mine"}},
+    {"ec_transfer_config": {"ec_connector": "Mine"}},
+    {"compilation_config": {"backend": "mine.backend"}},
+    {"compilation_config": {"inductor_passes": {"a": "mine.run"}}},
+    {"logging_config": {"pylogging_config_file": "logging.json"}},
+    {"log_config_file": "logging.json"},
+    {"load_format": "ipc_cache"},
+    {"speculative_config": {"model": "mine.Proposer"}},
+]
+
+
+@pytest.mark.parametrize("args", CODE, ids=lambda args: next(iter(args)))
+def test_code_of_others_needs_a_permission(args: dict[str, Any]) -> None:
+    plain = {"drafter": None, "ngram": None, "strategy": {"kind": "off"}, "engine_args": args}
+    with pytest.raises(ConfigError, match=rf"{next(iter(args))}.*allow_code = true"):
+        engine_args(config(**plain))
+    allowed = engine_args(config(**plain, allow_code=True))
+    assert next(iter(args)) in allowed
+
+
+def test_arguments_that_load_no_code_need_none() -> None:
+    args = {
+        "trust_remote_code": False,
+        "worker_extension_cls": "",
+        "distributed_executor_backend": "mp",
+        "compilation_config": {"mode": 3, "backend": "inductor"},
+        "load_format": "safetensors",
+        "speculative_config": {"model": "models/drafter-1.0"},
+        "max_model_len": 512,
+    }
+    assert code_arguments(args) == []
+
+
+def test_vllm_s_other_names_for_drafters_are_refused() -> None:
+    for key, value in {"spec_method": "eagle3", "spec_model": "drafter", "spec_tokens": 3}.items():
+        with pytest.raises(ConfigError, match="use engine"):
+            engine_args(config(engine_args={key: value}))
+
+
+@pytest.mark.parametrize("name", ["min_p", "logit_bias", "repetition_penalty", "bad_words"])
+def test_requests_of_other_programs_that_drafts_would_not_honour(name: str) -> None:
+    with pytest.raises(LossyError, match=f"{name} = 1.5 is refused while TLT drafts"):
+        check_params({"temperature": 0.7, name: 1.5})
+
+
+def test_requests_of_other_programs_that_work_with_drafts() -> None:
+    check_params({"n": 4, "top_p": 0.9, "seed": 1, "logprobs": 5, "_eos_token_id": 2})
