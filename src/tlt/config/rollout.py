@@ -9,7 +9,6 @@ from pydantic import Field
 from tlt.config.schema import LONGEST_S, Schema
 
 CORE_GROUP = "engines"
-DispatchOrder = Literal["longest_first", "arrival", "siblings"]
 
 
 class NgramConfig(Schema):
@@ -33,8 +32,7 @@ class DraftSettings(Schema):
     strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
     """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""
     max_draft_tokens: int | None = Field(default=None, ge=1, le=32)
-    """Longest draft that a strategy of this engine may use; by default what `strategy` needs. In
-    mixed arms, drafts from the history of samples may have as many tokens, by default 8."""
+    """Longest draft that a strategy of this engine may use; by default what `strategy` needs."""
     ngram: NgramConfig | None = Field(default_factory=NgramConfig)
     """Settings of the n-gram drafter; null leaves n-grams out of the engine."""
     drafter_state_mib: int = Field(default=512, ge=0)
@@ -89,21 +87,6 @@ class PoolConfig(Schema):
     """Number of engines, each in a process of its own."""
     prefetch: int = Field(default=4, ge=0)
     """Requests queued inside an engine beyond those it runs, to hide the latency of dispatch."""
-    dispatch: DispatchOrder = "arrival"
-    """Order in which engines get requests. `longest_first`: by expected length, and long requests
-    beside few others; responses of the same prompt, in earlier epochs and in this rollout, tell
-    what to expect. `arrival`: as they came. `siblings`: as they came, but while requests wait for
-    slots, an engine gets samples of its own prompts first, whose n-grams it knows. Samples are the
-    same."""
-    shared_text_mib: int = Field(default=0, ge=0)
-    """Memory of the driver in MiB for responses by prompt, which the n-gram drafters of other
-    engines, epochs and runs learn from, for example 64; 0: every engine learns from its own samples
-    only."""
-    look_ahead: bool = False
-    """Whether engines that have nothing left to generate draw samples of the next RL step with the
-    present policy. The texts are drafts for the next policy, which has the same noise, and are
-    never samples. Engines need n-gram arms, for example `["ngram", 8]` and `["ngram", 16]`. Harvest
-    gets the rest of the idle time. Samples are the same."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine may take to start, including the wait for free resources."""
     health_timeout_s: float = Field(default=120.0, gt=0, le=LONGEST_S)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from tlt.rollout.distribution import NewWeights
+    from tlt.rollout.weights import NewWeights
     from tlt.spans import Span
 
 Record = dict[str, float]
@@ -68,8 +68,12 @@ class Engines(Protocol):
         """Names of the engines that are ready."""
         ...
 
-    async def call_engine(self, engine: str, method: str) -> None:
-        """Let an engine `sleep` or `wake`."""
+    async def sleep_engine(self, engine: str) -> None:
+        """Let an engine give its device's memory away."""
+        ...
+
+    async def wake_engine(self, engine: str) -> None:
+        """Let an engine take its device's memory back."""
         ...
 
     async def update_drafter(

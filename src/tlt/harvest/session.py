@@ -32,14 +32,14 @@ from tlt.harvest.forecast import TailForecast
 from tlt.harvest.published import PublishedDrafter, for_engines, save_published
 from tlt.harvest.record import step_record
 from tlt.harvest.rounds import TrainerHandle, Version, now_s
-from tlt.rollout.distribution import SWAP_S
-from tlt.rollout.handle import place_of
+from tlt.rollout.client import SWAP_S
+from tlt.rollout.client import place_of
 
 if TYPE_CHECKING:
     import torch
 
     from tlt.harvest.trainer import HarvestSettings
-    from tlt.rollout.distribution import NewWeights
+    from tlt.rollout.weights import NewWeights
     from tlt.spans import Span
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class Harvest:
             async with self._moving.setdefault(spell.engine, asyncio.Lock()):
                 if self._idle.get(spell.worker) is spell:
                     self._asleep.add(spell.engine)
-                    await self._pool.call_engine(spell.engine, "sleep")
+                    await self._pool.sleep_engine(spell.engine)
         if self._idle.get(spell.worker) is spell:  # not needed again meanwhile
             self._tell(lambda coordinator: coordinator.idle(spell.worker, spell.remaining_s))
 
@@ -179,7 +179,7 @@ class Harvest:
             # Every caller waits: the engine may just be falling asleep, or waking for another one.
             async with self._moving.setdefault(engine, asyncio.Lock()):
                 if engine in self._asleep:
-                    await self._pool.call_engine(engine, "wake")
+                    await self._pool.wake_engine(engine)
                     self._asleep.discard(engine)
                     await self._pool.refresh_drafter(engine)
 

@@ -278,7 +278,10 @@ class Replicas:
         self.version = version
         return seconds
 
-    async def call_engine(self, engine: str, method: str) -> None:
+    async def sleep_engine(self, engine: str) -> None:
+        raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
+
+    async def wake_engine(self, engine: str) -> None:
         raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
 
     async def refresh_drafter(self, engine: str) -> None:

@@ -8,42 +8,37 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError, EngineError, EngineGone
 from tlt.node.cluster import end_with_ray
 from tlt.node.shared import run_environment
+from tlt.rollout.client import Engine, EngineProcess, Spawner
 from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.handle import Spawner
 from tlt.vllm.core import PROCESS_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 2.0
-"""Seconds after which an engine with nothing to deliver shows that it is alive."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class EngineActor:
-    """An engine in its process. Ray runs these methods in threads of the actor."""
+class EngineActor(RolloutEngine):
+    """An engine in its process. Ray runs its methods in threads of the actor."""
 
     def __init__(self, config: EngineConfig, name: str) -> None:
         end_with_ray()
-        self._engine = RolloutEngine(config, name)
+        super().__init__(config, name)
 
     def start(self) -> dict[str, Any]:
         """Start the engine, and return its report with its process id and node."""
-        report = self._engine.start()
+        report = super().start()
         return report | {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine."""
-        return getattr(self._engine, method)(*args)
-
-    def call_with_weights(self, method: str, raw: Any, version: int) -> Any:
+    def load_shipped(self, raw: Any, version: int, draft: bool) -> float:
         """Load weights that came from another node, through Ray's object store."""
         from tlt.node.weights import SharedWeights
 
@@ -52,11 +47,8 @@ class EngineActor:
         except ValueError as error:
             raise EngineError(str(error)) from error
         with weights:
-            return self.call(method, weights.manifest(), version)
-
-    def take_finished(self) -> list[Sample]:
-        """Return finished samples; an empty list after `POLL_S` without one."""
-        return self._engine.take_finished(POLL_S)
+            load = self.update_drafter if draft else self.update_policy
+            return load(weights.manifest(), version)
 
 
 _shipped: dict[str, Any] = {}
@@ -109,27 +101,21 @@ class RayEngine:
         self.is_remote = report["node"] != ray.get_runtime_context().get_node_id()
         return report
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self._await(self.actor.call.remote("submit", list(requests)))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return await self._await(self.actor.call.remote("withdraw", list(sample_ids)))
-
-    async def take_finished(self) -> list[Sample]:
-        return await self._await(self.actor.take_finished.remote())
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method in ("update_policy", "update_drafter") and self.is_remote:
-            manifest, version = args
+    async def call(
+        self, command: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if self.is_remote and command in (Engine.update_policy, Engine.update_drafter):
+            manifest, version = cast(tuple[dict[str, Any], int], args)
             raw = await asyncio.to_thread(ship, manifest["path"])
-            return await self._await(self.actor.call_with_weights.remote(method, raw, version))
-        return await self._await(self.actor.call.remote(method, *args))
+            draft = command == Engine.update_drafter
+            return await self._await(self.actor.load_shipped.remote(raw, version, draft))
+        return await self._await(getattr(self.actor, command.__name__).remote(*args, **kwargs))
 
     async def stop(self, graceful: bool) -> None:
         if graceful:
             try:
                 async with asyncio.timeout(10):
-                    await self.call("shutdown")
+                    await self.call(Engine.shutdown)
             except (EngineError, TimeoutError):
                 pass
         ray.kill(self.actor)
@@ -163,18 +149,43 @@ class PolicyRoute:
 
         return PolicySender(self.backend, rank, host, self, shapes, dtype, weights)
 
-    def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method of each engine with arguments of its own, and wait for all of them."""
-        pairs = zip(self.actors, args, strict=True)
-        refs = [actor.call.remote(method, *own) for actor, own in pairs]
-        errors = {
-            name: e for name, ref in zip(self.engines, refs, strict=True) if (e := _error(ref))
-        }
-        if errors and (method != "finish_policy" or len(errors) == len(refs)):
+    def connect(self, init_infos: Sequence[dict[str, Any]]) -> None:
+        """Connect each engine, with settings of its own."""
+        for error in self._failed(Engine.connect_policy, [(info,) for info in init_infos]).values():
+            raise error
+
+    def start(self, shapes: list[tuple[str, list[int]]]) -> None:
+        """Let all engines begin to load a policy."""
+        self._all(Engine.start_policy, shapes)
+
+    def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Let all engines load one chunk of the policy."""
+        self._all(Engine.receive_policy, update_info)
+
+    def finish(self, version: int, seed: int, fingerprints: dict[str, Any]) -> None:
+        """Let all engines compare what they loaded with the learner's policy."""
+        args = [(version, seed, fingerprints)] * len(self.actors)
+        errors = self._failed(Engine.finish_policy, args)
+        if len(errors) == len(self.actors):
             raise next(iter(errors.values()))
         for name, error in errors.items():
             # It ends by itself, and the pool replaces it: no evidence against the weights.
             logger.warning("%s did not take the policy that was sent: %r", name, error)
+
+    def _all(
+        self, command: Callable[Concatenate[Engine, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        for error in self._failed(command, [args] * len(self.actors)).values():
+            raise error
+
+    def _failed(
+        self, command: Callable[..., object], args: Sequence[tuple[Any, ...]]
+    ) -> dict[str, Exception]:
+        """Call each engine with arguments of its own, wait for all, and return their errors."""
+        pairs = zip(self.actors, args, strict=True)
+        refs = [getattr(actor, command.__name__).remote(*own) for actor, own in pairs]
+        errors = ((name, _error(ref)) for name, ref in zip(self.engines, refs, strict=True))
+        return {name: error for name, error in errors if error is not None}
 
 
 def _error(ref: Any) -> Exception | None:
@@ -185,9 +196,9 @@ def _error(ref: Any) -> Exception | None:
     return None
 
 
-def policy_route(backend: str, handles: Mapping[str, Any]) -> PolicyRoute:
+def policy_route(backend: str, processes: Mapping[str, EngineProcess]) -> PolicyRoute:
     """Return the route to engines that the pool holds."""
-    engines = cast(Mapping[str, RayEngine], handles)
+    engines = cast(Mapping[str, RayEngine], processes)
     return PolicyRoute(
         backend,
         tuple(engines),

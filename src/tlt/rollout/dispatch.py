@@ -1,14 +1,6 @@
 """The pool's decisions about which engine generates what, without engines, clocks or I/O.
 
-Requests wait in one queue, and the least loaded engine gets the next request. With a forecast of
-lengths the longest request is next, and an engine with a long request counts as more loaded: long
-requests start early, and beside few others. Without a forecast requests go out as they came.
-
-Siblings teach each other where they run on one engine (`vllm.history`). If they are to stay
-together, an engine gets siblings of its own requests first, and else the first one of a new group,
-as long as many requests wait. The last requests spread: a group of long responses on one engine
-would hold up the rollout.
-
+Requests wait in one queue, first come, first served, and the least loaded engine gets the next one.
 An engine holds at most as many requests as it has slots, which it runs at once, plus a few
 prefetched ones, which hide the latency of a submission. When the queue is empty, the dispatcher
 recalls requests that wait behind a loaded engine's slots for an engine with a free slot. Work per
@@ -22,21 +14,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tlt.contracts import SampleRequest
 from tlt.errors import EngineError
-from tlt.rollout.lengths import LengthForecast, prompt_key
-from tlt.rollout.work import Held, Queue, Work
-
-APART = 4
-"""Tokens of other requests that delay an engine as much as one more token of its longest request.
-With a larger value, long requests have fewer others beside them."""
-QUEUED = 2
-"""Requests that wait for each slot of all engines, above which siblings stay together. Modelled
-rollouts of 32 engines took between 2% less and 2% longer than if siblings spread; with 1 they took
-up to 7% longer, with 0 up to 20%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +38,44 @@ class Recall:
     sample_ids: tuple[str, ...]
 
 
+@dataclass(eq=False, slots=True)
+class _Work:
+    """A sample that is not finished."""
+
+    request: SampleRequest
+    attempts: int = 0
+    owner: str | None = None
+
+
 @dataclass(slots=True)
-class _Engine:
+class EngineLoad:
+    """The requests that an engine holds."""
+
     name: str
-    held: Held
+    slots: int
+    works: dict[str, _Work] = field(default_factory=dict)
+    """Unfinished samples by id, in the order in which the engine got them."""
     recalling: bool = False
     recalled_in_vain: bool = False
     """The last recall brought nothing back, and nothing has happened to the engine since."""
     stamp: int = 0
     """Number of changes of this engine; heap entries with another number are stale."""
-    groups: dict[str, None] = field(default_factory=dict)
-    """Groups of this rollout that the engine got a request of, unless none of them waits."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests behind the slots."""
+        return max(len(self.works) - self.slots, 0)
 
 
 class Dispatcher:
     """Turns events into actions: report each event, then carry out all `actions()`."""
 
-    def __init__(
-        self,
-        prefetch: int,
-        forecast: LengthForecast | None = None,
-        max_attempts: int = 5,
-        together: bool = False,
-    ) -> None:
+    def __init__(self, prefetch: int, max_attempts: int = 5) -> None:
         self._prefetch = prefetch
-        self._forecast = forecast
-        self._together = together
         self._max_attempts = max_attempts
-        self._engines: dict[str, _Engine] = {}
-        self._unfinished: dict[str, Work] = {}
-        self._queue = Queue(self._known)
-        self._num_slots = 0
+        self._engines: dict[str, EngineLoad] = {}
+        self._unfinished: dict[str, _Work] = {}
+        self._queue: deque[_Work] = deque()
         self._count = itertools.count()
         # Lazy heaps of (key, tie-break, stamp, engine name).
         self._with_free_slot: list[tuple[int, int, int, str]] = []
@@ -99,15 +89,13 @@ class Dispatcher:
         for request in requests:
             if request.sample_id in self._unfinished:
                 raise ValueError(f"sample {request.sample_id!r} is already being generated")
-            work = Work(request, self._group(request))
-            self._unfinished[request.sample_id] = work
-            self._queue.put(work)
+            self._unfinished[request.sample_id] = work = _Work(request)
+            self._queue.append(work)
 
     def engine_ready(self, name: str, slots: int) -> None:
         """Add an engine that runs `slots` requests at once."""
         assert name not in self._engines, f"engine {name} is already here"
-        self._engines[name] = _Engine(name, Held(slots))
-        self._num_slots += slots
+        self._engines[name] = EngineLoad(name, slots)
         self._changed(self._engines[name])
 
     def engine_lost(self, name: str) -> list[str]:
@@ -115,35 +103,21 @@ class Dispatcher:
         engine = self._engines.pop(name, None)
         if engine is None:
             return []
-        self._num_slots -= engine.held.slots
-        for work in reversed(engine.held.works.values()):
+        for work in reversed(engine.works.values()):
             self._requeue(work)
-        return list(engine.held.works)
+        return list(engine.works)
 
-    def finished(self, name: str, lengths: Mapping[str, int]) -> list[str]:
-        """Note finished samples and their tokens; return the ids without unknown and repeated ones.
-
-        What the lengths tell about samples that are still to come changes the order of the queue.
-        """
+    def finished(self, name: str, sample_ids: Iterable[str]) -> list[str]:
+        """Note finished samples; return their ids without unknown and repeated ones."""
         engine = self._engines.get(name)
         if engine is None:
             return []
-        ended = [sample_id for sample_id in lengths if self._owned(sample_id, name)]
+        ended = [sample_id for sample_id in sample_ids if self._owned(sample_id, name)]
         for sample_id in ended:
-            engine.held.ended(sample_id, lengths[sample_id])
-            self._learn(engine, self._unfinished.pop(sample_id), lengths[sample_id])
-        if not self._unfinished:
-            self._rollout_ended()
+            del engine.works[sample_id], self._unfinished[sample_id]
         engine.recalled_in_vain = False
         self._changed(engine)
         return ended
-
-    def _rollout_ended(self) -> None:
-        if self._forecast is not None:
-            self._forecast.rollout_ended()
-        if self._together:
-            for engine in self._engines.values():
-                engine.groups.clear()
 
     def failed(self, name: str, sample_ids: Iterable[str]) -> list[str]:
         """Requeue samples that the engine broke off, and return their ids."""
@@ -152,7 +126,7 @@ class Dispatcher:
             return []
         again = [sample_id for sample_id in sample_ids if self._owned(sample_id, name)]
         for sample_id in again:
-            self._requeue(engine.held.remove(sample_id))
+            self._requeue(engine.works.pop(sample_id))
         self._changed(engine)
         return again
 
@@ -171,7 +145,7 @@ class Dispatcher:
         engine.recalled_in_vain = not sample_ids
         for sample_id in reversed(sample_ids):
             if self._owned(sample_id, name):
-                work = engine.held.remove(sample_id)
+                work = engine.works.pop(sample_id)
                 work.attempts -= 1  # the sample never started
                 self._requeue(work)
         self._changed(engine)
@@ -185,9 +159,11 @@ class Dispatcher:
             engine = self._pop(self._with_free_slot) or self._pop(self._with_room)
             if engine is None:
                 break
-            many_wait = len(self._queue) > QUEUED * self._num_slots
-            work = self._queue.take(engine.groups if self._together and many_wait else None)
-            self._give(engine, work)
+            work = self._queue.popleft()
+            work.owner = engine.name
+            work.attempts += 1
+            engine.works[work.request.sample_id] = work
+            self._changed(engine)
             assigned.setdefault(engine.name, []).append(work.request)
         actions: list[Assign | Recall] = [
             Assign(name, tuple(requests)) for name, requests in assigned.items()
@@ -208,51 +184,17 @@ class Dispatcher:
                     self._changed(loaded)
                     break
                 idle_engines.append(idle)
-                wanted = idle.held.slots - len(idle.held.works)
-            count = min(wanted, len(loaded.held.behind))
+                wanted = idle.slots - len(idle.works)
+            count = min(wanted, loaded.num_waiting)
             wanted -= count
             # The requests given last are at the end of the engine's queue.
-            ids = tuple(itertools.islice(reversed(loaded.held.works), count))
+            ids = tuple(itertools.islice(reversed(loaded.works), count))
             loaded.recalling = True
             self._changed(loaded)
             recalls.append(Recall(loaded.name, ids))
         for engine in idle_engines:
             self._changed(engine)
         return recalls
-
-    # --- forecasts ----------------------------------------------------------------------------
-
-    def _group(self, request: SampleRequest) -> str:
-        """Return a name that requests with the same forecast share."""
-        if self._together:
-            return prompt_key(request)
-        if self._forecast is None:
-            return ""
-        if request.sampling.ignore_eos:
-            return str(request.sampling.max_tokens)
-        return prompt_key(request)
-
-    def _known(self, work: Work) -> int | None:
-        """Return the tokens to expect of a response; None if nothing is known."""
-        limit = work.request.sampling.max_tokens
-        if self._together:
-            return None  # so that the first of each group goes out first
-        if self._forecast is None or work.request.sampling.ignore_eos:
-            return limit
-        length = self._forecast.expected(work.group)
-        return length if length is None else min(length, limit)
-
-    def _learn(self, engine: _Engine, ended: Work, tokens: int) -> None:
-        """Note what an ended response tells about its siblings, and about those beside it."""
-        if self._forecast is None:
-            return
-        if not ended.request.sampling.ignore_eos:
-            self._forecast.ended(ended.group, tokens)
-            self._queue.reorder(ended.group)
-        for work, so_far in engine.held.outgrown():
-            if not work.request.sampling.ignore_eos:
-                self._forecast.runs(work.group, so_far)
-                self._queue.reorder(work.group)
 
     # --- state --------------------------------------------------------------------------------
 
@@ -268,28 +210,18 @@ class Dispatcher:
 
     def outstanding(self, name: str) -> int:
         """Return the number of requests that an engine holds."""
-        return len(self._engines[name].held.works)
+        return len(self._engines[name].works)
 
     def held_by(self, name: str) -> set[str]:
         """Return the requests that an engine holds, as far as the pool knows."""
-        return set(self._engines[name].held.works)
+        return set(self._engines[name].works)
 
     # --- bookkeeping --------------------------------------------------------------------------
 
     def _owned(self, sample_id: str, name: str) -> bool:
         return sample_id in self._unfinished and self._unfinished[sample_id].owner == name
 
-    def _give(self, engine: _Engine, work: Work) -> None:
-        expected = self._known(work)
-        work.expected = work.request.sampling.max_tokens if expected is None else expected
-        work.owner = engine.name
-        work.attempts += 1
-        engine.held.add(work)
-        if self._together:
-            engine.groups[work.group] = None
-        self._changed(engine)
-
-    def _requeue(self, work: Work) -> None:
+    def _requeue(self, work: _Work) -> None:
         request = work.request
         work.owner = None
         if work.attempts >= self._max_attempts:
@@ -298,24 +230,21 @@ class Dispatcher:
                 f"or broke it off; its prompt ({len(request.prompt_token_ids)} tokens) may be the "
                 "cause"
             )
-        self._queue.put_back(work)
+        self._queue.appendleft(work)
 
-    def _changed(self, engine: _Engine) -> None:
+    def _changed(self, engine: EngineLoad) -> None:
         """Push a new entry for the engine onto every heap it now belongs to."""
         engine.stamp += 1
-        held = engine.held
-        load = held.tokens_left()
-        if self._forecast is not None:
-            load += APART * held.longest_left()
+        load = len(engine.works)
         entry = (load, next(self._count), engine.stamp, engine.name)
-        if len(held.works) < held.slots:
+        if load < engine.slots:
             heapq.heappush(self._with_free_slot, entry)
-        elif len(held.works) < held.slots + self._prefetch:
+        elif load < engine.slots + self._prefetch:
             heapq.heappush(self._with_room, entry)
-        if held.behind and not (engine.recalling or engine.recalled_in_vain):
-            heapq.heappush(self._with_waiting, (-len(held.behind), *entry[1:]))
+        if engine.num_waiting and not (engine.recalling or engine.recalled_in_vain):
+            heapq.heappush(self._with_waiting, (-engine.num_waiting, *entry[1:]))
 
-    def _pop(self, heap: list[tuple[int, int, int, str]]) -> _Engine | None:
+    def _pop(self, heap: list[tuple[int, int, int, str]]) -> EngineLoad | None:
         """Pop the first engine, and drop stale entries. The caller must call `_changed` for it."""
         while heap:
             _, _, stamp, name = heapq.heappop(heap)

@@ -1,26 +1,23 @@
 """One vLLM engine: the loop (`loop`) over vLLM's core (`vllm.core`), and the calls of the pool.
 
-`rollout.actor` calls the methods of `RolloutEngine` by their names.
+`client.Engine` lists the commands that `RolloutEngine` carries out.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Recheck, SampleRequest, StepReport
 from tlt.errors import ConfigError, EngineUnsafe
-from tlt.rollout.ahead import AheadText
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Verdict
-from tlt.rollout.texts import Lesson
 from tlt.spans import Span
-from tlt.strategy.spec import StrategySpec, build_strategy, complete_strategy
+from tlt.strategy.spec import build_strategy, complete_strategy
 from tlt.vllm.args import drafters
 from tlt.vllm.core import VllmCore
 from tlt.vllm.lossless_checks import check_length, check_sampling
@@ -58,13 +55,6 @@ class RolloutEngine(EngineLoop):
         """Queue all requests or, when the engine refuses one of them, none."""
         self._check(requests)
         super().submit(requests)
-
-    def look_ahead(
-        self, turn: int, requests: Sequence[SampleRequest], wait_s: float
-    ) -> tuple[list[AheadText], bool]:
-        """Generate these texts ahead as well, or, when the engine refuses one of them, none."""
-        self._check(requests)
-        return super().look_ahead(turn, requests, wait_s)
 
     def _check(self, requests: Sequence[SampleRequest]) -> None:
         """Refuse requests that would be sampled wrongly, or that do not fit."""
@@ -110,17 +100,9 @@ class RolloutEngine(EngineLoop):
         """Forget all earlier prompts and samples, so that a measurement starts from nothing."""
         self.between_steps(self.core.forget)
 
-    def learn(self, lessons: Sequence[Lesson]) -> None:
-        """Learn n-grams from other responses in the next engine steps; return at once."""
-        self.core.inbox.put(lessons)
-
-    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
-        """Return what running responses have from these places on, for other engines to learn."""
-        return self.between_steps(lambda: self.core.running_texts(wanted))
-
     # --- strategy and weights -----------------------------------------------------------------
 
-    def set_strategy(self, spec: StrategySpec) -> None:
+    def set_strategy(self, spec: dict[str, Any]) -> None:
         """Choose arms by another strategy from the next engine step on."""
         strategy = build_strategy(complete_strategy(spec, drafters(self.config)))
         longest = self.core.max_draft_tokens
@@ -130,17 +112,12 @@ class RolloutEngine(EngineLoop):
                     f"arm {arm} drafts more than the {longest} tokens this engine was started for; "
                     f"set engine.max_draft_tokens = {arm.num_draft_tokens}"
                 )
-            if arm.uses_model and self.config.drafter is None:
+            if arm.drafter == "eagle3" and self.config.drafter is None:
                 raise ConfigError(f"arm {arm}: this engine was started without engine.drafter")
-            if arm.uses_ngrams and not self.core.has_ngrams:
+            if arm.drafter == "ngram" and not self.core.has_ngrams:
                 raise ConfigError(
                     f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
                     "engine_args.async_scheduling = false"
-                )
-            if arm.drafter == "mixed" and not self.core.has_history:
-                raise ConfigError(
-                    f"arm {arm}: this engine was started without a history of samples; set "
-                    "engine.ngram.history_tokens, e.g. 1000000"
                 )
         self.between_steps(lambda: self.core.controller.set_strategy(strategy))
 

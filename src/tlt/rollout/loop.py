@@ -7,9 +7,7 @@ steps.
 Invariants: a request is either queued here (and can be withdrawn), in flight in the core, or
 finished. Each submitted request ends as exactly one `Sample`, unless it is withdrawn. The policy
 changes only while nothing is in flight, so that every sample comes from one policy. A recheck
-(`recheck`) is no request: it runs only while there is neither request nor command. Look-ahead
-(`look_ahead`) is none either: a request ends it before the next engine step, and so does a command
-that needs an empty engine.
+(`recheck`) is not a request: it runs only while there is neither request nor command.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +23,6 @@ from typing import Any, Protocol, TypeVar
 
 from tlt.contracts import WHOLE, Finished, Recheck, Sample, SampleRequest
 from tlt.errors import EngineError, WeightMismatch
-from tlt.rollout.ahead import AheadText
 from tlt.rollout.recheck import Verdict, compare
 
 logger = logging.getLogger(__name__)
@@ -56,19 +52,6 @@ class EngineCore(Protocol):
         """Forget a recheck; return by how much the expected token missed the draw, by position."""
         ...
 
-    @property
-    def can_look_ahead(self) -> bool:
-        """Whether the engine is awake, and texts that it generates ahead are of use."""
-        ...
-
-    def begin_ahead(self, request: SampleRequest) -> None:
-        """Take a request of look-ahead in; engine steps draft and count nothing until the end."""
-        ...
-
-    def end_ahead(self) -> Mapping[str, Sequence[int]]:
-        """Abort all requests of look-ahead, and return their tokens so far."""
-        ...
-
     def stop(self) -> None:
         """Release what the core holds, after the last engine step."""
         ...
@@ -79,17 +62,6 @@ class _Rechecking:
     recheck: Recheck
     verdict: Future[Verdict | None] = field(default_factory=Future)
     begun: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Ahead:
-    """Look-ahead under way."""
-
-    turn: int
-    seen: set[str] = field(default_factory=set)
-    """Requests that came: a call may arrive twice."""
-    queue: deque[SampleRequest] = field(default_factory=deque)
-    running: set[str] = field(default_factory=set)
 
 
 class EngineLoop:
@@ -116,11 +88,6 @@ class EngineLoop:
         """Each request in flight, when it arrived, and when it left the queue."""
         self._rechecking: _Rechecking | None = None
         self._ended_recheck = ""
-        self._ahead: _Ahead | None = None
-        self._ended_turn = 0
-        """Number of the last turn of look-ahead that is over."""
-        self._ahead_texts: list[AheadText] = []
-        """Texts of look-ahead that nobody has fetched yet."""
         self._slots = 0
         self._stopping = False
         self._turn_started_s: float | None = None
@@ -191,7 +158,6 @@ class EngineLoop:
         """Run a command as `between_steps` does; refuse it while any request is unfinished."""
 
         def guarded() -> T:
-            self._end_ahead()
             if self._in_flight or self._queue:
                 raise EngineError(
                     f"{self.num_running} samples are running and {self.num_queued} queued: {why}"
@@ -208,7 +174,7 @@ class EngineLoop:
         with self._lock:
             self._raise_if_dead()
             has_work = self._queue or self._in_flight or self._commands
-            is_busy = has_work or self._rechecking or self._ahead
+            is_busy = has_work or self._rechecking
             is_late = recheck.request.sample_id == self._ended_recheck
             if is_busy or is_late:
                 return None
@@ -220,44 +186,6 @@ class EngineLoop:
         """End a recheck, also one that has not arrived yet."""
         with self._lock:
             self._ended_recheck = sample_id
-
-    def look_ahead(
-        self, turn: int, requests: Sequence[SampleRequest], wait_s: float
-    ) -> tuple[list[AheadText], bool]:
-        """Generate these texts as well, while the engine has nothing else to do.
-
-        Return the texts that ended since the last call, after at most `wait_s`, and whether the
-        turn is over. A request or `end_look_ahead` ends it; what was generated counts as ended. A
-        turn that has not begun does not begin beside other work. Turns are numbered upwards.
-        """
-        with self._lock:
-            self._raise_if_dead()
-            is_busy = self._queue or self._in_flight or self._rechecking or self._ahead
-            if turn > self._ended_turn and not is_busy:
-                self._ahead = _Ahead(turn)
-            mine = self._ahead
-            if mine is not None and mine.turn == turn:
-                mine.queue.extend(r for r in requests if r.sample_id not in mine.seen)
-                mine.seen |= {r.sample_id for r in requests}
-                self._lock.notify_all()
-                self._lock.wait_for(
-                    lambda: (
-                        self._ahead_texts
-                        or self._ahead is not mine
-                        or self._error
-                        or self._stopping
-                    ),
-                    wait_s,
-                )
-                self._raise_if_dead()
-            texts, self._ahead_texts = self._ahead_texts, []
-            return texts, self._ahead is None or self._ahead.turn != turn
-
-    def end_look_ahead(self, turn: int) -> None:
-        """End a turn of look-ahead before the next engine step, also one that has not begun."""
-        with self._lock:
-            self._ended_turn = max(self._ended_turn, turn)
-            self._lock.notify_all()
 
     @property
     def is_stopping(self) -> bool:
@@ -326,7 +254,6 @@ class EngineLoop:
                     or self._in_flight
                     or self._commands
                     or self._rechecking
-                    or self._ahead_waits()
                     or self._stopping
                 )
             )
@@ -342,15 +269,11 @@ class EngineLoop:
             rechecking = self._rechecking
         if rechecking is not None:
             self._recheck_turn(rechecking, is_in_the_way=bool(admitted or num_commands))
-        if self._in_flight:
-            self._end_ahead()
         self._run_commands(num_commands)
         for request, _ in admitted:
             self._core.admit(request)
         if self._in_flight:
             self._collect(self._core.step())
-        elif self._ahead is not None:
-            self._ahead_turn(self._ahead)
         self._turn_started_s = None
         return True
 
@@ -393,44 +316,6 @@ class EngineLoop:
         with self._lock:
             self._rechecking = None
         mine.verdict.set_result(verdict)
-
-    def _ahead_waits(self) -> bool:
-        """Return whether look-ahead has an engine step to run, or is to end."""
-        mine = self._ahead
-        if mine is None:
-            return False
-        return bool(mine.queue or mine.running) or mine.turn <= self._ended_turn
-
-    def _ahead_turn(self, mine: _Ahead) -> None:
-        """Run one engine step of look-ahead, or end it."""
-        if mine.turn <= self._ended_turn or not self._core.can_look_ahead:
-            self._end_ahead()
-            return
-        with self._lock:
-            free = self._slots - len(mine.running)
-            new = [mine.queue.popleft() for _ in range(min(free, len(mine.queue)))]
-        for request in new:
-            self._core.begin_ahead(request)
-            mine.running.add(request.sample_id)
-        if not mine.running:
-            return
-        ended = list(self._core.step())
-        with self._lock:
-            for end in ended:
-                mine.running.discard(end.sample_id)
-                self._ahead_texts.append(AheadText(end.sample_id, array("i", end.token_ids)))
-            self._lock.notify_all()
-
-    def _end_ahead(self) -> None:
-        """Abort look-ahead, and hand its texts over."""
-        if (mine := self._ahead) is None:
-            return
-        texts = self._core.end_ahead()
-        with self._lock:
-            self._ended_turn = max(self._ended_turn, mine.turn)
-            self._ahead = None
-            self._ahead_texts += (AheadText(name, array("i", t)) for name, t in texts.items())
-            self._lock.notify_all()
 
     def _collect(self, finished: Iterable[Finished]) -> None:
         samples = []

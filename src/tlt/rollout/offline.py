@@ -10,17 +10,21 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest
 from tlt.errors import EngineGone
+from tlt.rollout.client import Engine
 from tlt.rollout.engine import RolloutEngine
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NOTED_CHARS = 10_000
 """Characters of an engine's output that are added to an error."""
@@ -58,7 +62,7 @@ def generate_here(
 
 
 class ChildEngine:
-    """An engine in a child process, which starts at once; methods are called by their names.
+    """An engine in a child process, which starts at once; `call` gives it a command.
 
     What the process prints goes into a file, which is shown if the process dies, and added to an
     error that leaves the `with` block.
@@ -87,7 +91,7 @@ class ChildEngine:
         trace: TracebackType | None,
     ) -> None:
         if self._started.done() and self._started.exception() is None and error is None:
-            self.call("shutdown")
+            self.call(Engine.shutdown)
         self._executor.shutdown(wait=error is None, cancel_futures=True)
         if error is not None:
             error.add_note(f"{self._name} printed:\n{self._tail(NOTED_CHARS)}")
@@ -97,9 +101,11 @@ class ChildEngine:
         """Wait until the engine has started, and return its report."""
         return self._result(self._started)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine, and return its result."""
-        return self._result(self._executor.submit(_call, method, args))
+    def call(
+        self, command: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Give the engine a command, and return its answer."""
+        return self._result(self._executor.submit(_call, command.__name__, args, kwargs))
 
     def _result(self, future: Future[Any]) -> Any:
         try:
@@ -124,5 +130,5 @@ def _start(config: EngineConfig, name: str) -> dict[str, Any]:
     return _engine.start()
 
 
-def _call(method: str, args: Sequence[Any]) -> Any:
-    return getattr(_engine, method)(*args)
+def _call(command: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return getattr(_engine, command)(*args, **kwargs)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from tlt.config.train import TrainConfig
@@ -19,16 +17,9 @@ from tlt.errors import CheckpointFailed
 from tlt.harvest.contract import RunHarvest
 from tlt.learner.group import LearnerGroup
 from tlt.observe.stopwatch import Stopwatch
-from tlt.rollout.lengths import LengthForecast
-from tlt.rollout.texts import Texts
 from tlt.train.folder import RunFolder
 
 logger = logging.getLogger(__name__)
-
-LENGTHS = "lengths.json"
-"""File of a checkpoint with the expected lengths of responses, by prompt."""
-TEXTS = "texts.bin"
-"""File of a checkpoint with responses by prompt, from which n-gram drafters learn."""
 
 GRACE_S = 60.0
 """How long a run that must end waits for a checkpoint that is being written."""
@@ -45,33 +36,16 @@ class Checkpoints:
         folder: RunFolder,
         learner: LearnerGroup,
         harvest: RunHarvest,
-        lengths: LengthForecast,
-        texts: Texts,
     ) -> None:
         self._config = config
         self._folder = folder
         self._learner = learner
         self._harvest = harvest
-        self._lengths = lengths
-        self._texts = texts
-        self._lengths_then = lengths.state()
-        """What was known of lengths after the last RL step."""
         self._begun: Path | None = None
         self._writing: asyncio.Task[None] | None = None
         self._faults = self._in_a_row = 0
         self.restarts_since = 0
         """Restarts of the learner since the last checkpoint was written."""
-
-    def restore(self, checkpoint: Path) -> None:
-        """Go on with lengths and texts of a checkpoint; one of an earlier version has none."""
-        if (checkpoint / LENGTHS).exists():
-            self._lengths.restore(json.loads((checkpoint / LENGTHS).read_text()))
-            self._lengths_then = self._lengths.state()
-        if (checkpoint / TEXTS).exists():
-            try:
-                self._texts.restore((checkpoint / TEXTS).read_bytes())
-            except ValueError as error:  # texts are only a source of drafts
-                logger.warning("%s is not used: %s", checkpoint / TEXTS, error)
 
     def last(self, verify_again: bool = False) -> tuple[Path | None, int]:
         """Return the newest sound checkpoint and the number of RL steps it holds."""
@@ -92,26 +66,15 @@ class Checkpoints:
 
     def end(self, step: int, in_haste: bool = False) -> None:
         """Write what `begin` copied, beside the next RL step; in haste, wait for no trainer."""
-        if not in_haste:  # in haste, a rollout of the next RL step may be over
-            self._lengths_then = self._lengths.state()
         if self._begun is not None:
-            of_pool = {
-                LENGTHS: json.dumps(self._lengths_then).encode(),
-                TEXTS: self._texts.state(),
-            }
-            work = self._write(self._begun, step, of_pool, in_haste)
-            self._writing = asyncio.create_task(work)
+            self._writing = asyncio.create_task(self._write(self._begun, step, in_haste))
             self._begun = None
 
-    async def _write(
-        self, hidden: Path, step: int, of_pool: Mapping[str, bytes], in_haste: bool
-    ) -> None:
+    async def _write(self, hidden: Path, step: int, in_haste: bool) -> None:
         earlier, _ = self.last()
         try:
             await self._learner.wait_saved(hidden, earlier, step)
             await self._harvest.save(hidden / "drafter", to_resume=not in_haste)
-            for name, content in of_pool.items():
-                await asyncio.to_thread((hidden / name).write_bytes, content)
             keep = self._config.checkpoint.keep
             await asyncio.to_thread(self._folder.publish_checkpoint, hidden, step, keep)
         except (CheckpointFailed, OSError) as error:

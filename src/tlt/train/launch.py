@@ -44,6 +44,7 @@ from tlt.observe.sinks import Sinks, open_sinks
 from tlt.observe.summary import summary
 from tlt.observe.timekeeper import NoTimekeeper, Timekeeper
 from tlt.rollout.actor import ray_spawner
+from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks
 from tlt.states.buffer import BufferSettings
@@ -211,14 +212,14 @@ async def _start(
 ) -> None:
     if config.engine.num_gpus and config.placement.kind == "colocated":
         await pool.start()  # ranks and trainers use the GPUs that Ray gave the engines
-        reservation.gpus_of_engines(await pool.call_all("devices"))
-        await pool.call_all("sleep")
+        reservation.gpus_of_engines(await pool.call_all(Engine.devices))
+        await pool.call_all(Engine.sleep)
         await learner.start(checkpoint)
-        await pool.call_all("wake")
+        await pool.call_all(Engine.wake)
         return
     await asyncio.gather(pool.start(), learner.start(checkpoint))
     if config.engine.num_gpus:
-        reservation.gpus_of_engines(await pool.call_all("devices"))
+        reservation.gpus_of_engines(await pool.call_all(Engine.devices))
 
 
 def learner_plan(config: TrainConfig, drafter: str | None = None) -> LearnerPlan:

@@ -89,7 +89,7 @@ class Training:
         )
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
-        self._checkpoints = Checkpoints(config, folder, learner, harvest, pool.lengths, pool.texts)
+        self._checkpoints = Checkpoints(config, folder, learner, harvest)
         self._gate = Gate(config.debug.gate)
         self._health = HealthWatch(config.alarm.max_lost_steps, config.learner.updates_per_step)
         self._learner_restarts = 0
@@ -104,9 +104,7 @@ class Training:
     async def _run(self, resume: bool) -> None:
         done, num_steps = 0, self._config.run.num_steps
         if resume:
-            checkpoint, done = self._checkpoints.last()
-            if checkpoint is not None:
-                self._checkpoints.restore(checkpoint)
+            _, done = self._checkpoints.last()
             records = read(self._folder.metrics)
             self._update.gap.recall(r for r in records if r["step"] <= done)
             try:
@@ -187,8 +185,6 @@ class Training:
         if every and (step % every == 0 or step == self._config.run.num_steps):
             record |= await self._evaluate(step, watch)
         record |= self._counters.step_ended() | self._parts.rechecks.record()
-        if self._config.pool.look_ahead:  # by now with the texts that the rollout's end aborted
-            record |= self._parts.pool.ahead.record()
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         record["checkpoint/faults"] = self._checkpoints.take_faults()
         self._log.samples(step, problems, scored)
@@ -203,22 +199,17 @@ class Training:
         config, sampling = self._config, self._config.sampling
         groups = Groups(sampling.group_size, ADVANTAGES[config.algorithm.advantage])
         watch.skip()
-        looking_ahead = asyncio.create_task(self._look_ahead(step + 1))
-        try:
-            scored = await self._rollouts.generate(
-                f"{step}",
-                problems,
-                sampling.group_size,
-                sampling.temperature,
-                self._update.version,
-                watch,
-                stage="rollout",
-                on_scored=lambda scored: self._update.add(groups.add(scored)),
-                rl_step=step,
-            )
-        finally:
-            # Before the next call of the source, which is not for two threads at once.
-            await asyncio.gather(looking_ahead, return_exceptions=True)
+        scored = await self._rollouts.generate(
+            f"{step}",
+            problems,
+            sampling.group_size,
+            sampling.temperature,
+            self._update.version,
+            watch,
+            stage="rollout",
+            on_scored=lambda scored: self._update.add(groups.add(scored)),
+            rl_step=step,
+        )
         work = await self._counters.rollout_ended()
         self._update.rollout_ended()
         engines_capture = config.capture.by == "engines"
@@ -227,16 +218,6 @@ class Training:
         during = work.during
         self._parts.harvest.alarm(during.model_drafts, during.model_accepted_tokens)
         return scored, record | self._parts.harvest.record()
-
-    async def _look_ahead(self, step: int) -> None:
-        """Let engines that become idle generate samples of the next RL step ahead, as drafts."""
-        if not self._config.pool.look_ahead or step > self._config.run.num_steps:
-            return
-        batch, count = self._prepared.source.batch, self._config.sampling.prompts_per_step
-        try:
-            self._rollouts.look_ahead(step, await asyncio.to_thread(batch, step, count))
-        except Exception as error:  # look-ahead saves time, and must not cost any
-            logger.warning("idle engines do not look ahead at RL step %d: %r", step, error)
 
     async def _evaluate(self, step: int, watch: Stopwatch) -> Record:
         """Return the record of the held-out problems under the current policy."""

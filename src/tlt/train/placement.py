@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
-from tlt.rollout.handle import place_of
+from tlt.rollout.client import place_of
 
 Bundle = Mapping[str, float]
 Transfer = Literal["shared_memory", "ipc", "nccl"]

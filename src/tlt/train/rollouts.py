@@ -95,10 +95,15 @@ class Rollouts:
         rl_step: int | None = None,
     ) -> list[Scored]:
         """Return the samples of every problem in order; call `on_scored` as each one is scored."""
-        made = self._make(label, problems, group_size, temperature, rl_step, stage == "rollout")
+        prompts = [self._chat.prompt(problem.question) for problem in problems]
+        count = len(problems) * group_size
+        lengths = self._forced_lengths(label, count) if stage == "rollout" else ()
+        made = make_requests(
+            self._config, label, prompts, group_size, temperature, rl_step, lengths
+        )
         index_of = {request.sample_id: index for index, request in enumerate(made)}
-        self._leave_out(problems, [r.prompt_token_ids for r in made[::group_size]])
-        requests = self._short_enough(made)
+        self._leave_out(problems, prompts)
+        requests = [r for r in made if len(r.prompt_token_ids) <= self._max_prompt_tokens]
 
         async def score(sample: Sample) -> Scored:
             if sample.policy_version != policy_version:
@@ -125,33 +130,6 @@ class Rollouts:
         scored, _ = await asyncio.gather(asyncio.gather(*scoring), self._harvest.rollout_ended())
         watch.lap("reward_wait" if stage == "rollout" else stage)
         return sorted(scored, key=lambda s: (s.problem_number, s.place))
-
-    def look_ahead(self, step: int, problems: Sequence[Problem]) -> None:
-        """Let idle engines generate the samples of a later RL step ahead, as drafts."""
-        sampling = self._config.sampling
-        sizes = sampling.group_size, sampling.temperature
-        made = self._make(f"{step}", problems, *sizes, step, may_force=True)
-        self._pool.look_ahead_on(self._short_enough(made))
-
-    def _make(
-        self,
-        label: str,
-        problems: Sequence[Problem],
-        group_size: int,
-        temperature: float,
-        rl_step: int | None,
-        may_force: bool,
-    ) -> list[SampleRequest]:
-        """Return the requests of all problems, one group after the other."""
-        prompts = [self._chat.prompt(problem.question) for problem in problems]
-        lengths = self._forced_lengths(label, len(problems) * group_size) if may_force else ()
-        return make_requests(
-            self._config, label, prompts, group_size, temperature, rl_step, lengths
-        )
-
-    def _short_enough(self, requests: Sequence[SampleRequest]) -> list[SampleRequest]:
-        """Return the requests whose prompts leave room for a response."""
-        return [r for r in requests if len(r.prompt_token_ids) <= self._max_prompt_tokens]
 
     def _leave_out(self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]]) -> None:
         """Report the problems that are too long; refuse to go on without any other."""

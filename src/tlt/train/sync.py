@@ -16,6 +16,7 @@ from tlt.harvest.trainer import EMBEDDING, HEAD
 from tlt.learner.group import LearnerGroup
 from tlt.node.weights import SharedWeights
 from tlt.rollout.actor import policy_route
+from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
 from tlt.train.placement import transfer
 
@@ -62,16 +63,16 @@ class HostSync:
     async def engines_sleep(self) -> None:
         """Hand the memory of shared GPUs to the learner; engines drop their policy."""
         if self._shares_gpus:
-            await self._pool.call_all("sleep", False)
+            await self._pool.call_all(Engine.sleep, keep_policy=False)
 
     async def sync(self, version: int) -> SharedWeights:
         """Load the learner's policy into all engines, and wake them."""
         weights = await self._learner.publish(self._dtype)  # ranks then free their caches
         if self._shares_gpus:
-            await self._pool.call_all("wake_weights")
+            await self._pool.call_all(Engine.wake_weights)
         await self._pool.update_policy(weights, version)
         if self._shares_gpus:
-            await self._pool.call_all("wake")
+            await self._pool.call_all(Engine.wake)
         return weights
 
     def close(self) -> None:
@@ -92,14 +93,14 @@ class DeviceSync(HostSync):
         """Load the learner's policy into all engines, and wake them."""
         await self._learner.free_cache()
         if self._shares_gpus:
-            await self._pool.call_all("wake_weights")
-        async with self._pool.policy_comes(version, self._publish) as handles:
-            route = policy_route(self._way, handles)
+            await self._pool.call_all(Engine.wake_weights)
+        async with self._pool.policy_comes(version, self._publish) as processes:
+            route = policy_route(self._way, processes)
             ends = await self._learner.send(route, self._dtype, version, (EMBEDDING, HEAD))
         self.close()
         self._ends = ends
         if self._shares_gpus:
-            await self._pool.call_all("wake")  # the learner has freed its caches
+            await self._pool.call_all(Engine.wake)  # the learner has freed its caches
         return ends
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The learner's half of vLLM's weight transfer from GPU to GPU (`device_transfer`).
 
 vLLM's trainer engines drive the transfer: connect, start, update chunk by chunk, finish. They call
-the engines through a client, here `EngineClient`. Every rank of the learner holds a `PolicySender`,
+the engines through a client, here `TransferClient`. Every rank of the learner holds a `PolicySender`,
 because every rank takes part in gathering the tensors; only rank 0 calls the engines.
 
 Fingerprints are made of the tensors that are sent, and the engines compare them with what they
@@ -42,9 +42,10 @@ class Links(Protocol):
         """Workers (GPUs) of each engine."""
         ...
 
-    def call(self, method: str, args: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method of each engine with arguments of its own, and wait for all of them."""
-        ...
+    def connect(self, init_infos: Sequence[dict[str, Any]]) -> None: ...
+    def start(self, shapes: Shapes) -> None: ...
+    def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+    def finish(self, version: int, seed: int, fingerprints: dict[str, Any]) -> None: ...
 
 
 class PolicySource(WeightSource):
@@ -78,7 +79,7 @@ class PolicySource(WeightSource):
             yield name, tensor
 
 
-class EngineClient:
+class TransferClient:
     """Carries each call of vLLM's trainer engines to all engines of the route."""
 
     def __init__(self, links: Links, source: PolicySource) -> None:
@@ -88,25 +89,21 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connect the engines. Each has ranks of its own in the group: vLLM counts within one."""
-        first, args = init_info.get("rank_offset", 0), []
+        first, infos = init_info.get("rank_offset", 0), []
         for num_workers in self._links.num_workers:
             own = {"rank_offset": first} if "rank_offset" in init_info else {}
-            args.append((init_info | own,))
+            infos.append(init_info | own)
             first += num_workers
-        self._links.call("connect_policy", args)
+        self._links.connect(infos)
 
     def start_weight_update(self) -> None:
-        self._all("start_policy", self._source.shapes)
+        self._links.start(self._source.shapes)
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        self._all("receive_policy", update_info)
+        self._links.receive(update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        source = self._source
-        self._all("finish_policy", self.version, source.seed, source.fingerprints)
-
-    def _all(self, method: str, *args: Any) -> None:
-        self._links.call(method, [args] * len(self._links.num_workers))
+        self._links.finish(self.version, self._source.seed, self._source.fingerprints)
 
 
 class PolicySender:
@@ -123,7 +120,7 @@ class PolicySender:
         weights: Weights,
     ) -> None:
         self._source = PolicySource(shapes, dtype, weights, is_sender=rank == 0)
-        self._client = EngineClient(links, self._source)
+        self._client = TransferClient(links, self._source)
         self._engine: Any
         if backend == "ipc":
             # Chunks bound the memory of the copies that are shared. vLLM refuses a tensor that is

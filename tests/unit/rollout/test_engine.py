@@ -1,8 +1,6 @@
 """The engine's loop over a fake core, and the engine's own rules, without vLLM."""
 
 import threading
-import time
-from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,7 +12,6 @@ import pytest
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Finished, FinishReason, Recheck, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, WeightMismatch
-from tlt.rollout.ahead import AheadText
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Verdict
@@ -37,9 +34,6 @@ class FakeCore:
         self.left: dict[str, int] = {}
         self.admitted: list[str] = []
         self.rechecks: list[str] = []
-        self.ahead: dict[str, int] = {}
-        self.aborted: list[str] = []
-        self.can_look_ahead = True
         self.reason: FinishReason = "length"
         self.error: Exception | None = None
         self.start_error: Exception | None = None
@@ -81,17 +75,6 @@ class FakeCore:
         aborted = self.left.pop(recheck.request.sample_id, None) is not None
         self.rechecks.append("aborted" if aborted else "ended")
         return {0: 0.25}
-
-    def begin_ahead(self, request: SampleRequest) -> None:
-        assert not set(self.left) - self.ahead.keys(), "beside no request"
-        self.ahead[request.sample_id] = self.num_steps
-        self.left[request.sample_id] = request.sampling.max_tokens
-
-    def end_ahead(self) -> dict[str, list[int]]:
-        self.aborted += [name for name in self.ahead if self.left.pop(name, None) is not None]
-        texts = {name: [7] * (self.num_steps - self.ahead[name]) for name in self.aborted}
-        self.ahead.clear()
-        return texts
 
     def stop(self) -> None:
         self.stopped.set()
@@ -440,152 +423,6 @@ def test_a_hung_recheck_is_noticed() -> None:
             loop.take_finished(timeout_s=0)
         loop.end_recheck("again")
         core.may_step.release()
-
-
-# --- look-ahead ---------------------------------------------------------------------------------
-
-Turn = tuple[list[AheadText], bool]
-
-
-def text(name: str, num_tokens: int = 1) -> AheadText:
-    return AheadText(name, array("i", [7] * num_tokens))
-
-
-def test_an_idle_engine_looks_ahead_and_delivers_nothing() -> None:
-    core = FakeCore(slots=2)
-    with running(core) as loop:
-        first = [request("a"), request("b", 3), request("c")]
-        core.may_step.release()
-        assert loop.look_ahead(1, first, LIMIT_S) == ([text("a")], False)
-        core.may_step.release()
-        assert loop.look_ahead(1, [], LIMIT_S) == ([text("c")], False), "in the slot of the first"
-        core.may_step.release()
-        assert loop.look_ahead(1, [], LIMIT_S) == ([text("b")], False)
-        assert loop.look_ahead(1, [], 0.0) == ([], False), "more may come"
-        core.may_step.release()
-        assert loop.look_ahead(1, [request("d")], LIMIT_S) == ([text("d")], False)
-        assert loop.look_ahead(1, [request("d")], 0.0) == ([], False), "a call that came twice"
-        loop.end_look_ahead(1)
-        assert loop.look_ahead(1, [], LIMIT_S) == ([], True)
-        assert loop.take_finished(timeout_s=0) == []
-        assert loop.held() == []
-        assert core.num_steps == 4, "nothing runs without a request"
-
-
-@contextmanager
-def looking_ahead(loop: EngineLoop, core: FakeCore) -> Iterator[Future[Turn]]:
-    """Let the engine be in the second engine step of a look-ahead that takes very long."""
-    with ThreadPoolExecutor(1) as executor:
-        ahead = [request("ahead/a", MANY**2), request("ahead/b", MANY**2), request("ahead/c")]
-        turn = executor.submit(loop.look_ahead, 1, ahead, LIMIT_S)
-        core.wait_in_step()
-        core.may_step.release()
-        while core.num_steps < 1:
-            time.sleep(0.001)
-        core.wait_in_step()
-        yield turn
-
-
-ABORTED = ([text("ahead/a", 2), text("ahead/b", 2)], True)
-"""Both have a token of each of two engine steps; the third request has not begun."""
-
-
-def test_a_request_ends_look_ahead_before_the_next_engine_step() -> None:
-    """As when samples of a lost engine come, in the middle of look-ahead: the engine is free."""
-    core = FakeCore()
-    with running(core) as loop, looking_ahead(loop, core) as turn:
-        loop.submit([request("a")])
-        assert loop.held() == ["a"]
-        core.may_step.release(2)
-        assert turn.result(LIMIT_S) == ABORTED
-        assert [s.sample_id for s in collect(loop, 1)] == ["a"]
-        assert (core.num_steps, core.aborted) == (3, ["ahead/a", "ahead/b"])
-        assert loop.look_ahead(1, [request("d")], LIMIT_S) == ([], True), "a turn is over for good"
-
-
-def test_the_end_of_the_rollout_ends_look_ahead() -> None:
-    core = FakeCore()
-    with running(core) as loop, looking_ahead(loop, core) as turn:
-        loop.end_look_ahead(1)
-        core.may_step.release()
-        assert turn.result(LIMIT_S) == ABORTED
-        assert core.num_steps == 2
-        core.may_step.release()
-        assert loop.look_ahead(2, [request("d")], LIMIT_S) == ([text("d")], False)
-
-
-def test_a_policy_update_ends_look_ahead_and_is_not_refused() -> None:
-    core = FakeCore()
-    with running(core) as loop, looking_ahead(loop, core) as turn:
-        update = partial(core.aborted.append, "updated")
-        call_while_stepping(core, lambda: loop.between_rollouts(update, "never refused"))
-        texts, is_over = turn.result(LIMIT_S)
-        assert [text.name for text in texts] == ["ahead/a", "ahead/b"]
-        assert is_over
-        assert core.aborted == ["ahead/a", "ahead/b", "updated"]
-
-
-def test_a_command_between_steps_leaves_look_ahead_alone() -> None:
-    core = FakeCore()
-    with running(core) as loop, looking_ahead(loop, core) as turn:
-        assert call_while_stepping(core, lambda: loop.between_steps(lambda: 5)) == 5
-        assert not turn.done()
-        assert core.aborted == []
-        loop.end_look_ahead(1)
-        core.may_step.release(2)
-        assert turn.result(LIMIT_S)[1]
-
-
-def test_texts_that_nobody_waited_for_are_kept_for_the_next_call() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        loop.look_ahead(1, [request("a", MANY)], wait_s=0.0)
-        core.wait_in_step()
-        loop.submit([request("b")])
-        core.may_step.release(2)
-        assert len(collect(loop, 1)) == 1
-        assert loop.look_ahead(1, [], LIMIT_S) == ([text("a")], True)
-
-
-def test_no_look_ahead_beside_requests_rechecks_or_in_an_engine_that_cannot() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        loop.submit([request("a", max_tokens=2)])
-        core.wait_in_step()
-        assert loop.look_ahead(1, [request("d")], LIMIT_S) == ([], True)
-        core.may_step.release(2)
-        assert len(collect(loop, 1)) == 1
-        with rechecking(loop, core) as verdict:
-            assert loop.look_ahead(2, [request("d")], LIMIT_S) == ([], True)
-            loop.end_recheck("again")
-            core.may_step.release()
-            assert verdict.result(LIMIT_S) is None
-        core.can_look_ahead = False
-        assert loop.look_ahead(3, [request("d")], LIMIT_S) == ([], True)
-        assert core.num_steps == 3
-        core.can_look_ahead = True
-        with ThreadPoolExecutor(1) as executor:
-            turn = executor.submit(loop.look_ahead, 4, [request("d", MANY**2)], LIMIT_S)
-            core.wait_in_step()
-            assert loop.recheck(recheck_of()) is None
-            loop.end_look_ahead(4)
-            core.may_step.release()
-            assert turn.result(LIMIT_S) == ([text("d")], True)
-
-
-def test_a_lost_or_ended_engine_leaves_nobody_waiting_for_look_ahead() -> None:
-    core = FakeCore()
-    with running(core) as loop, looking_ahead(loop, core) as turn:
-        core.error = RuntimeError("out of memory")
-        core.may_step.release()
-        with pytest.raises(EngineError, match="out of memory"):
-            turn.result(LIMIT_S)
-    core = FakeCore()
-    with running(core) as loop, looking_ahead(loop, core) as turn:
-        core.may_step.release(MANY)
-        loop.shutdown()
-        with pytest.raises(EngineError, match="shut down"):
-            turn.result(LIMIT_S)
 
 
 def test_a_strategy_that_the_engine_was_not_started_for_is_refused() -> None:

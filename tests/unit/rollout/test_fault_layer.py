@@ -2,14 +2,13 @@
 
 Every call of the pool may be dropped, delayed, delivered twice, answered by an error, or delivered
 and never answered. Whatever the seed: every sample comes exactly once, from the current policy, and
-nobody waits longer than the limits allow. With every other seed, idle engines look ahead.
-`TLT_FAULT_SEEDS` sets the number of seeds.
+nothing waits longer than the limits allow. `TLT_FAULT_SEEDS` sets the number of seeds.
 """
 
 import asyncio
 import os
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,11 +21,11 @@ import torch
 
 from speed import limit
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import Finished, Recheck, Sample, SampleRequest, SamplingSpec
+from tlt.contracts import Finished, Recheck, SampleRequest, SamplingSpec
 from tlt.errors import EngineError, EngineGone
+from tlt.rollout.client import Engine
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.pool import RolloutPool
-from tlt.rollout.texts import Lesson
 
 NUM_SEEDS = int(os.environ.get("TLT_FAULT_SEEDS", "50"))
 AT_ONCE = 25
@@ -51,28 +50,13 @@ class LightCore:
 
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
-        self.can_look_ahead = True
-        self.ahead: set[str] = set()
 
     def start(self) -> dict[str, Any]:
-        return {"slots": 2, "learns": True, "keyed": True}
+        return {"slots": 2}
 
     def admit(self, request: SampleRequest) -> None:
         assert request.sample_id not in self.left, "the same request twice"
-        assert not self.ahead, "a sample beside look-ahead"
         self.left[request.sample_id] = request.sampling.max_tokens
-
-    def begin_ahead(self, request: SampleRequest) -> None:
-        assert request.sample_id not in self.left, "the same request twice"
-        assert self.left.keys() <= self.ahead, "look-ahead beside a sample"
-        assert len(self.left) < 2, "more than the engine's slots"
-        self.ahead.add(request.sample_id)
-        self.left[request.sample_id] = request.sampling.max_tokens
-
-    def end_ahead(self) -> dict[str, list[int]]:
-        texts = {name: [7] for name in self.ahead if self.left.pop(name, None) is not None}
-        self.ahead.clear()
-        return texts
 
     def step(self) -> list[Finished]:
         self.left = {sample_id: left - 1 for sample_id, left in self.left.items()}
@@ -100,12 +84,9 @@ class LightEngine(EngineLoop):
     def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
         return self.between_steps(lambda: 0.0)
 
-    def learn(self, lessons: Sequence[Lesson]) -> None:
-        assert all(lesson.sample_id for lesson in lessons), "only texts generated ahead"
 
-
-class Handle:
-    """The pool's handle on an engine behind a layer of faults."""
+class FaultyProcess:
+    """An engine in this process, behind a layer of faults."""
 
     def __init__(self, name: str, faults: Iterator[str], threads: ThreadPoolExecutor) -> None:
         self._engine = LightEngine(name, LightCore(), stall_timeout_s=5.0)
@@ -115,17 +96,10 @@ class Handle:
     async def start(self) -> dict[str, Any]:
         return await self._in_thread(self._engine.start)
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self._through(partial(self._engine.submit, requests))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return await self._through(partial(self._engine.withdraw, sample_ids))
-
-    async def take_finished(self) -> list[Sample]:
-        return await self._through(partial(self._engine.take_finished, 0.02))
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self._through(partial(getattr(self._engine, method), *args))
+    async def call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if command is Engine.take_finished:
+            args = (0.02,)
+        return await self._through(partial(getattr(self._engine, command.__name__), *args))
 
     async def stop(self, graceful: bool) -> None:
         await self._in_thread(self._engine.shutdown)
@@ -172,17 +146,12 @@ def requests(label: str) -> list[SampleRequest]:
 
 async def one_seed(seed: int, threads: ThreadPoolExecutor) -> None:
     faults = faults_of(seed)
-    limits = LIMITS.model_copy(update={"look_ahead": seed % 2 == 0})
-    pool = RolloutPool(limits, lambda name: Handle(name, faults, threads))
+    pool = RolloutPool(LIMITS, lambda name: FaultyProcess(name, faults, threads))
     async with pool:
         for version in (1, 2):
             await pool.update_policy([("w", torch.ones(1))], version)
             wanted = requests(f"{seed}-{version}")
-            samples: list[Sample] = []
-            async for sample in pool.generate(wanted):
-                if not samples:
-                    pool.look_ahead_on(requests(f"{seed}-{version + 1}"))
-                samples.append(sample)
+            samples = [sample async for sample in pool.generate(wanted)]
             ids = sorted(sample.sample_id for sample in samples)
             assert ids == sorted(request.sample_id for request in wanted), f"seed {seed}"
             assert {sample.policy_version for sample in samples} == {version}, f"seed {seed}"

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from tlt.config.rollout import DispatchOrder, PoolConfig
+from tlt.config.rollout import PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, EngineError, EngineGone, WeightMismatch
-from tlt.rollout import teacher
-from tlt.rollout.ahead import AheadText
+from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks, Verdict
-from tlt.rollout.texts import Lesson
-from tlt.rollout.watched import WatchedEngine
 
 
 def request(index: int, max_tokens: int = 5) -> SampleRequest:
@@ -29,14 +25,11 @@ def request(index: int, max_tokens: int = 5) -> SampleRequest:
 class FakeEngine:
     """Generates one token per tick for each of its slots."""
 
-    learns = True
-
     def __init__(self, name: str, slots: int = 4, tick_s: float = 0.001) -> None:
         self.name, self.slots, self.tick_s = name, slots, tick_s
         self.waiting: list[SampleRequest] = []
         self.running: dict[str, list[Any]] = {}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.lessons: list[Lesson] = []
         self.dead = False
         self.stopped = False
         self.refuse: Exception | None = None
@@ -47,11 +40,7 @@ class FakeEngine:
 
     async def start(self) -> dict[str, Any]:
         await asyncio.sleep(self.tick_s)
-        return {
-            "slots": self.slots,
-            "rounds_by_batch": self.rounds_by_batch,
-            "learns": self.learns,
-        }
+        return {"slots": self.slots, "rounds_by_batch": self.rounds_by_batch}
 
     async def submit(self, requests: Sequence[SampleRequest]) -> None:
         if self.refuse:
@@ -63,7 +52,7 @@ class FakeEngine:
         self.waiting = [r for r in self.waiting if r.sample_id not in set(taken)]
         return taken
 
-    async def take_finished(self) -> list[Sample]:
+    async def take_finished(self, timeout_s: float) -> list[Sample]:
         await asyncio.sleep(self.tick_s)
         if self.dead:
             raise EngineError("gone")
@@ -86,21 +75,20 @@ class FakeEngine:
         """Return the response's tokens, and the ticks that they take."""
         return (0,), request.sampling.max_tokens
 
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "learn":
-            self.lessons += args[0]
-            return None
-        if method == "running_texts":
-            return self.running_texts(args[0])
-        if method == "held":
-            return [*self.running, *(r.sample_id for r in self.waiting)]
-        self.calls.append((method, args))
+    async def held(self) -> list[str]:
+        return [*self.running, *(r.sample_id for r in self.waiting)]
+
+    async def call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if (own := getattr(self, command.__name__, None)) is not None:
+            return await own(*args)
+        return await self.other(command.__name__, args)
+
+    async def other(self, command: str, args: tuple[Any, ...]) -> Any:
+        """Answer a command that is neither about requests nor samples."""
+        self.calls.append((command, args))
         if self.refuse_weights:
             raise self.refuse_weights
         return 0.0
-
-    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
-        return []
 
     async def stop(self, graceful: bool) -> None:
         self.stopped = True
@@ -113,12 +101,6 @@ class KeyedEngine(FakeEngine):
         rng = random.Random(request.sampling.seed)
         length = rng.randint(1, request.sampling.max_tokens)
         return tuple(rng.randrange(100) for _ in range(length)), length
-
-
-class Unlearned(KeyedEngine):
-    """Drafts no n-grams."""
-
-    learns = False
 
 
 class Factory:
@@ -154,12 +136,12 @@ async def test_a_lost_engine_is_replaced_and_nothing_is_lost() -> None:
         assert "engine-0.1" in factory.made
 
 
-async def test_samples_are_the_same_in_any_order_on_any_engine() -> None:
-    """Two rollouts, so that the second has forecasts; an engine dies in each."""
+async def test_samples_are_the_same_on_any_engine() -> None:
+    """Two rollouts; an engine dies in each."""
 
-    async def samples(order: DispatchOrder, num_engines: int) -> dict[str, tuple[int, ...]]:
+    async def samples(num_engines: int) -> dict[str, tuple[int, ...]]:
         factory = Factory(KeyedEngine, slots=3)
-        config = PoolConfig(num_engines=num_engines, dispatch=order)
+        config = PoolConfig(num_engines=num_engines)
         found: dict[str, tuple[int, ...]] = {}
         async with RolloutPool(config, factory) as pool:
             for epoch in range(2):
@@ -175,126 +157,9 @@ async def test_samples_are_the_same_in_any_order_on_any_engine() -> None:
                 await pool.wait_ready(num_engines)
         return found
 
-    alone = await samples("arrival", 1)
+    alone = await samples(1)
     assert len(alone) == 128
-    assert await samples("arrival", 4) == alone
-    assert await samples("longest_first", 4) == alone
-    assert await samples("siblings", 4) == alone
-
-
-SHARING = PoolConfig(num_engines=2, shared_text_mib=64)
-
-
-def siblings(epoch: int, count: int = 16) -> list[SampleRequest]:
-    return [
-        SampleRequest(f"{epoch}/{i}", (i // 8,), SamplingSpec(max_tokens=40, seed=i), rl_step=epoch)
-        for i in range(count)
-    ]
-
-
-async def test_siblings_on_other_engines_are_learned_from() -> None:
-    factory = Factory(KeyedEngine, slots=8)
-    async with RolloutPool(SHARING, factory) as pool:
-        for epoch in range(2):
-            samples = {s.sample_id: s async for s in pool.generate(siblings(epoch))}
-            for engine in factory.made.values():
-                learned = {tuple(lesson.response) for lesson in engine.lessons}
-                others = {s.token_ids for s in samples.values() if s.engine != engine.name}
-                assert learned & others
-                assert epoch or learned <= others  # an engine knows its own samples
-                engine.lessons.clear()
-            await asyncio.sleep(0.2)  # the pause of the teacher
-
-
-async def test_running_siblings_are_learned_from_part_by_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(teacher, "ASK_S", 0.01)
-    monkeypatch.setattr(teacher, "PAUSE_S", 0.001)
-
-    class Sharing(KeyedEngine):
-        def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
-            parts = []
-            for sample_id in wanted.keys() & self.running.keys():
-                whole, left = self.running[sample_id]
-                start, done = wanted[sample_id], len(whole) - left
-                if done > start + 60:
-                    parts.append((sample_id, start, array("i", whole[start:done])))
-            return parts
-
-        def drawn(self, request: SampleRequest) -> tuple[tuple[int, ...], int]:
-            first = 1000 * (request.sampling.seed or 0)
-            return tuple(range(first, first + 200)), 200
-
-    factory = Factory(Sharing, slots=8)
-    async with RolloutPool(SHARING, factory) as pool:
-        samples = [s async for s in pool.generate(siblings(1, count=4))]
-        await asyncio.sleep(0.1)
-    for engine in factory.made.values():
-        learned: dict[int, int] = {}
-        for lesson in engine.lessons:
-            learned |= {token: lesson.start + i for i, token in enumerate(lesson.response)}
-        others = [s for s in samples if s.engine != engine.name]
-        own = [s for s in samples if s.engine == engine.name]
-        assert learned == {token: i for s in others for i, token in enumerate(s.token_ids)}
-        assert len(own) == 2
-        # In parts, the last one without what was known, except for the tokens that overlap.
-        assert len(engine.lessons) > 4
-        assert sum(len(lesson.response) for lesson in engine.lessons) < 2 * 400
-    assert not pool.texts.wanted("engine-0")
-
-
-async def test_without_shared_texts_nobody_learns() -> None:
-    """Nor does an engine that drafts no n-grams."""
-    for shared_text_mib, kind in ((0, KeyedEngine), (64, Unlearned)):
-        factory = Factory(kind, slots=8)
-        config = PoolConfig(num_engines=2, shared_text_mib=shared_text_mib)
-        async with RolloutPool(config, factory) as pool:
-            assert len([s async for s in pool.generate(siblings(1))]) == 16
-            assert pool.texts.num_bytes == 0
-        assert not any(engine.lessons for engine in factory.made.values())
-
-
-async def test_an_engine_that_cannot_learn_still_generates() -> None:
-    factory = Factory(slots=2)
-    async with RolloutPool(SHARING, factory) as pool:
-
-        async def fail(method: str, *args: Any) -> Any:
-            raise EngineError(f"no {method}")
-
-        for engine in factory.made.values():
-            engine.call = fail  # type: ignore[method-assign]
-        assert len([s async for s in pool.generate(siblings(1))]) == 16
-        assert pool.num_restarts == 0
-
-
-async def test_messages_to_an_engine_that_learns_are_small_and_rare(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What comes during a message waits for the next one; of too much the oldest is dropped."""
-    monkeypatch.setattr(teacher, "PAUSE_S", 0.01)
-    monkeypatch.setattr(teacher, "MESSAGE_TOKENS", 10)
-    monkeypatch.setattr(teacher, "WAITING_TOKENS", 30)
-    messages: list[list[int]] = []
-
-    class Learning(FakeEngine):
-        async def call(self, method: str, *args: Any) -> None:
-            messages.append([lesson.response[0] for lesson in args[0]])
-
-    engine = WatchedEngine("engine-0", Learning("engine-0"), PoolConfig())
-    tasks: list[asyncio.Task[None]] = []
-    teaching = teacher.Teacher(2, lambda work: tasks.append(asyncio.create_task(work)))
-    lessons = [Lesson((1,), array("i", [number] * 4)) for number in range(20)]
-    teaching.teach(engine, lessons[:3])
-    await asyncio.sleep(0)
-    for lesson in lessons[3:]:
-        teaching.teach(engine, [lesson])
-    await asyncio.gather(*tasks)
-    assert messages == [[0, 1], [14, 15], [16, 17], [18, 19]]
-    assert len(tasks) == 1
-    teaching.teach(engine, lessons[:1])
-    await asyncio.gather(*tasks)
-    assert messages[-1] == [0]
+    assert await samples(4) == alone
 
 
 async def test_kernels_that_round_by_batch_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -525,15 +390,10 @@ class Hung(FakeEngine):
 
     stuck_in = ""
 
-    async def call(self, method: str, *args: Any) -> Any:
-        if self.name == "engine-0" and method == self.stuck_in:
+    async def call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.name == "engine-0" and command.__name__ == self.stuck_in:
             await asyncio.sleep(60)
-        return await super().call(method, *args)
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        if self.name == "engine-0" and self.stuck_in == "withdraw":
-            await asyncio.sleep(60)
-        return await super().withdraw(sample_ids)
+        return await super().call(command, *args)
 
     async def stop(self, graceful: bool) -> None:
         self.stopped = True
@@ -560,7 +420,7 @@ async def test_an_engine_that_hangs_in_a_command_is_replaced(method: str) -> Non
         elif method == "update_drafter":
             assert len(await pool.update_drafter([("w", torch.ones(2))], 1)) == 1
         else:
-            assert len(await pool.call_all(method)) == 1
+            assert len(await pool.call_all(getattr(Engine, method))) == 1
         while "engine-0.1" not in pool.engines:
             await asyncio.sleep(0.005)
         assert made["engine-0"].stopped
@@ -598,16 +458,16 @@ class Rechecking(FakeEngine):
         super().__init__(name, **kwargs)
         self.ended = asyncio.Event()
 
-    async def call(self, method: str, *args: Any) -> Any:
-        self.calls.append((method, args))
-        if method == "recheck" and not self.quick:
+    async def other(self, command: str, args: tuple[Any, ...]) -> Any:
+        self.calls.append((command, args))
+        if command == "recheck" and not self.quick:
             await self.ended.wait()
             if self.dead:
                 raise EngineError("gone")
             return None
-        if method == "end_recheck":
+        if command == "end_recheck":
             self.ended.set()
-        return Verdict(None, 0.0) if method == "recheck" else None
+        return Verdict(None, 0.0) if command == "recheck" else None
 
 
 class Quick(Rechecking):
@@ -699,213 +559,6 @@ async def test_an_engine_that_is_lost_in_a_recheck_is_replaced() -> None:
     [(name, _)] = calls(made, "recheck")
     assert f"{name}.1" in made
     assert (record["recheck/samples"], record["recheck/ended_early"]) == (0, 1)
-
-
-# --- look-ahead ---------------------------------------------------------------------------------
-
-
-class LookingAhead(KeyedEngine):
-    """Generates ahead a token per tick for each slot, until a request comes or the turn ends."""
-
-    def __init__(self, name: str, **kwargs: Any) -> None:
-        super().__init__(name, **kwargs)
-        self.seen: list[SampleRequest] = []
-        """Requests that came to be generated ahead."""
-        self.ahead: dict[str, tuple[tuple[int, ...], int]] = {}
-        """Tokens of the requests under way, and how many of them there are yet."""
-        self.ended_turn = 0
-
-    async def start(self) -> dict[str, Any]:
-        return await super().start() | {"keyed": True}
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "look_ahead":
-            return await self.look_ahead(*args)
-        if method == "end_look_ahead":
-            self.ended_turn = max(self.ended_turn, args[0])
-        return await super().call(method, *args)
-
-    async def look_ahead(
-        self, turn: int, requests: list[SampleRequest], wait_s: float
-    ) -> tuple[list[AheadText], bool]:
-        assert 0 <= wait_s < 10
-        self.seen += requests
-        self.ahead |= {r.sample_id: (self.drawn(r)[0], 0) for r in requests}
-        if self.dead:
-            raise EngineError("gone")
-        for _ in range(int(wait_s / self.tick_s)):
-            if turn <= self.ended_turn or self.waiting or self.running:
-                texts = [self.text(name) for name in self.ahead]
-                self.ahead.clear()
-                return texts, True
-            await asyncio.sleep(self.tick_s)
-            self.ahead = {name: (t, count + 1) for name, (t, count) in self.ahead.items()}
-            ended = [name for name, (tokens, count) in self.ahead.items() if count >= len(tokens)]
-            if ended:
-                texts = [self.text(name) for name in ended]
-                for name in ended:
-                    del self.ahead[name]
-                return texts, False
-        return [], False
-
-    def text(self, name: str) -> AheadText:
-        tokens, count = self.ahead[name]
-        return AheadText(name, array("i", tokens[:count]))
-
-
-AHEAD = PoolConfig(num_engines=2, look_ahead=True)
-
-
-def step_of(step: int, longest: int = 60) -> list[SampleRequest]:
-    """Return 7 short samples and a long one, all with other prompts and seeds in each RL step."""
-    return [
-        SampleRequest(
-            f"{step}/{i}",
-            (10 * step + i,),
-            SamplingSpec(longest if i == 0 else 2, seed=100 * step + i),
-            rl_step=step,
-        )
-        for i in range(8)
-    ]
-
-
-async def rollout(pool: RolloutPool, step: int, longest: int = 60) -> dict[str, tuple[int, ...]]:
-    """Generate an RL step, while idle engines look ahead at the next one."""
-    found = {}
-    pool.look_ahead_on(step_of(step + 1))
-    async with asyncio.timeout(20):
-        async for sample in pool.generate(step_of(step, longest)):
-            assert sample.sample_id not in found
-            found[sample.sample_id] = sample.token_ids
-        await asyncio.sleep(0.02)
-    assert sorted(found) == [r.sample_id for r in step_of(step)]
-    return found
-
-
-class Long(LookingAhead):
-    """The first sample of each RL step takes all its tokens."""
-
-    def drawn(self, request: SampleRequest) -> tuple[tuple[int, ...], int]:
-        rng = random.Random(request.sampling.seed)
-        limit = request.sampling.max_tokens
-        return tuple(rng.randrange(100) for _ in range(limit)), limit
-
-
-async def test_an_idle_engine_looks_ahead_and_its_texts_reach_the_engines_of_the_samples() -> None:
-    factory = Factory(Long)
-    async with RolloutPool(AHEAD, factory) as pool:
-        made: dict[str, Any] = factory.made
-        await rollout(pool, 1, longest=40)
-        seen = {r.sample_id for e in made.values() for r in e.seen}
-        assert seen == {"ahead/2/0"}, "the others are far shorter, and wait for it"
-        for engine in made.values():
-            assert all(r.rl_step is None and not r.sampling.logprobs for r in engine.seen)
-            assert engine.ahead == {}, "the end of the rollout frees the engine"
-            assert engine.lessons == []
-        record = pool.ahead.record()
-        assert record["ahead/texts"] == 1
-        assert 0 < record["ahead/tokens"] < 60, "it was aborted"
-        found = await rollout(pool, 2)
-        taught = {lesson.sample_id: lesson for e in made.values() for lesson in e.lessons}
-        assert taught.keys() == {"2/0"}
-        lesson, tokens = taught["2/0"], found["2/0"]
-        assert lesson.prompt_token_ids == step_of(2)[0].prompt_token_ids
-        assert tuple(lesson.response) == tokens[: len(lesson.response)]
-        assert pool.ahead.record()["ahead/repeated_share"] == 1
-    alone: dict[str, tuple[int, ...]] = {}
-    async with RolloutPool(PoolConfig(num_engines=2), Factory(Long)) as pool:
-        for step, longest in ((1, 40), (2, 60)):
-            alone |= await rollout(pool, step, longest)
-    assert {name: alone[name] for name in found} == found
-
-
-async def test_look_ahead_is_off_by_default_and_where_engines_are_not_keyed() -> None:
-    for config, kind in ((PoolConfig(num_engines=2), Long), (AHEAD, KeyedEngine)):
-        factory = Factory(kind)
-        async with RolloutPool(config, factory) as pool:
-            await rollout(pool, 1)
-            assert pool.ahead.record()["ahead/texts"] == 0
-        calls = [method for e in factory.made.values() for method, _ in e.calls]
-        assert "look_ahead" not in calls
-        assert not any(getattr(engine, "seen", ()) for engine in factory.made.values())
-
-
-async def samples_while(
-    pool: RolloutPool, strike: Callable[[], Awaitable[None]]
-) -> dict[str, Sequence[int]]:
-    """Return all samples of a rollout with one long response; strike while it is the last."""
-    found: dict[str, Sequence[int]] = {}
-    pool.look_ahead_on(step_of(2, longest=2000))
-    async with asyncio.timeout(20):
-        async for sample in pool.generate(step_of(1, longest=200)):
-            found[sample.sample_id] = sample.token_ids
-            if len(found) == 7:
-                await strike()
-    return found
-
-
-async def test_an_engine_in_the_middle_of_look_ahead_is_free_for_samples_of_a_lost_one() -> None:
-    factory = Factory(Long, slots=8)
-    async with RolloutPool(AHEAD, factory) as pool:
-        made: dict[str, Any] = factory.made
-
-        async def strike() -> None:
-            [busy] = [e for e in made.values() if e.running or e.waiting]
-            while not any(engine.ahead for engine in made.values()):
-                await asyncio.sleep(0.001)
-            busy.dead = True
-
-        found = await samples_while(pool, strike)
-        assert len(found) == 8
-        assert len(found["1/0"]) == 200
-        assert not any(engine.ahead for engine in made.values())
-
-
-async def test_an_engine_that_is_lost_in_look_ahead_is_replaced() -> None:
-    factory = Factory(Long)
-    async with RolloutPool(AHEAD, factory) as pool:
-        made: dict[str, Any] = factory.made
-
-        async def strike() -> None:
-            while not (looking := [e for e in made.values() if e.ahead]):
-                await asyncio.sleep(0.001)
-            looking[0].dead = True
-
-        found = await samples_while(pool, strike)
-        assert len(found) == 8
-        await pool.wait_ready(2)
-        assert pool.num_restarts == 1
-
-
-class Trainers(Listener):
-    """Notes whether an engine that may be leased still looks ahead."""
-
-    def __init__(self, factory: Factory) -> None:
-        super().__init__()
-        self.made: dict[str, Any] = factory.made
-        self.looking: list[bool] = []
-
-    def idle(self, engine: str) -> None:
-        self.looking.append(bool(self.made[engine].ahead))
-
-
-@pytest.mark.parametrize(("longest", "looking"), [(60, []), (600, [False])])
-async def test_harvest_gets_an_engine_after_it_has_looked_ahead(
-    longest: int, looking: list[bool]
-) -> None:
-    """Never both at once, and not at all if the rollout ends before."""
-    factory = Factory(Long)
-    pool, trainers = RolloutPool(AHEAD, factory), Trainers(factory)
-    pool.listen(trainers)
-    async with pool:
-        if looking:  # idle spells were short
-            pool.ahead.idle("engine-0")
-            await asyncio.sleep(0.1)
-            pool.ahead.rollout_ended()
-            assert 0.04 < pool.ahead.seconds_left("engine-0") < 0.2
-        await rollout(pool, 1, longest)
-        assert any(engine.seen for engine in trainers.made.values())
-        assert trainers.looking == looking
 
 
 async def test_ten_thousand_samples_over_64_engines() -> None:

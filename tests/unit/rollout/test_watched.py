@@ -4,10 +4,10 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from tlt.rollout.watched import Progress, WatchedEngine
 
 from tlt.config.rollout import PoolConfig
 from tlt.errors import EngineError, EngineGone
-from tlt.rollout.watched import Progress, WatchedEngine
 
 
 class Slow:

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iter
 from typing import TYPE_CHECKING, Any
 
 from tlt.errors import EngineError, EngineGone, WeightMismatch
-from tlt.rollout.handle import EngineHandle
-from tlt.rollout.watched import WatchedEngine
+from tlt.rollout.client import Engine, EngineClient, EngineProcess
 
 if TYPE_CHECKING:
     import torch
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
     """Named tensors, or a file in this node's shared memory, which the pool then removes."""
     Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
 
-SWAP_S = 60.0
-"""Seconds after which an engine that has not taken a drafter is replaced."""
+Load = Callable[[Engine, dict[str, Any], int], float]
+"""`Engine.update_policy` or `Engine.update_drafter`."""
 
 
 class WeightDistribution:
-    """The current weights of a pool, by the engine's method that loads them."""
+    """The current weights of a pool, by the command that loads them."""
 
-    def __init__(self, engines: Mapping[str, WatchedEngine]) -> None:
+    def __init__(self, engines: Mapping[str, EngineClient]) -> None:
         self._engines = engines
         """The engines of the pool, as they come and go."""
-        self._current: dict[str, tuple[SharedWeights, int]] = {}
+        self._current: dict[Load, tuple[SharedWeights, int]] = {}
         self._publish: tuple[Publish, int] | None = None
         """Writes the policy of this version, which engines got from GPU to GPU."""
         self.num_tainted = 0
@@ -51,53 +50,53 @@ class WeightDistribution:
     async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
         """Load policy weights into all engines; return the seconds of each."""
         self._publish = None
-        return await self._update("update_policy", weights, version)
+        return await self._update(Engine.update_policy, weights, version)
 
     async def update_drafter(
         self, weights: NewWeights, version: int, skip: Collection[str]
     ) -> list[float]:
         """Load drafter weights into all other engines; return the seconds of each."""
-        return await self._update("update_drafter", weights, version, skip)
+        return await self._update(Engine.update_drafter, weights, version, skip)
 
     def drafter(self) -> tuple[dict[str, Any], int] | None:
         """Return the arguments of `update_drafter` with the current drafter, if there is one."""
-        if (current := self._current.get("update_drafter")) is None:
+        if (current := self._current.get(Engine.update_drafter)) is None:
             return None
         return current[0].manifest(), current[1]
 
     @contextlib.asynccontextmanager
     async def policy_comes(
         self, version: int, publish: Publish
-    ) -> AsyncIterator[Mapping[str, EngineHandle]]:
+    ) -> AsyncIterator[Mapping[str, EngineProcess]]:
         """Yield the engines that a learner sends a policy to; replace them if that fails."""
-        handles = dict(self._engines)
+        clients = dict(self._engines)
         self._publish = publish, version
-        if (old := self._current.pop("update_policy", None)) is not None:
+        if (old := self._current.pop(Engine.update_policy, None)) is not None:
             old[0].close()
         try:
-            yield {name: handle.engine for name, handle in handles.items()}
+            yield {name: client.process for name, client in clients.items()}
         except BaseException as error:
-            for handle in handles.values():
-                handle.mark_failed(f"it may hold a part of policy {version} only: {error!r}")
+            for client in clients.values():
+                client.mark_failed(f"it may hold a part of policy {version} only: {error!r}")
             raise
 
     async def _update(
-        self, method: str, new: NewWeights, version: int, skip: Collection[str] = ()
+        self, load: Load, new: NewWeights, version: int, skip: Collection[str] = ()
     ) -> list[float]:
         from tlt.node.weights import SharedWeights
 
-        old = self._current.get(method)
+        old = self._current.get(load)
         weights = (
             new if isinstance(new, SharedWeights) else await asyncio.to_thread(SharedWeights, new)
         )
         # From here on a starting engine loads these weights; the running engines follow.
-        self._current[method] = (weights, version)
+        self._current[load] = (weights, version)
         try:
-            seconds = await self._load(method, weights.manifest(), version, skip)
+            seconds = await self._load(load, weights.manifest(), version, skip)
         except BaseException:
-            del self._current[method]
+            del self._current[load]
             if old is not None:
-                self._current[method] = old
+                self._current[load] = old
             weights.close()
             raise
         if old is not None:
@@ -105,51 +104,50 @@ class WeightDistribution:
         return seconds
 
     async def _load(
-        self, method: str, manifest: dict[str, Any], version: int, skip: Collection[str]
+        self, load: Load, manifest: dict[str, Any], version: int, skip: Collection[str]
     ) -> list[float]:
         """Load weights into all engines. Replace an engine that fails where others succeed."""
-        handles = {name: h for name, h in self._engines.items() if name not in skip}
-        limit_s = SWAP_S if method == "update_drafter" else None
-        calls = [h.call(method, manifest, version, limit_s=limit_s) for h in handles.values()]
+        clients = {name: client for name, client in self._engines.items() if name not in skip}
+        calls = [client.call(load, manifest, version) for client in clients.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]
         # An engine that ends by itself is replaced; that is no evidence against the weights.
         refused = [a for a in errors if not isinstance(a, EngineGone | WeightMismatch)]
         tainted = [a for a in errors if isinstance(a, WeightMismatch)]
         self.num_tainted += len(tainted)
-        if method == "update_drafter" and tainted and len(tainted) == len(answers):
-            raise tainted[0]  # the run goes on with the previous drafter
+        if load is Engine.update_drafter and tainted and len(tainted) == len(answers):
+            raise tainted[0]  # the run continues with the previous drafter
         if refused and len(errors) == len(answers):
             raise refused[0]  # the weights are wrong, not the engines
-        for handle, answer in zip(handles.values(), answers, strict=True):
+        for client, answer in zip(clients.values(), answers, strict=True):
             if isinstance(answer, BaseException):
-                handle.mark_failed(f"it did not take new weights: {answer!r}")
+                client.mark_failed(f"it did not take new weights: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     # --- into a new engine --------------------------------------------------------------------
 
-    async def bring_up_to_date(self, handle: EngineHandle) -> None:
+    async def bring_up_to_date(self, client: EngineClient) -> None:
         """Load the current weights into a new engine, and newer ones that arrive meanwhile."""
-        loaded: dict[str, tuple[SharedWeights, int]] = {}
+        loaded: dict[Load, tuple[SharedWeights, int]] = {}
         while True:
             await self._publish_policy()
-            newer = [(m, w) for m, w in self._current.items() if loaded.get(m) is not w]
+            newer = [(load, w) for load, w in self._current.items() if loaded.get(load) is not w]
             if not newer:
                 return
-            for method, current in newer:
+            for load, current in newer:
                 try:
-                    await handle.call(method, current[0].manifest(), current[1])
+                    await client.call(load, current[0].manifest(), current[1])
                 except EngineError:
-                    if self._current.get(method) is current:
+                    if self._current.get(load) is current:
                         raise  # newer weights have not replaced these meanwhile
-                loaded[method] = current
+                loaded[load] = current
 
     async def _publish_policy(self) -> None:
         """Let the learner write the policy to shared memory, if it sent it from GPU to GPU."""
-        while self._publish is not None and "update_policy" not in self._current:
+        while self._publish is not None and Engine.update_policy not in self._current:
             publish, version = self._publish
             weights = await publish()
-            if self._publish == (publish, version) and "update_policy" not in self._current:
-                self._current["update_policy"] = weights, version
+            if self._publish == (publish, version) and Engine.update_policy not in self._current:
+                self._current[Engine.update_policy] = weights, version
             else:
                 weights.close()  # a newer policy, or another engine's file of this one

@@ -1,0 +1,82 @@
+"""What engines do that have nothing left to generate while others have.
+
+An idle engine makes a recheck if one is due (`recheck`). Its device is then free for the listener,
+which is harvest. Without a listener, the engine makes one recheck after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
+
+from tlt.contracts import Recheck
+from tlt.errors import EngineError
+from tlt.rollout.client import Engine, EngineClient, LoadListener
+from tlt.rollout.dispatch import Dispatcher
+from tlt.rollout.recheck import Rechecks
+
+logger = logging.getLogger(__name__)
+
+
+class IdleTime:
+    """The idle time of a pool's engines."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        clients: Mapping[str, EngineClient],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._clients = clients
+        """The engines of the pool, as they come and go."""
+        self._spawn = spawn
+        self.listener: LoadListener | None = None
+        self.rechecks = Rechecks(share=0.0, max_tokens=0, dtype="float32")
+        self._rechecking: dict[str, EngineClient] = {}
+        """Samples that are generated again, and the engine of each."""
+
+    def offer(self, names: Iterable[str]) -> None:
+        """Let each of these engines that is idle make a recheck; else offer its device."""
+        for name in names:
+            if not self._is_idle(name):
+                continue
+            if (recheck := self.rechecks.next()) is not None:
+                self._spawn(self._recheck(self._clients[name], recheck))
+            elif self.listener is not None:
+                self.listener.idle(name)
+
+    def rollout_ended(self) -> None:
+        """End all rechecks."""
+        self.rechecks.rollout_ended()
+        for sample_id, client in self._rechecking.items():
+            self._spawn(self._end_recheck(client, sample_id))
+
+    def _is_idle(self, name: str) -> bool:
+        """Return whether an engine has nothing to generate while others have."""
+        dispatcher = self._dispatcher
+        if dispatcher.num_queued or not dispatcher.num_unfinished or name not in self._clients:
+            return False
+        return not dispatcher.outstanding(name)
+
+    async def _recheck(self, client: EngineClient, recheck: Recheck) -> None:
+        self._rechecking[recheck.request.sample_id] = client
+        started_s, verdict = time.monotonic(), None
+        try:
+            verdict = await client.call(Engine.recheck, recheck)
+        except Exception as error:
+            logger.debug("%s did not answer a recheck: %r", client.name, error)
+        self._rechecking.pop(recheck.request.sample_id, None)
+        self.rechecks.ended(recheck, verdict, client.name, time.monotonic() - started_s)
+        if self.listener is None:
+            if verdict is not None:
+                self.offer([client.name])
+        elif self._is_idle(client.name):
+            self.listener.idle(client.name)
+
+    async def _end_recheck(self, client: EngineClient, sample_id: str) -> None:
+        with contextlib.suppress(EngineError):  # an engine that is lost generates nothing
+            await client.call(Engine.end_recheck, sample_id)
