@@ -137,11 +137,6 @@ class RolloutEngine(EngineLoop):
                     f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
                     "engine_args.async_scheduling = false"
                 )
-            if arm.drafter == "mixed" and not self.core.has_history:
-                raise ConfigError(
-                    f"arm {arm}: this engine was started without a history of samples; set "
-                    "engine.ngram.history_tokens, e.g. 1000000"
-                )
         self.between_steps(lambda: self.core.controller.set_strategy(strategy))
 
     def update_policy(self, manifest: dict[str, Any], version: int) -> float:

@@ -123,15 +123,6 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
         self._runner.end_step()
         return output
 
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        # The scheduler counts drafts by their source, which only the worker knows.
-        from_history = self._runner.take_from_history()
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if from_history and output is not None:
-            # V2 hands over an output that the device still writes to; it holds the one to come.
-            getattr(output, "model_runner_output", output).tlt_from_history = from_history
-        return output
-
     # --- samples generated again without drafts -----------------------------------------------
 
     _rechecks: frozenset[str] = frozenset()

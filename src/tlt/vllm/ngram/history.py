@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.vllm.ngram.kernels import MAX_COUNTED, draft_rows, learn_rows
+from tlt.vllm.ngram.kernels import draft_rows, learn_rows
 from tlt.vllm.ngram.own_texts import OwnTexts
 
 _LESSON = ""
@@ -83,29 +83,11 @@ class History:
         each request in `token_ids` if it is not the first, second and so on. The history learns
         the new tokens of all requests before it drafts.
         """
-        arguments = (request_ids, num_prompt_tokens, num_tokens, token_ids, num_wanted, rows)
-        return self.look_up(*arguments)[0]
-
-    def look_up(
-        self,
-        request_ids: Sequence[str],
-        num_prompt_tokens: Any,
-        num_tokens: Any,
-        token_ids: Any,
-        num_wanted: Sequence[int],
-        rows: Any = None,
-    ) -> tuple[list[list[int]], Any]:
-        """Draft like `draft`, and return the drafts with the matches that they follow [B, 2].
-
-        A match is a scope, 0 for a sample of the same prompt, 1 for any sample and -1 for no match,
-        and the number of matching tokens of the response.
-        """
         num_tokens = np.asarray(num_tokens, dtype=np.int64)
         rows = np.arange(len(request_ids)) if rows is None else np.asarray(rows, dtype=np.int64)
         state = self._learn(request_ids, num_prompt_tokens, num_tokens, token_ids, rows)
         drafts: Any = np.zeros((len(request_ids), max(num_wanted, default=0)), dtype=np.int64)
         num_drafted = np.array(num_wanted, dtype=np.int64)
-        matches: Any = np.empty((len(request_ids), 2), dtype=np.int64)
         draft_rows(
             self._ring,
             self._tables,
@@ -113,12 +95,10 @@ class History:
             self._num_learned,
             token_ids,
             rows,
-            np.asarray(num_prompt_tokens, dtype=np.int64),
             num_tokens,
             state,
             drafts,
             num_drafted,
-            matches,
         )
         drafted = zip(drafts.tolist(), num_drafted.tolist(), strict=True)
         found = [draft[:length] for draft, length in drafted]
@@ -126,8 +106,8 @@ class History:
             if num_wanted[row] and request_id in self._own_texts:
                 response = token_ids[rows[row], num_prompt_tokens[row] : num_tokens[row]]
                 if own := self._own_texts.draft(request_id, response, num_wanted[row]):
-                    found[row], matches[row] = own, (0, MAX_COUNTED)
-        return found, matches
+                    found[row] = own
+        return found
 
     def follow(self, request_id: str, text: Any) -> None:
         """Draft a request from a text of its own, as long as its response repeats the text."""

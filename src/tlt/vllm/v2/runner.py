@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt.rollout.sources import PRICE
 from tlt.vllm.args import CONFIG_KEY
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.v2 import sampler as sampler_v2
@@ -91,21 +90,11 @@ class RunnerV2:
         ended = scheduler_output.finished_req_ids
         speculator.drafter = getattr(scheduler_output, "tlt_drafter", speculator.drafter)
         speculator.forget(ended)
-        if hasattr(speculator, "sources"):
-            speculator.sources.price = getattr(scheduler_output, "tlt_price", PRICE)
         if (history := speculator.history) is not None:
             texts = getattr(scheduler_output, "tlt_ended", {})
             learned = {name: text for name, text in texts.items() if name not in unlearned}
             history.requests_ended(learned)
             history.drop(ended - learned.keys())
-
-    def take_from_history(self) -> frozenset[str]:
-        """Return the requests whose next verified drafts a mixed arm took from the history."""
-        speculator = self.runner.speculator
-        taken: frozenset[str] = getattr(speculator, "from_history", frozenset())
-        if taken:
-            speculator.from_history = frozenset()
-        return taken
 
     def end_step(self) -> None:
         """Note that the forward pass of this engine step has been started."""
