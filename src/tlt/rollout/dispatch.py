@@ -120,7 +120,7 @@ class Dispatcher:
             self._requeue(work)
         return list(engine.held.works)
 
-    def finished(self, name: str, lengths: Mapping[str, int]) -> list[str]:
+    def finished(self, name: str, lengths: Mapping[str, int] | Iterable[str]) -> list[str]:
         """Note finished samples and their tokens; return the ids without unknown and repeated ones.
 
         What the lengths tell about samples that are still to come changes the order of the queue.
@@ -128,6 +128,8 @@ class Dispatcher:
         engine = self._engines.get(name)
         if engine is None:
             return []
+        if not isinstance(lengths, Mapping):
+            lengths = dict.fromkeys(lengths, 0)
         ended = [sample_id for sample_id in lengths if self._owned(sample_id, name)]
         for sample_id in ended:
             engine.held.ended(sample_id, lengths[sample_id])

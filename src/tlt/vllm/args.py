@@ -57,14 +57,6 @@ def max_draft_tokens(config: EngineConfig) -> int:
     return max(longest, config.max_draft_tokens or 0, given) or 1
 
 
-def ngram_history_tokens(config: EngineConfig) -> int:
-    """Return the size of the history that the strategy drafts from; 0 if it uses none."""
-    arms = build_strategy(strategy_spec(config)).arms()
-    if config.ngram is None or not any(arm.uses_ngrams for arm in arms):
-        return 0
-    return config.ngram.history_tokens
-
-
 def engine_args(config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's `EngineArgs`, or refuse the settings."""
     check_args(config.engine_args)

@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 import zlib
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,9 +20,8 @@ from tlt.contracts import WHOLE, Finished, Recheck, SampleRequest, SamplingSpec
 from tlt.errors import EngineError, WeightMismatch
 from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
-from tlt.rollout.texts import PART_TOKENS, Inbox
 from tlt.spans import Span
-from tlt.vllm.args import engine_args, max_draft_tokens, ngram_history_tokens
+from tlt.vllm.args import engine_args, max_draft_tokens
 from tlt.vllm.environment import RUNNER_VARIABLE, rounds_by_batch, uses_v2
 
 logger = logging.getLogger(__name__)
@@ -36,8 +34,6 @@ PROCESS_ENVIRONMENT = thread_environment() | {
     "TQDM_DISABLE": "1",
 }
 """Environment that a process needs before it imports vLLM; the user's values win."""
-LESSON_TOKENS = 8192
-"""Tokens of other responses to learn before one engine step, unless one response has more."""
 
 
 class VllmCore:
@@ -52,22 +48,8 @@ class VllmCore:
         """Longest draft that this engine can verify; 0 for an engine that never drafts."""
         self.has_ngrams = self._args["additional_config"]["tlt"]["ngram"] is not None
         """Whether this engine can draft n-grams."""
-        self.has_history = self.has_ngrams and bool(config.ngram and config.ngram.history_tokens)
-        """Whether it looks them up in a history of samples."""
-        history_tokens = ngram_history_tokens(config)
-        self.learns = history_tokens > 0
-        """Whether this engine drafts from a history of samples."""
-        self.inbox = Inbox(history_tokens)
-        """Responses of other engines, epochs and runs to learn n-grams from."""
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
-        self._ahead: set[str] = set()
-        """Requests in flight that are generated ahead."""
-        self._own_texts: dict[str, array[int]] = {}
-        """Texts generated ahead of samples that are not in flight yet."""
-        self._is_keyed = False
-        self._has_own_texts = False
-        """Whether texts generated ahead have come since the policy was loaded."""
         self._cores: tuple[int, ...] = ()
         self._asleep: set[str] = set()
         """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
@@ -127,14 +109,12 @@ class VllmCore:
         faults = sorted({fault for report in reports for fault in report["faults"]})
         if faults:
             logger.error("%s samples wrongly with drafts: %s", self._name, "; ".join(faults))
-        self._is_keyed = bool(reports[0]["keyed"])
         return reports[0] | {
             "faults": faults,
             "rounds_by_batch": rounds_by_batch(self._config.num_gpus),
             "slots": int(self.llm.vllm_config.scheduler_config.max_num_seqs),
             "max_model_len": int(self.llm.model_config.max_model_len),
             "cores": self._cores,
-            "learns": self.learns,
         }
 
     def _check_worker(self, report: dict[str, Any]) -> None:
@@ -181,11 +161,9 @@ class VllmCore:
             sampling_params(request.sampling),
         )
         self._requests[request.sample_id] = (request, vllm_id)
-        self._follow(request.sample_id)
 
     def step(self) -> list[Finished]:
         """Run one engine step, and return the requests that it finished."""
-        self._learn()
         finished = []
         for output in self.llm.step():
             if not output.finished or output.request_id not in self._requests:
@@ -200,42 +178,10 @@ class VllmCore:
                 finish_reason=completion.finish_reason,
                 finished_at_s=time.time(),
             )
-            if self._config.capture is not None and request.sample_id not in self._ahead:
+            if self._config.capture is not None:
                 self._keep_states(vllm_id, request, end)
-            self._ahead.discard(request.sample_id)
             finished.append(end)
         return finished
-
-    @property
-    def can_look_ahead(self) -> bool:
-        """Whether the engine is awake, samples by keys, and drafts from texts."""
-        return self.learns and self._is_keyed and self._has_policy and not self._asleep
-
-    def begin_ahead(self, request: SampleRequest) -> None:
-        """Hand a request of look-ahead to vLLM. Nothing is drafted or counted until `end_ahead`.
-
-        No n-grams are learned from it, and its hidden states are not recorded.
-        """
-        self.controller.uncounted = True
-        self.admit(request)
-        self._ahead.add(request.sample_id)
-        _, vllm_id = self._requests[request.sample_id]
-        self.llm.collective_rpc("tlt_begin_ahead", args=(vllm_id,))
-
-    def end_ahead(self) -> dict[str, list[int]]:
-        """Abort all requests of look-ahead, and return their tokens so far."""
-        known = self.llm.engine_core.engine_core.scheduler.requests
-        unfinished = {name: self._requests.pop(name)[1] for name in self._ahead}
-        texts = {
-            name: list(known[vllm_id].output_token_ids)
-            for name, vllm_id in unfinished.items()
-            if vllm_id in known
-        }
-        if unfinished:
-            self.llm.abort_request(list(unfinished.values()), internal=True)
-        self._ahead.clear()
-        self.controller.uncounted = False
-        return texts
 
     def begin_recheck(self, recheck: Recheck) -> None:
         """Hand a recheck to vLLM. Nothing is drafted or counted until `end_recheck`."""
@@ -283,8 +229,6 @@ class VllmCore:
                 f"{self._name} keeps cached prefixes of the last policy: vLLM did not drop them"
             )
         self._has_policy = True
-        self._own_texts.clear()  # of samples that other engines generated
-        self._has_own_texts = False
         return self._loaded(started_s)
 
     # A policy from GPU to GPU (`send`) comes in several calls.
@@ -358,36 +302,6 @@ class VllmCore:
         if not self.llm.reset_prefix_cache():
             raise EngineError(f"{self._name} did not forget: samples are under way")
         self.llm.collective_rpc("tlt_forget_history")
-
-    def running_texts(self, wanted: Mapping[str, int]) -> list[tuple[str, int, array[int]]]:
-        """Return some tokens of running responses from these places on, where there are enough."""
-        requests = self.llm.engine_core.engine_core.scheduler.requests
-        found, room = [], 2 * LESSON_TOKENS
-        for sample_id, start in wanted.items():
-            _, vllm_id = self._requests.get(sample_id, (None, ""))
-            tokens = requests[vllm_id].output_token_ids if vllm_id in requests else ()
-            if len(tokens) - start >= PART_TOKENS and room > PART_TOKENS:
-                found.append((sample_id, start, array("i", tokens[start : start + room])))
-                room -= len(found[-1][2])
-        return found
-
-    def _learn(self) -> None:
-        """Learn n-grams from some of the responses that came from elsewhere."""
-        if self.learns and (lessons := self.inbox.take(LESSON_TOKENS)):
-            self.llm.collective_rpc("tlt_learn", args=(lessons,))
-            for lesson in lessons:
-                if lesson.sample_id:
-                    self._own_texts[lesson.sample_id] = lesson.response
-                    self._follow(lesson.sample_id)
-                    if not self._has_own_texts:
-                        self._has_own_texts = True
-                        self.controller.texts_version += 1
-
-    def _follow(self, sample_id: str) -> None:
-        """Draft a sample in flight from the text that was generated ahead for it."""
-        _, vllm_id = self._requests.get(sample_id, (None, ""))
-        if vllm_id and (text := self._own_texts.pop(sample_id, None)) is not None:
-            self.llm.collective_rpc("tlt_follow", args=(vllm_id, text))
 
     def sleep(self, keep_policy: bool) -> None:
         """Free the device's memory. The policy goes to the host if it is kept, else it is lost.

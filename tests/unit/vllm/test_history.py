@@ -100,31 +100,6 @@ def test_a_name_may_come_back_for_another_request() -> None:
     assert draft(history, {"a": (PROMPT, [3, 6])}) == {"a": [7]}
 
 
-def test_a_response_from_elsewhere_is_found_like_a_siblings() -> None:
-    prompt = list(range(20, 40))
-    for first in (prompt, PROMPT):
-        history = History(100, 2, 4)
-        for response in ([1, 2, 3, 4], [6, 7, 8], []):
-            history.learn(len(first), np.array([*first, *response], dtype=np.int32))
-        assert draft(history, {"a": (first, [1, 2])}) == {"a": [3, 4]}
-        assert draft(history, {"b": (first, [6])}, 2) == {"b": [7, 8]}
-        assert draft(history, {"c": (OTHER, [2, 3])}) == {"c": [4]}
-    # Parts of a response that overlap are found as one, and none follows the prompt but the first.
-    history = History(100, 2, 4)
-    response = list(range(50, 70))
-    for start in (0, 6, 12):
-        part = [*PROMPT, *response[start : start + 10]]
-        history.learn(len(PROMPT), np.array(part, dtype=np.int32), is_begin=start == 0)
-    assert draft(history, {"a": (PROMPT, [])}, 20) == {"a": response}
-    assert draft(history, {"b": (PROMPT, [57])}) == {"b": []}
-    # The next response follows the prompt just as well, and the prompt takes little room.
-    history = History(30, 2, 4)
-    for last in range(3):
-        history.learn(len(prompt), np.array([*prompt, 1, 2, 3 + last], dtype=np.int32))
-    assert draft(history, {"a": (prompt[-4:], [])}, 3) == {"a": [1, 2, 5]}
-    assert draft(history, {"b": ([51], [2, 4])}) == {"b": []}
-
-
 def test_the_oldest_samples_are_dropped_and_memory_stays() -> None:
     history = History(60, 2, 4)
     num_bytes = history.num_bytes
@@ -253,58 +228,3 @@ def test_like_comparing_everything(
         for name, (prompt, response) in asked.items():
             expected = reference.draft(prompt + response, tuple(prompt), num_wanted)
             assert drafts[name] == expected
-
-
-# --- texts that requests are expected to repeat -------------------------------------------------
-
-
-def follow(history: History, name: str, text: list[int]) -> None:
-    history.follow(name, np.array(text, dtype=np.int32))
-
-
-def test_a_text_of_its_own_is_drafted_by_position() -> None:
-    history = History(100, 2, 4)
-    follow(history, "a", [1, 2, 3, 4, 5, 6, 7])
-    assert draft(history, {"a": (PROMPT, [])}) == {"a": [1, 2, 3, 4]}
-    assert draft(history, {"a": (PROMPT, [1, 2, 3]), "b": (PROMPT, [9])}) == {
-        "a": [4, 5, 6, 7],
-        "b": [],
-    }
-    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5])}) == {"a": [6, 7]}
-    assert draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5, 6, 7])}) == {"a": []}
-
-
-def test_a_text_of_its_own_comes_before_a_sibling() -> None:
-    """A later sibling began alike; by the longest match alone it would be drafted."""
-    history = History(100, 2, 4)
-    own, other = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 8, 9]
-    history.learn(len(PROMPT), np.array(PROMPT + own, dtype=np.int32))
-    end(history, "sibling", PROMPT, other)
-    follow(history, "a", own)
-    requests = {"b": (PROMPT, own[:4]), "a": (PROMPT, own[:4])}
-    assert draft(history, requests, 2) == {"b": [8, 9], "a": [5, 6]}
-
-
-def test_ngrams_draft_after_the_first_difference() -> None:
-    history = History(100, 2, 4)
-    own = [1, 2, 3, 4, 5, 6, 7, 8]
-    history.learn(len(PROMPT), np.array(PROMPT + own, dtype=np.int32))
-    follow(history, "a", own)
-    assert draft(history, {"a": (PROMPT, [1, 99])}) == {"a": []}
-    assert draft(history, {"a": (PROMPT, [1, 99, 3, 4])}) == {"a": [5, 6, 7, 8]}, "found again"
-    follow(history, "b", own)
-    history.forget("b")
-    assert draft(history, {"b": (OTHER, [])}) == {"b": []}
-
-
-def test_a_text_of_its_own_may_come_late() -> None:
-    history = History(100, 2, 4)
-    assert draft(history, {"a": (PROMPT, [1]), "b": (PROMPT, [2])}) == {"a": [], "b": []}
-    for name in "ab":
-        follow(history, name, [1, 50, 51, 52])
-    assert draft(history, {"a": (PROMPT, [1, 50]), "b": (PROMPT, [2, 50])}) == {
-        "a": [51, 52],
-        "b": [],
-    }
-    history.clear()
-    assert draft(history, {"a": (PROMPT, [1, 50])}) == {"a": []}

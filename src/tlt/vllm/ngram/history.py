@@ -38,10 +38,6 @@ from typing import Any
 import numpy as np
 
 from tlt.vllm.ngram.kernels import draft_rows, learn_rows
-from tlt.vllm.ngram.own_texts import OwnTexts
-
-_LESSON = ""
-"""Name of a text that is no request's."""
 
 
 class History:
@@ -60,7 +56,6 @@ class History:
         self._num_learned = 0
         # The row of `state` of each running request; see `ngram.kernels`.
         self._running: dict[str, tuple[int, int, int]] = {}
-        self._own_texts = OwnTexts()
 
     @property
     def num_bytes(self) -> int:
@@ -101,17 +96,7 @@ class History:
             num_drafted,
         )
         drafted = zip(drafts.tolist(), num_drafted.tolist(), strict=True)
-        found = [draft[:length] for draft, length in drafted]
-        for row, request_id in enumerate(request_ids):
-            if num_wanted[row] and request_id in self._own_texts:
-                response = token_ids[rows[row], num_prompt_tokens[row] : num_tokens[row]]
-                if own := self._own_texts.draft(request_id, response, num_wanted[row]):
-                    found[row] = own
-        return found
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        self._own_texts.follow(request_id, text)
+        return [draft[:length] for draft, length in drafted]
 
     def end(self, request_id: str, num_prompt_tokens: int, token_ids: Any) -> None:
         """Learn the rest of a request that has ended. A later request may reuse its name."""
@@ -120,27 +105,13 @@ class History:
         self._learn([request_id], [num_prompt_tokens], num_tokens, token_ids[np.newaxis], first_row)
         self.forget(request_id)
 
-    def learn(self, num_prompt_tokens: int, token_ids: Any, is_begin: bool = True) -> None:
-        """Learn a response that no request of this engine generated, or a later part of it.
-
-        The beginning of a response follows the end of its prompt. Requests of the prompt bring the
-        rest of the prompt along.
-        """
-        first = max(
-            0, num_prompt_tokens - int(self._lengths[-1]) if is_begin else num_prompt_tokens
-        )
-        self._running[_LESSON] = (_checksum(token_ids[:num_prompt_tokens]), first, 0)
-        self.end(_LESSON, num_prompt_tokens, token_ids)
-
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, without learning the rest of it."""
         self._running.pop(request_id, None)
-        self._own_texts.forget(request_id)
 
     def clear(self) -> None:
         """Forget all tokens learned so far; running requests stay known."""
         self._tables.fill(0)
-        self._own_texts.clear()
 
     def _learn(
         self,

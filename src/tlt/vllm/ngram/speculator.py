@@ -49,12 +49,6 @@ class NgramDrafts(Protocol):
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Learn the rest of ended requests: the length of each prompt, and the whole text."""
 
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
 
@@ -118,14 +112,6 @@ class HistoryDrafts:
                 self.history.end(request_id, num_prompt_tokens, np.array(text, dtype=np.int32))
         self._forgotten -= texts.keys()
 
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-        self.history.learn(num_prompt_tokens, text, is_begin)
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        self.history.follow(request_id, text)
-
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
         for request_id in request_ids:
@@ -172,12 +158,6 @@ class OwnTextDrafts:
 
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Learn nothing."""
-
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn nothing."""
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Follow nothing."""
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop nothing."""

@@ -112,16 +112,6 @@ class RunnerV1:
         if (lookup := self._history_lookup()) is not None:
             lookup.forget()
 
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-        if (lookup := self._history_lookup()) is not None:
-            lookup.history.learn(num_prompt_tokens, text, is_begin)
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        if (lookup := self._history_lookup()) is not None:
-            lookup.history.follow(request_id, text)
-
     def _history_lookup(self) -> Any:
         """Return the proposer that looks n-grams up in a history of samples; None without one."""
         drafter = getattr(self.runner, "drafter", None)

@@ -62,7 +62,7 @@ class RunnerV2:
         method = config.speculative_config.method
         if sampler_v2.wants_keys(config.speculative_config):
             # vLLM would keep the logits of sampled drafts for its ratio test. Acceptance by
-            # equality reads none, and `v2.draft_noise` samples without them.
+            # equality reads none, and our speculator samples without them.
             config.speculative_config.draft_sample_method = "greedy"
         if method == "eagle3":
             history = ngram_drafts(config, device, req_states, ngram) if ngram else None
@@ -132,16 +132,6 @@ class RunnerV2:
         """Forget the history of samples."""
         if (history := getattr(self.runner.speculator, "history", None)) is not None:
             history.forget()
-
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-        if (history := getattr(self.runner.speculator, "history", None)) is not None:
-            history.learn(num_prompt_tokens, text, is_begin)
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        if (history := getattr(self.runner.speculator, "history", None)) is not None:
-            history.follow(request_id, text)
 
     # --- what the runner is made of -----------------------------------------------------------
 
