@@ -32,16 +32,21 @@ from vllm.v1.worker.gpu.attn_utils import (
     build_slot_mappings_by_layer,
     init_attn_backend,
 )
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from tlt.contracts import DrafterName
 from tlt.vllm.catch_up import Missed, MissedInputs, sequences
+from tlt.vllm.keyed import DRAFT_NOISE
 from tlt.vllm.ngram.speculator import NgramDrafts
-from tlt.vllm.v2.draft_noise import KeyedDrafting
 
 
-class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
+class SwitchingSpeculator(EagleSpeculator):
     """EAGLE-3 and history in one engine. `drafter` drafts in the current engine step."""
+
+    shares_noise = False
+    """Whether drafts are drawn with the noise of the policy's draws. `v2.sampler.install` sets it
+    before graphs are recorded, once it has installed acceptance by equality."""
 
     def __init__(
         self,
@@ -101,14 +106,11 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
 
         if num_speculative_tokens is None or kwargs.get("dummy_run"):
             return run(num_speculative_tokens)  # vLLM's profiling, capture or warm-up
-        self.learn_noise(input_batch, num_sampled, last_sampled)
         if self.drafter == "eagle3" and num_speculative_tokens > 0:
             self.catch_up(input_batch)
             return run(num_speculative_tokens)
         if not self._skip(input_batch, aux_hidden_states, num_rejected, last_sampled):
             run(0)
-        if self.noisy is not None:
-            self.noisy.forget(input_batch.idx_mapping)
         if num_speculative_tokens > 0:
             assert self.history is not None, "the strategy drafts n-grams the engine does not have"
             self.history.draft(
@@ -117,6 +119,44 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
             draft_BK = self.draft_tokens[: input_batch.num_reqs, :num_speculative_tokens]
             self._write_logits(input_batch.idx_mapping, draft_BK)
         return self.draft_tokens[: input_batch.num_reqs]
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """Draw the draft token of each request for a place; CUDA graphs record this.
+
+        vLLM keys the noise of a draft by the position of the token before it, as it keys the draw
+        of the policy at that place, and adds a constant so that both have different noise. Its
+        ratio test needs that, and acceptance by equality does not. Top-p and top-k are not applied
+        to the drafter's logits, unlike on CPU: fewer of these drafts are accepted there.
+        """
+        if not self.shares_noise:
+            return super().sample_draft(
+                hidden_states,
+                sample_src_positions,
+                idx_mapping,
+                temperature,
+                seeds,
+                draft_step,
+                draft_logits,
+                spec_step_idx,
+            )
+        return draw_drafts(
+            self.compute_draft_logits(hidden_states, spec_step_idx),
+            sample_src_positions,
+            idx_mapping,
+            temperature,
+            seeds,
+            self.use_fp64_gumbel,
+        )
 
     def _write_logits(self, slot_B: torch.Tensor, draft_BK: torch.Tensor) -> None:
         """Give drafts from history one-hot logits where vLLM keeps those of the draft model."""
@@ -240,3 +280,27 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         self.hidden_states[:num_rows] = self.model.combine_hidden_states(missed.state_TA)
         slots = build_slot_mappings_by_layer(slot_GT, self.kv_cache_config)
         self._run_model(num_rows, metadata, slots, None, CUDAGraphMode.NONE)
+
+
+def draw_drafts(
+    logits_BV: torch.Tensor,
+    key_B: torch.Tensor,
+    slot_B: torch.Tensor,
+    temperature_S: torch.Tensor,
+    seed_S: torch.Tensor,
+    use_fp64: bool,
+) -> torch.Tensor:
+    """Return a draft token per request [B], drawn with a share of the noise of the policy's draw.
+
+    `key_B` has the positions that key the noise; S are the slots of requests.
+    """
+    return gumbel_sample(
+        logits_BV,
+        slot_B,
+        temperature_S * DRAFT_NOISE,
+        seed_S,
+        key_B,
+        apply_temperature=True,
+        is_drafting=False,
+        use_fp64=use_fp64,
+    )
