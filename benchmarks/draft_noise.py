@@ -203,19 +203,14 @@ class Bench:
     def __init__(self, model: str, drafter: str, max_draft_tokens: int) -> None:
         self.engine = engine(model, drafter=drafter, max_draft_tokens=max_draft_tokens)
         # vLLM's start-up on CPU fails on the modules of numba.
-        from tlt.vllm.v1.draft_noise import LEVELS
+        from tlt.vllm import keyed
 
-        core = self.engine.core.llm.engine_core.engine_core
-        self._noisy = core.model_executor.driver_worker.worker.model_runner.drafter.noisy
-        self._learned = self._noisy.levels
-        self.kinds: dict[str, Any] = {
-            f"level {level:g}": Fixed(index) for index, level in enumerate(LEVELS)
-        }
-        self.kinds["chosen"] = self._learned
+        self._keyed = keyed
+        self.kinds = {"level 1": 1.0, "level 0.5": 0.5, "level 0": 1e-6}
 
     def run(self, kind: str, requests: list[Any], draft_tokens: int) -> dict[str, Any]:
         """Generate some samples; return counts, seconds and tokens."""
-        self._noisy.levels = self.kinds[kind]
+        self._keyed.DRAFT_NOISE = self.kinds[kind]
         strategy = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": draft_tokens}
         self.engine.set_strategy(strategy)
         before = self.engine.stats()
@@ -235,19 +230,6 @@ class Bench:
             "length": 1 + sum(accepted) / drafts,
             "tokens_per_s": num_tokens / (after.busy_s - before.busy_s),
         }
-
-
-class Fixed:
-    """Always the same level, in place of the one that was right most often."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def best(self, place: int) -> int:
-        return self._index
-
-    def observe(self, *counted: Any) -> None:
-        pass
 
 
 def measure(

@@ -10,7 +10,6 @@ MODES = {
     "off": GREY,
     "ngram": GREEN,
     "eagle3": BLUE,
-    "mixed": TEAL,
     "frozen": PURPLE,
     "tlt": ORANGE,
     "adaptive": ORANGE,

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
-DrafterName = Literal["off", "ngram", "eagle3", "mixed"]
-"""Who drafts; `mixed` is EAGLE-3, and n-grams for requests with a promising match."""
+DrafterName = Literal["off", "ngram", "eagle3"]
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 WHOLE: frozenset[FinishReason] = frozenset({"stop", "length"})
 """How a whole sample ends. Any other end is a fault, and the sample is generated again."""
@@ -192,13 +191,13 @@ class Arm:
 
     @property
     def uses_model(self) -> bool:
-        """Whether the draft model drafts, for all requests or for some."""
-        return self.drafter in ("eagle3", "mixed")
+        """Whether the draft model drafts."""
+        return self.drafter == "eagle3"
 
     @property
     def uses_ngrams(self) -> bool:
-        """Whether n-grams are looked up, for all requests or for some."""
-        return self.drafter in ("ngram", "mixed")
+        """Whether n-grams are looked up."""
+        return self.drafter == "ngram"
 
     @classmethod
     def parse(cls, text: str) -> Arm:
@@ -223,8 +222,6 @@ class StepContext:
     num_prefills: int
     num_waiting: int
     drafter_version: int = 0
-    texts_version: int = 0
-    """Times that texts came which requests are expected to repeat: n-grams may be better now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +245,6 @@ class StepReport:
     num_output_tokens: int
     elapsed_s: float
     drafter_version: int = 0
-    history_drafts: int = 0
-    """Drafts that a mixed arm took from the history of samples; the others are the model's."""
-    history_draft_tokens: int = 0
-    history_accepted_at: tuple[int, ...] = ()
-    """Like `accepted_at`, of drafts that a mixed arm took from the history."""
     ended_s: float = 0.0
     """Time of the end, by the clock of the engine's node."""
 

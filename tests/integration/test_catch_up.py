@@ -226,8 +226,7 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
     runs: dict[str, Any] = {}
     for name, scenario in SCENARIOS.items():
         if "seed" in scenario:
-            own = [arm for arm in SWITCHING_ARMS if arm[0] != "mixed"]  # needs a history
-            arms = random.Random(scenario["seed"]).choices(own, k=600)
+            arms = random.Random(scenario["seed"]).choices(SWITCHING_ARMS, k=600)
         else:
             arms = scenario["arms"]
         parsed = [parse_arm(arm) for arm in arms + [OFF] * 300]

@@ -1,9 +1,9 @@
 """Drafts of a real engine carry the noise of the token that they stand for.
 
-The policy here has the same distribution at every position, and so has its drafter. A draft then
-equals the policy's draw exactly if it was drawn with the right seed, position and temperature. The
-drafter lacks the tokens of one block of the noise: where the policy draws one of them, the drafts
-are rejected from there on.
+The policy here has the same distribution at every position, and so has its drafter, whose logits
+are as much smaller as its share of the noise. A draft then equals the policy's draw exactly if it
+was drawn with the right seed, position and temperature. The drafter lacks the tokens of one block
+of the noise: where the policy draws one of them, the drafts are rejected from there on.
 """
 
 from dataclasses import replace
@@ -32,6 +32,7 @@ def constant(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> tuple[Path
 
     from tlt.drafter.checkpoint import save_drafter
     from tlt.drafter.trainer import fresh_drafter
+    from tlt.vllm.keyed import DRAFT_NOISE
 
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
@@ -48,7 +49,7 @@ def constant(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> tuple[Path
             layer.mlp.down_proj.weight.zero_()
         head = policy.get_output_embeddings().weight
         head.copy_(logits_V[:, None].expand(vocab, hidden) / hidden)
-        drafter = fresh_drafter(policy.config, head, torch.arange(DRAFTED))
+        drafter = fresh_drafter(policy.config, DRAFT_NOISE * head, torch.arange(DRAFTED))
         drafter.midlayer.self_attn.o_proj.weight.zero_()
         drafter.midlayer.mlp.down_proj.weight.zero_()
     folder = tmp_path_factory.mktemp("constant")

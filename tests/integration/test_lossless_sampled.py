@@ -56,7 +56,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "off": {"kind": "off"},
     "eagle3": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
     "ngram": {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4},
-    "mixed": {"kind": "fixed", "drafter": "mixed", "num_draft_tokens": 3},
     "switching": {"kind": "random", "arms": SWITCHING_ARMS, "seed": 1},
     "adaptive": RESTLESS,
 }

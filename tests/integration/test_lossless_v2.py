@@ -35,8 +35,6 @@ SWITCHING = {
     "seed": 1,
 }
 
-MIXED = {"kind": "fixed", "drafter": "mixed", "num_draft_tokens": 3}
-
 
 def start(tiny: Path, drafter: Path, *, is_async: bool, **speculative: Any) -> InterpretedEngine:
     args: dict[str, Any] = {
@@ -119,12 +117,6 @@ def test_same_samples_while_drafters_and_draft_lengths_switch(
 ) -> None:
     assert len({s.token_ids for s in reference}) == NUM_REQUESTS
     check_equal(engine, reference)
-
-
-def test_same_samples_with_two_sources_in_one_batch(
-    engine: InterpretedEngine, reference: list[Sample]
-) -> None:
-    check_equal(engine, reference, MIXED)
 
 
 def test_samples_are_rechecked(engine: InterpretedEngine, reference: list[Sample]) -> None:

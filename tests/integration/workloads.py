@@ -32,7 +32,6 @@ RESTLESS = {
 SWITCHING_ARMS: list[list[Any]] = [
     ["off", 0],
     *([drafter, k] for drafter in ("ngram", "eagle3") for k in (1, 2, 4, 8)),
-    *(["mixed", k] for k in (1, 4)),
 ]
 
 

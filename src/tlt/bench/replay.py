@@ -151,10 +151,7 @@ class StepTable:
 
     @classmethod
     def from_reports(cls, reports: Iterable[StepReport]) -> StepTable:
-        """Build a table from an engine's steady steps: median times by arm and batch size.
-
-        Mixed arms are left out: their drafts have several lengths, and the table one per arm.
-        """
+        """Build a table from an engine's steady steps: median times by arm and batch size."""
         times: dict[Arm, dict[int, list[float]]] = {}
         seen: dict[str, list[float]] = {}
         accepted: dict[str, list[float]] = {}
@@ -163,8 +160,6 @@ class StepTable:
         for report in reports:
             arm = report.verified
             if arm != report.proposed or report.num_prefill_tokens or not report.num_decodes:
-                continue
-            if arm.drafter == "mixed":
                 continue
             times.setdefault(arm, {}).setdefault(report.num_decodes, []).append(report.elapsed_s)
             for position in range(arm.num_draft_tokens):

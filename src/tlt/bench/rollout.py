@@ -1,7 +1,7 @@
 """`tlt bench rollout`: one workload in several modes, interleaved and repeated.
 
 A mode is a strategy on engines set up for it. Engines of `off` load no drafter, engines of
-`ngram:K` look n-grams up, and engines of `eagle3:K`, `mixed:K` and `tail:K@B` load the drafter; so
+`ngram:K` look n-grams up, and engines of `eagle3:K` and `tail:K@B` load the drafter; so
 do engines of `adaptive` and `beg_mab` if there is a drafter. All engines stay up, and only one mode
 works at a time. The modes take turns within each repeat, so that a slow minute of the machine hits
 all of them. A first, short round warms every engine up and is not counted. Strategies that learn
@@ -38,8 +38,8 @@ from tlt.vllm.lossless_checks import check_sampling
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A strategy as the user names it: `off`, `ngram:4`, `eagle3:4`, `mixed:4`, `tail:4@8`,
-    `adaptive` or `beg_mab`."""
+    """A strategy as the user names it: `off`, `ngram:4`, `eagle3:4`, `tail:4@8`, `adaptive`
+    or `beg_mab`."""
 
     name: str
     strategy: dict[str, Any]
@@ -67,8 +67,8 @@ class Mode:
             build_strategy(strategy)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K', 'mixed:K' (K draft "
-                "tokens), 'tail:K@B' (EAGLE-3 at most B running), 'adaptive' or 'beg_mab'; e.g. "
+                f"mode {text!r}: expected 'off', 'ngram:K', 'eagle3:K' (K draft tokens), "
+                "'tail:K@B' (EAGLE-3 at most B running), 'adaptive' or 'beg_mab'; e.g. "
                 "eagle3:2"
             ) from error
         return cls(text, strategy, setup="ngram" if drafter == "ngram" else "eagle3")

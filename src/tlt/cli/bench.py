@@ -56,7 +56,7 @@ def rollout(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            help="Mode to measure: off, ngram:K, eagle3:K, mixed:K, tail:K@B (EAGLE-3 while at "
+            help="Mode to measure: off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 while at "
             "most B requests run), adaptive, or beg_mab. Repeatable; the first mode is the "
             "baseline."
         ),

@@ -23,7 +23,6 @@ DRAFTERS = {
     "off": "no drafts",
     "ngram": "n-grams",
     "eagle3": "EAGLE-3 drafter",
-    "mixed": "EAGLE-3 and n-grams",
 }
 
 

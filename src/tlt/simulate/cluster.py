@@ -1,9 +1,9 @@
 """RL steps of a cluster in simulated time.
 
 Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
-(`pace`), the dispatcher with its forecast of lengths (`rollout`), the plan of look-ahead (`ahead`),
-the coordinator with its leases, the forecast of the tail. Not modelled: a drafter swap in the
-middle of a rollout (a better drafter helps from the next rollout on).
+(`pace`), the dispatcher (`rollout`), the coordinator with its leases, the forecast of the tail. Not
+modelled: a drafter swap in the middle of a rollout (a better drafter helps from the next rollout
+on).
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from tlt.config.rollout import DispatchOrder
 from tlt.contracts import OFF, Arm, Strategy
 from tlt.errors import ConfigError
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
 from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights
-from tlt.rollout.lengths import LengthForecast
-from tlt.simulate.ahead import DRAFT_TOKENS, Ahead
 from tlt.simulate.clock import now_s
 from tlt.simulate.model import Drafting, EngineModel
 from tlt.simulate.pace import Pace, Player
@@ -86,9 +83,6 @@ class Cluster:
     engine_start_s: float
     slots: int = 256
     """Requests that an engine runs at once."""
-    dispatch: DispatchOrder = "arrival"
-    agreement: float = 0.0
-    """Share of the tokens that the policy draws again after an update, with the same noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +92,6 @@ class Mode:
     name: str
     strategy: Callable[[], Strategy]
     harvest: CoordinatorSettings | None = None
-    looks_ahead: bool = False
-    """Whether idle engines generate samples of the next RL step."""
 
 
 # --- a drafter as it is known here ----------------------------------------------------------------
@@ -246,16 +238,8 @@ class Simulation:
         self._version = 0
         self._player = Player(mode.strategy(), cluster.engine, seed)
         self._forecast = TailForecast()
-        self.lengths = LengthForecast()
-        self._ahead: Ahead | None = None
-        if mode.looks_ahead:
-            self._ahead = Ahead(
-                cluster.engine, cluster.agreement, cluster.slots, self.lengths, seed
-            )
         self._coordinator: Coordinator | None = None
         self._before: Record = {}
-        self._tokens_per_step = 1.0
-        """Tokens per request of an engine step with a full batch, in the last rollout."""
         self.engine_ends: Any = ()
         """Seconds after which each engine of the last rollout was done."""
         self.events = 0
@@ -288,10 +272,10 @@ class Simulation:
     async def _step(self, step: int) -> Record:
         started_s = now_s()
         lengths = self._workload.of_step(step, self._seed)
-        engine_ends, sample_ends, pace = self._rollout_ends(step, lengths)
+        engine_ends, sample_ends, pace = self._rollout_ends(lengths)
         self.engine_ends = engine_ends
         _check_time("the rollout", float(engine_ends.max()))
-        await self.rollout(self._look_ahead(step, engine_ends), np.sort(sample_ends))
+        await self.rollout(engine_ends, np.sort(sample_ends))
         rollout_s = now_s() - started_s
         learner = self.cluster.learner
         _check_time("the wait for rewards", learner.reward_s)
@@ -323,24 +307,11 @@ class Simulation:
     def _power(self) -> float:
         return self._published.now(self.policy, self.cluster.training)
 
-    def _rollout_ends(self, step: int, lengths: Any) -> tuple[Any, Any, Pace]:
+    def _rollout_ends(self, lengths: Any) -> tuple[Any, Any, Pace]:
         """Return when every engine and every sample ends, in seconds since the rollout began."""
         cluster, workload = self.cluster, self._workload
         drafting = cluster.drafting.at(self._power())
-        repeated = np.zeros(len(lengths))
-        if self._ahead is not None:
-            repeated = self._ahead.repeated(len(lengths))
-        faster = min(1.0, self._tokens_per_step / (1 + DRAFT_TOKENS))
-        played = Rollout(
-            workload.prompts_of(step),
-            lengths,
-            cluster.num_engines,
-            cluster.slots,
-            workload.max_tokens,
-            self.lengths if cluster.dispatch == "longest_first" else None,
-            together=cluster.dispatch == "siblings",
-            at_pace=lengths - repeated * (1 - faster),
-        )
+        played = Rollout(lengths, cluster.num_engines, cluster.slots)
         context = workload.prompt_tokens + float(np.median(played.longest)) / 2
         pace = self._player.rollout(drafting, self._version, played.most, context)
         # Step times are linear in the context.
@@ -352,33 +323,10 @@ class Simulation:
         prompts = max(1.0, len(lengths) / cluster.num_engines / workload.group_size)
         prefill_s = prompts * workload.prompt_tokens / cluster.engine.prefill_tokens_per_s
         end_s = end_s + prefill_s + pace.trying_s
-        arm = pace.arms[played.most]
-        self._tokens_per_step = drafting.tokens(arm)
-        if self._ahead is not None:
-            token_s = self._ahead.verification_s(arm, played.most)
-            end_s += token_s * np.bincount(owner, repeated, cluster.num_engines)[owner]
         engine_s = np.zeros(cluster.num_engines)
         np.maximum.at(engine_s, owner, end_s)
         lost_s = self._lost_s(engine_s)
         return engine_s + lost_s, end_s + lost_s[owner], pace
-
-    def _look_ahead(self, step: int, engine_ends: Any) -> Any:
-        """Let idle engines look ahead; return when each of them is free for harvest."""
-        if self._ahead is None:
-            return engine_ends
-        idle_s = engine_ends.max() - engine_ends
-        if self._mode.harvest is not None:
-            idle_s = idle_s * self._ahead.share
-        lengths = self._workload.of_step(step + 1, self._seed)
-        context = self._workload.prompt_tokens + float(np.median(lengths)) / 2
-        self._ahead.generate(
-            self._workload.prompts_of(step + 1),
-            lengths,
-            self._workload.max_tokens,
-            idle_s,
-            context,
-        )
-        return engine_ends + idle_s
 
     def _lost_s(self, engine_s: Any) -> Any:
         """Return the delay of engines that die: their samples restart on another engine."""

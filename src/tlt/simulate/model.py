@@ -133,7 +133,7 @@ class Drafting:
         rates = self.rates.get(drafter, ())
         if not rates:
             return 0.0
-        power = 1.0 if drafter == "ngram" else self.power  # mixed drafts are mostly EAGLE-3's
+        power = 1.0 if drafter == "ngram" else self.power
         if position < len(rates):
             return float(rates[position] ** power)
         # Beyond the measured positions, rates fall by the factor of the last two.

@@ -121,8 +121,6 @@ def _cluster(recipe: TrainConfig, num_gpus: int | None) -> tuple[Tree, int]:
     found: Tree = {
         "num_engines": num_engines,
         "tensor_parallel": parallel,
-        "dispatch": recipe.pool.dispatch,
-        "look_ahead": recipe.pool.look_ahead,
     }
     if recipe.node.num_gpus is not None:
         found["gpus_per_node"] = recipe.node.num_gpus

@@ -15,7 +15,6 @@ import numpy as np
 
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.rollout.dispatch import Assign, Dispatcher
-from tlt.rollout.lengths import LengthForecast
 
 
 @dataclass(slots=True)
@@ -42,30 +41,14 @@ class _Engine:
 class Rollout:
     """The requests of one RL step, dispatched to engines; `play` generates them."""
 
-    def __init__(
-        self,
-        prompts: Sequence[int],
-        lengths: Sequence[float],
-        num_engines: int,
-        slots: int,
-        max_tokens: int,
-        forecast: LengthForecast | None,
-        together: bool = False,
-        at_pace: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, lengths: Sequence[float], num_engines: int, slots: int) -> None:
         self._lengths = lengths
-        self._at_pace = lengths if at_pace is None else at_pace
-        """Tokens that responses take at the engines' pace; less than their lengths where drafts by
-        position save engine steps."""
         self._engines = [_Engine() for _ in range(num_engines)]
-        self._dispatcher = Dispatcher(prefetch=0, forecast=forecast, together=together)
+        self._dispatcher = Dispatcher(prefetch=0)
         for number in range(num_engines):
             self._dispatcher.engine_ready(str(number), slots)
-        spec = SamplingSpec(max_tokens=max_tokens)
-        self._dispatcher.submit(
-            SampleRequest(str(number), (int(prompt),), spec)
-            for number, prompt in enumerate(prompts)
-        )
+        spec = SamplingSpec(max_tokens=1)  # the dispatcher knows no lengths
+        self._dispatcher.submit(SampleRequest(str(n), (), spec) for n in range(len(lengths)))
         self._events: list[tuple[float, int, int]] = []
         self._assign(0.0)
         self.most = max(len(engine.running) for engine in self._engines)
@@ -106,7 +89,7 @@ class Rollout:
             engine.began -= began
             owner[request], end_s[request] = number, now_s
             engine.stamp += 1
-            self._dispatcher.finished(str(number), {str(request): int(self._lengths[request])})
+            self._dispatcher.finished(str(number), [str(request)])
             for changed in {number, *self._assign(now_s)}:
                 schedule(changed)
         return owner, end_s
@@ -121,7 +104,7 @@ class Rollout:
             engine.advance(now_s)
             engine.stamp += 1
             for request in action.requests:
-                ends = engine.position + self._at_pace[int(request.sample_id)]
+                ends = engine.position + self._lengths[int(request.sample_id)]
                 heapq.heappush(engine.running, (ends, engine.position, int(request.sample_id)))
                 engine.began += engine.position
             changed.append(number)

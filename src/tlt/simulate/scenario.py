@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from tlt.config.rollout import DispatchOrder
 from tlt.config.schema import LONGEST_S, Schema
 from tlt.config.train import SizesConfig, TltConfig
 from tlt.contracts import Strategy
@@ -65,12 +64,6 @@ class ClusterConfig(Schema):
     """GPUs of a node, or CPU engines. The weight sync sends the policy to every node."""
     slots: int = Field(default=256, ge=1, le=100_000)
     """Requests that an engine runs at once (vLLM's `max_num_seqs`)."""
-    dispatch: DispatchOrder = "arrival"
-    """Order in which engines get requests, as `pool.dispatch` of a run."""
-    look_ahead: bool = False
-    """Whether idle engines generate samples of the next RL step, as `pool.look_ahead` of a run."""
-    agreement: float = Field(default=0.999, ge=0, lt=1)
-    """Share of the tokens that the policy draws again after an update, with the same noise."""
     engine_deaths_per_hour: float = Field(default=0.0, ge=0, le=3600)
     """Failures of one engine per hour."""
     engine_start_s: float = Field(default=120.0, ge=0, le=LONGEST_S)
@@ -218,8 +211,6 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
         config.cluster.engine_deaths_per_hour,
         config.cluster.engine_start_s,
         config.cluster.slots,
-        config.cluster.dispatch,
-        config.cluster.agreement,
     )
 
 
@@ -268,7 +259,6 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
     The arm of `static` is set: `completed` finds it.
     """
     harvest = None
-    looks_ahead = config.cluster.look_ahead and name in ("ngram", "frozen", "tlt")
     if name == "off":
         spec: dict[str, Any] = {"kind": "off"}
     elif name == "static":
@@ -284,7 +274,7 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
     def strategy() -> Strategy:
         return build_strategy(spec)
 
-    return Mode(name, strategy, harvest, looks_ahead)
+    return Mode(name, strategy, harvest)
 
 
 def _check_rates(config: ScenarioConfig, drafting: Drafting) -> None:

@@ -111,8 +111,6 @@ def _outside(config: ScenarioConfig) -> list[str]:
         f"{nodes:,} nodes": nodes > 1,
         f"{workload.num_samples:,} samples per RL step": workload.num_samples > samples,
         f"responses of {workload.max_tokens:,} tokens": workload.max_tokens > tokens,
-        f"dispatch {cluster.dispatch}": cluster.dispatch != "arrival",
-        "look-ahead": cluster.look_ahead,
         "engines that die": cluster.engine_deaths_per_hour > 0,
         "a run that begins without a drafter": begins_without_drafter(config),
     }

@@ -42,7 +42,6 @@ class Acceptance:
         """Verified requests by draft length: entry i counts drafts longer than i tokens."""
         self._offered = 0.0
         self._drafted = 0.0
-        self._history = _FromHistory()
 
     def observe(self, report: StepReport) -> bool:
         """Learn from the drafts that an engine step verified.
@@ -65,13 +64,10 @@ class Acceptance:
         if turned:
             self._recent.become(self._latest, self.LATEST)
         keep = math.exp(-num_requests / self.USUAL)
-        num_others = max(num_requests - report.history_drafts, 0)
-        self._offered = keep * self._offered + num_others * length
+        self._offered = keep * self._offered + num_requests * length
         self._drafted = keep * self._drafted + min(
-            report.num_draft_tokens - report.history_draft_tokens,
-            num_others * report.verified.num_draft_tokens,
+            report.num_draft_tokens, num_requests * report.verified.num_draft_tokens
         )
-        self._history.observe(report, num_requests)
         return turned
 
     @property
@@ -117,12 +113,10 @@ class Acceptance:
     def drafted(self, num_draft_tokens: int) -> float:
         """Return the tokens that a request drafts per step.
 
-        A model drafts all that it is asked for, and a lookup without a match none. Drafts of a
-        mixed arm that come from the history have lengths of their own.
+        A model drafts all that it is asked for, and a lookup without a match none.
         """
         share = self._drafted / self._offered if self._offered > 0 else 1.0
-        rest = 1 - self._history.share
-        return rest * share * num_draft_tokens + self._history.draft_tokens
+        return share * num_draft_tokens
 
     def recent_tokens(self, num_draft_tokens: int, in_use: int = 0) -> tuple[float, float]:
         """Return the tokens that a request gains per step in recent text: expected and optimistic.
@@ -131,20 +125,11 @@ class Acceptance:
         no optimism about these positions.
         """
         shape = self._usual.chances(num_draft_tokens)
-        return self._with_history(
-            num_draft_tokens, self._recent.tokens(num_draft_tokens, in_use, shape)
-        )
+        return self._recent.tokens(num_draft_tokens, in_use, shape)
 
     def usual_tokens(self, num_draft_tokens: int) -> tuple[float, float]:
         """Return the tokens that a request gains per step in all text: expected and optimistic."""
-        return self._with_history(num_draft_tokens, self._usual.tokens(num_draft_tokens, 0))
-
-    def _with_history(
-        self, num_draft_tokens: int, tokens: tuple[float, float]
-    ) -> tuple[float, float]:
-        """Add the tokens of a mixed arm's drafts that are longer than the model's."""
-        beyond = self._history.tokens_beyond(num_draft_tokens)
-        return tokens[0] + beyond, tokens[1] + beyond
+        return self._usual.tokens(num_draft_tokens, 0)
 
 
 class _Chances:
@@ -228,54 +213,6 @@ class _Chances:
             expected += rate
             optimistic += upper
         return expected, optimistic
-
-
-class _FromHistory:
-    """The drafts that a mixed arm takes from the history, relative to all verified requests.
-
-    They may be longer than those of the draft model. What they gain beyond its draft length does
-    not depend on that length.
-    """
-
-    WINDOW = 400.0
-    """Verified requests that this memory holds."""
-    PRIOR_WEIGHT = 6.0
-    """Requests without a draft from the history that it starts with."""
-
-    def __init__(self) -> None:
-        self._requests = self.PRIOR_WEIGHT
-        self._drafts = 0.0
-        self._draft_tokens = 0.0
-        self._accepted_at: list[float] = []
-
-    def observe(self, report: StepReport, num_requests: int) -> None:
-        """Count the drafts of a step."""
-        if report.verified.drafter != "mixed":
-            return
-        accepted = report.history_accepted_at
-        self._accepted_at += [0.0] * (len(accepted) - len(self._accepted_at))
-        keep = math.exp(-num_requests / self.WINDOW)
-        self._requests = keep * self._requests + num_requests
-        self._drafts = keep * self._drafts + report.history_drafts
-        self._draft_tokens = keep * self._draft_tokens + report.history_draft_tokens
-        self._accepted_at = [
-            keep * before + (accepted[position] if position < len(accepted) else 0)
-            for position, before in enumerate(self._accepted_at)
-        ]
-
-    @property
-    def share(self) -> float:
-        """Share of requests whose draft comes from the history."""
-        return min(self._drafts / self._requests, 1.0)
-
-    @property
-    def draft_tokens(self) -> float:
-        """Tokens drafted from the history per request."""
-        return self._draft_tokens / self._requests
-
-    def tokens_beyond(self, num_draft_tokens: int) -> float:
-        """Return the tokens that a request gains at later positions than the model's drafts."""
-        return sum(self._accepted_at[num_draft_tokens:]) / self._requests
 
 
 def _odds(chance: float) -> float:

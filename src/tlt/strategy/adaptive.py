@@ -14,10 +14,9 @@ strategy calm and safe:
   twice as much while no drafter is in use. The budget bounds what a bad drafter can cost.
 - **Like is compared with like.** Text turns from easy to hard within a response, for all drafters
   alike. The draft length follows the recent text; drafters are compared over all text.
-- **Changes are noticed.** A new version of the drafter soon gets a trial, and so do n-grams when
-  texts of look-ahead come. A drafter that is not in use gets a trial after its retry interval. Each
-  failed trial doubles the interval, and a change of acceptance resets it. Drafts that do not fit
-  the remembered acceptance replace it.
+- **Changes are noticed.** A new version of the drafter soon gets a trial. A drafter that is not in
+  use gets a trial after its retry interval. Each failed trial doubles the interval, and a change of
+  acceptance resets it. Drafts that do not fit the remembered acceptance replace it.
 
 There is no clock but the seconds that steps report, and no random choice: the same reports give
 the same decisions.
@@ -26,7 +25,7 @@ the same decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,11 +38,8 @@ Times = Mapping[Arm, tuple[float, float]]
 Trial = Literal["due", "promising"]
 """Why an arm gets a trial: its drafter's retry interval has passed, or its optimistic rate exceeds
 the best arm's."""
-PRIOR = {"eagle3": 0.7, "ngram": 0.3, "mixed": 0.7}
+PRIOR = {"eagle3": 0.7, "ngram": 0.3}
 """Chance that a draft token is accepted, before any draft was verified."""
-
-LEAST_PRICE, MOST_PRICE = 0.05, 0.6
-"""Bounds of the chance of acceptance that is worth the verification of a draft token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,6 @@ class Adaptive:
         self._switches = 3.0
         self._best_rate = 0.0
         self._version: int | None = None
-        self._texts_version = 0
         self._steps = 0
         self._last_used: dict[str, int] = {}
         """Engine step at which a draft of each drafter was last verified."""
@@ -147,30 +142,16 @@ class Adaptive:
         self._steps += 1
         self._last_used[drafter] = self._steps
 
-    @property
-    def price(self) -> float | None:
-        """Chance of acceptance that is worth the verification of a draft token.
-
-        A token takes the seconds of its verification, in which the batch would gain tokens.
-        """
-        if self._best_rate <= 0:
-            return None
-        return min(max(self._time.draft_token_s * self._best_rate, LEAST_PRICE), MOST_PRICE)
-
     # --- deciding -----------------------------------------------------------------------------
 
     def decide(self, context: StepContext) -> Arm:
         """Return the arm that drafts in the next engine step."""
         if context.drafter_version != self._version:
             if self._version is not None:
-                for drafter in self._drafters(lambda arm: arm.uses_model):
-                    self._expect_change(drafter)
+                for drafter, arms in self._lengths.items():
+                    if arms[0].uses_model:
+                        self._expect_change(drafter)
             self._version = context.drafter_version
-        if context.texts_version != self._texts_version:
-            for drafter in self._drafters(lambda arm: arm.uses_ngrams):
-                self._expect_change(drafter)
-                self._spent_due[drafter].trials_s = 0.0  # once in a rollout
-            self._texts_version = context.texts_version
         num_decodes = self._num_decodes = context.num_decodes or context.num_prefills
         self._steps_left -= 1
         if num_decodes <= 0 or not self._time.known:
@@ -300,12 +281,9 @@ class Adaptive:
     def _may_try(self, arm: Arm, num_decodes: int, rate: float, trial: Trial) -> bool:
         """Return whether the arm may get a trial now.
 
-        Shorter drafts go first: they are cheaper and teach about longer ones. So does the draft
-        model: a mix is of no use where none of its parts is. No trial may cost more than the rest
-        of its budget.
+        Shorter drafts go first: they are cheaper and teach about longer ones. No trial may cost
+        more than the rest of its budget.
         """
-        if arm.drafter == "mixed" and "eagle3" in self._lengths and self._settled == OFF:
-            return False
         if arm.num_draft_tokens:
             lengths = self._lengths[arm.drafter]
             place = lengths.index(arm)
@@ -362,10 +340,6 @@ class Adaptive:
             )
         seconds, least_s = times[arm]
         return num_decodes * gained / seconds, num_decodes * optimistic / least_s
-
-    def _drafters(self, are: Callable[[Arm], bool]) -> list[str]:
-        """Return the drafters whose arms are of a kind."""
-        return [drafter for drafter, arms in self._lengths.items() if are(arms[0])]
 
     def _expect_change(self, drafter: str) -> None:
         """Try a drafter again soon that has become another one."""

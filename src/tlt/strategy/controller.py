@@ -28,10 +28,8 @@ class StepRecord:
     proposed: Arm
     num_prefill_tokens: int
     started_s: float
-    price: float | None = None
-    """Chance of acceptance that is worth the verification of a draft token; None if unknown."""
     counts: bool = True
-    """False for rechecks and look-ahead: neither counters nor the strategy see the engine step."""
+    """False for rechecks: neither counters nor the strategy see the engine step."""
 
 
 @dataclass(slots=True)
@@ -56,10 +54,9 @@ class Totals:
         self.draft_tokens += report.num_draft_tokens
         self.accepted_tokens += report.num_accepted_tokens
         if report.verified.uses_model:
-            others = report.history_accepted_at
-            self.model_drafts += report.num_drafts - report.history_drafts
-            self.model_accepted_tokens += report.num_accepted_tokens - sum(others)
-            self.model_first_accepted += sum(report.accepted_at[:1]) - sum(others[:1])
+            self.model_drafts += report.num_drafts
+            self.model_accepted_tokens += report.num_accepted_tokens
+            self.model_first_accepted += sum(report.accepted_at[:1])
         self.output_tokens += report.num_output_tokens
         self.busy_s += report.elapsed_s
         self.accepted_at.extend([0] * (len(report.accepted_at) - len(self.accepted_at)))
@@ -78,10 +75,9 @@ class DraftController:
         self._schedule_started_s = 0.0
         self._last_finished_s = 0.0
         self.drafter_version = 0
-        self.texts_version = 0
         self.uncounted = False
-        """Whether the engine generates no samples, but a recheck or texts of look-ahead
-        (`tlt.rollout.recheck`, `tlt.rollout.ahead`): it drafts nothing, and counts nothing."""
+        """Whether the engine generates no samples, but a recheck (`tlt.rollout.recheck`): it drafts
+        nothing, and counts nothing."""
         self.totals = Totals()
         self._trace: deque[StepReport] = deque(maxlen=TRACE_STEPS)
         self.spans = SpanLog()
@@ -115,7 +111,6 @@ class DraftController:
             num_prefills=num_prefills,
             num_waiting=num_waiting,
             drafter_version=self.drafter_version,
-            texts_version=self.texts_version,
         )
         if self.uncounted:
             return StepRecord(
@@ -128,28 +123,21 @@ class DraftController:
             proposed=self._strategy.decide(context),
             num_prefill_tokens=num_prefill_tokens,
             started_s=self._schedule_started_s,
-            price=getattr(self._strategy, "price", None),  # only some strategies know it
         )
         self._last_arm = record.proposed
         return record
 
     def step_finished(
-        self,
-        record: StepRecord,
-        drafts: Sequence[tuple[int, int]],
-        num_output_tokens: int,
-        from_history: Sequence[tuple[int, int]] = (),
+        self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
     ) -> StepReport:
         """Report a finished engine step to the strategy.
 
-        `drafts` holds (drafted tokens, accepted tokens) of each request with a draft, but those
-        that a mixed arm took from the history are in `from_history`.
+        `drafts` holds (drafted tokens, accepted tokens) of each request with a draft.
         """
         now = self.now_s()
         started_s = max(record.started_s, self._last_finished_s)
         elapsed_s = now - started_s
         self._last_finished_s = now
-        drafts = [*drafts, *from_history]
         accepted_at = _accepted_at(drafts)
         accepted_tokens = sum(accepted_at)
         report = StepReport(
@@ -165,9 +153,6 @@ class DraftController:
             num_output_tokens=num_output_tokens,
             elapsed_s=elapsed_s,
             drafter_version=record.context.drafter_version,
-            history_drafts=len(from_history),
-            history_draft_tokens=sum(drafted for drafted, _ in from_history),
-            history_accepted_at=_accepted_at(from_history),
             ended_s=now,
         )
         if not record.counts:

@@ -40,7 +40,7 @@ EXAMPLES = {
 """A spec of every kind, in TOML."""
 LEARNING = ("adaptive", "beg_mab")
 """Kinds that find the best of their arms while decoding."""
-DRAFTERS = ("ngram", "eagle3", "mixed")
+DRAFTERS = ("ngram", "eagle3")
 DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
 """Draft lengths that a learning kind chooses from when its spec names no arms."""
 

@@ -115,11 +115,6 @@ class StepTime:
         """Return the seconds of a step that prompts took."""
         return self._pace * self._prefill_s(num_prefill_tokens)
 
-    @property
-    def draft_token_s(self) -> float:
-        """Seconds that the verification of one more draft token takes."""
-        return self._pace * self._parts[2] / self.ROWS
-
     def _prefill_s(self, num_prefill_tokens: int) -> float:
         return self._parts[3] * num_prefill_tokens / self.PREFILL
 
@@ -170,24 +165,15 @@ class StepTime:
             num_prefill_tokens / self.PREFILL,
         ]
         for drafter in self._drafters:
-            passes = proposed.num_draft_tokens if self._works(drafter, proposed) else 0
+            passes = proposed.num_draft_tokens if drafter == proposed.drafter else 0
             inputs += [0.2 * (passes > 0), passes / 8, passes * num_decodes / self.ROWS]
         return inputs
-
-    def _works(self, drafter: DrafterName, proposed: Arm) -> bool:
-        """Return whether the cost of a drafter is a part of an arm's.
-
-        A mixed arm runs EAGLE-3; the fit learns by how much its steps take more or fewer seconds.
-        """
-        return proposed.drafter == drafter or (drafter == "eagle3" and proposed.uses_model)
 
     def _start(self, first_s: float) -> None:
         """Start the fit with the guess that drafts cost a little, relative to the first step."""
         self._scale = first_s
         guess = [0.9, 0.05, 0.05, 1.0]
-        for drafter in self._drafters:
-            is_besides = drafter == "mixed" and "eagle3" in self._drafters
-            guess += [0.02, 0.01, 0.01] if is_besides else [0.1, 0.1, 0.02]
+        guess += [0.1, 0.1, 0.02] * len(self._drafters)
         for index, part in enumerate(guess):
             self._parts[index] = part * first_s
             self._normal[index][index] = 0.05

@@ -19,8 +19,6 @@ _HERE = "tlt.vllm"
 CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache on CPUs, the fewest of vLLM's fast attention there. Requests
 share whole blocks of their prompts, and with vLLM's own 128 most groups would share nothing."""
-HISTORY_DRAFT_TOKENS = 8
-"""Longest draft that mixed arms take from the history, unless `max_draft_tokens` says otherwise."""
 GRAPH_ARGS = {
     "compilation_config",
     "cudagraph_capture_sizes",
@@ -54,20 +52,9 @@ def max_draft_tokens(config: EngineConfig) -> int:
     if not speculates(config, arms):
         return 0
     longest = max((arm.num_draft_tokens for arm in arms), default=0)
-    if config.max_draft_tokens is None and any(arm.drafter == "mixed" for arm in arms):
-        # V2 drafts as many tokens for all requests, and longer drafts would take CUDA graphs.
-        longest = longest if uses_v2(config) else max(longest, HISTORY_DRAFT_TOKENS)
     speculative = config.engine_args.get("speculative_config") or {}
     given = speculative.get("num_speculative_tokens", 0)
     return max(longest, config.max_draft_tokens or 0, given) or 1
-
-
-def ngram_history_tokens(config: EngineConfig) -> int:
-    """Return the size of the history that the strategy drafts from; 0 if it uses none."""
-    arms = build_strategy(strategy_spec(config)).arms()
-    if config.ngram is None or not any(arm.uses_ngrams for arm in arms):
-        return 0
-    return config.ngram.history_tokens
 
 
 def engine_args(config: EngineConfig) -> dict[str, Any]:

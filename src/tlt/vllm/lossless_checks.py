@@ -101,22 +101,15 @@ _SAMPLING_REASONS = {
 
 def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
     """Refuse settings of an engine that are lossy, unsupported or contradictory."""
-    names = sorted({arm.drafter for arm in arms if arm.uses_model})
-    if names and config.drafter is None:
+    if any(arm.uses_model for arm in arms) and config.drafter is None:
         raise ConfigError(
-            f"strategy uses the drafter {names[0]!r} but engine.drafter is not set; name the "
-            "folder of an EAGLE-3 drafter, or use the drafter 'ngram'"
+            "strategy uses the drafter 'eagle3' but engine.drafter is not set; name the folder of "
+            "an EAGLE-3 drafter, or use the drafter 'ngram'"
         )
-    names = sorted({arm.drafter for arm in arms if arm.uses_ngrams}, reverse=True)
-    if names and config.ngram is None:
+    uses_ngrams = any(arm.uses_ngrams for arm in arms)
+    if uses_ngrams and config.ngram is None:
         raise ConfigError(
-            f"strategy uses the drafter {names[0]!r} but engine.ngram is null; e.g. "
-            "{min_match = 2}"
-        )
-    if "mixed" in names and config.ngram is not None and config.ngram.history_tokens == 0:
-        raise ConfigError(
-            "strategy uses the drafter 'mixed' but engine.ngram.history_tokens = 0; e.g. "
-            "history_tokens = 1000000, or use the drafters 'eagle3' and 'ngram'"
+            "strategy uses the drafter 'ngram' but engine.ngram is null; e.g. {min_match = 2}"
         )
     if config.ngram is not None and config.ngram.min_match > config.ngram.max_match:
         raise ConfigError(
@@ -152,7 +145,7 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
             "pool.num_engines for data parallelism and data_parallel_size = 1"
         )
     hides_tokens = bool(args.get("async_scheduling")) and not uses_v2(config)
-    if names and config.drafter is not None and hides_tokens:
+    if uses_ngrams and config.drafter is not None and hides_tokens:
         raise ConfigError(
             "engine_args.async_scheduling = true hides the sampled tokens from the n-gram lookup "
             "of vLLM's V1 runner; set it to false, or use the drafter 'eagle3' alone"

@@ -2,9 +2,9 @@
 
 vLLM drafts one number of tokens per engine step, `SchedulerOutput.num_spec_tokens_to_schedule`,
 which may change from step to step. Both schedulers here set it to the strategy's choice just before
-vLLM's own bookkeeping reads it, and put the drafter's name and the price of a verified token beside
-it. The scheduler output travels to every worker, so all tensor-parallel ranks agree. With it go the
-texts of requests that ended, where the history of samples needs them (`ngram.speculator`).
+vLLM's own bookkeeping reads it, and put the drafter's name beside it. The scheduler output travels
+to every worker, so all tensor-parallel ranks agree. With it go the texts of requests that ended,
+where the history of samples needs them (`ngram.speculator`).
 
 `scheduler_cls` is not a public interface of vLLM: the supported versions are pinned, and
 `active_controller` fails if vLLM did not take our scheduler.
@@ -92,8 +92,6 @@ class _Adaptive:
             if self.num_spec_tokens:  # type: ignore[attr-defined]
                 scheduler_output.num_spec_tokens_to_schedule = record.proposed.num_draft_tokens
                 scheduler_output.tlt_drafter = record.proposed.drafter
-                if record.price is not None:
-                    scheduler_output.tlt_price = record.price
             self._records.append(record)
         if self._ended:
             scheduler_output.tlt_ended, self._ended = self._ended, {}
@@ -117,16 +115,12 @@ class _Adaptive:
             record = self._records.popleft()
             sampled = model_runner_output.sampled_token_ids
             index = model_runner_output.req_id_to_index
-            from_history = getattr(model_runner_output, "tlt_from_history", ())
-            drafts: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+            drafts = []
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
                 row = index.get(request_id)
                 if row is not None and sampled and sampled[row]:
-                    counts = (len(tokens), len(sampled[row]) - 1)
-                    drafts[request_id in from_history].append(counts)
-            report = self.controller.step_finished(
-                record, drafts[False], sum(map(len, sampled)), drafts[True]
-            )
+                    drafts.append((len(tokens), len(sampled[row]) - 1))
+            report = self.controller.step_finished(record, drafts, sum(map(len, sampled)))
             if self._is_embedded:
                 arm_metrics.attach(outputs.values(), report)
         return outputs

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from tlt.errors import EngineError
 from tlt.node.weights import check_weights
-from tlt.rollout.texts import Lesson
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.writer import StateWriter
 from tlt.vllm import compat, plugin
@@ -86,50 +84,14 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
         """Forget the history of samples."""
         self._runner.forget_history()
 
-    def tlt_learn(self, lessons: Sequence[Lesson]) -> None:
-        """Learn n-grams from responses of other engines, epochs and runs.
-
-        A token outside the vocabulary, in a damaged text, would end the engine as a draft.
-        """
-        vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
-        for lesson in lessons:
-            both = (lesson.prompt_token_ids, lesson.response)
-            text = np.concatenate([np.array(part, dtype=np.int32) for part in both])
-            if text.min() >= 0 and text.max() < vocabulary:
-                self._runner.learn(len(lesson.prompt_token_ids), text, lesson.start == 0)
-
-    def tlt_follow(self, request_id: str, text: Sequence[int]) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
-        tokens = np.array(text, dtype=np.int32)
-        if len(tokens) and tokens.min() >= 0 and tokens.max() < vocabulary:
-            self._runner.follow(request_id, tokens)
-
-    _ahead: frozenset[str] = frozenset()
-    """Requests that vLLM's runner knows and that are generated ahead; beside no other request."""
-
-    def tlt_begin_ahead(self, request_id: str) -> None:
-        """Learn no n-grams from a request, and record no states of its engine steps."""
-        self._ahead |= {request_id}
-
     def execute_model(self, scheduler_output: Any) -> Any:
-        self._runner.begin_step(scheduler_output, self._rechecks | self._ahead)
+        self._runner.begin_step(scheduler_output, self._rechecks)
         self._rechecks -= scheduler_output.finished_req_ids
-        self._ahead -= scheduler_output.finished_req_ids
         output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self._recorder is not None and not self._ahead:
+        if self._recorder is not None:
             self._keep_ended(scheduler_output)
             self._record(scheduler_output)
         self._runner.end_step()
-        return output
-
-    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        # The scheduler counts drafts by their source, which only the worker knows.
-        from_history = self._runner.take_from_history()
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if from_history and output is not None:
-            # V2 hands over an output that the device still writes to; it holds the one to come.
-            getattr(output, "model_runner_output", output).tlt_from_history = from_history
         return output
 
     # --- samples generated again without drafts -----------------------------------------------

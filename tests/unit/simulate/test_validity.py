@@ -65,9 +65,7 @@ def test_an_answer_says_where_it_leaves_the_validated_range() -> None:
     assert validity(scenario(*small)).outside == ("GPUs",)
     for change, says in (
         ("workload.group_size=17", "17 samples per RL step"),
-        ("cluster.look_ahead=true", "look-ahead"),
         ("cluster.engine_deaths_per_hour=1", "engines that die"),
-        ('cluster.dispatch="longest_first"', "dispatch longest_first"),
         ("drafter.start_power=17", "a run that begins without a drafter"),
     ):
         assert validity(scenario(*small, change)).outside == ("GPUs", says)

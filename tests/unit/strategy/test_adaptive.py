@@ -25,12 +25,11 @@ from tlt.tasks.tail import HeavyTail
 
 EAGLE = [Arm("eagle3", k) for k in (1, 2, 4)]
 NGRAM = [Arm("ngram", k) for k in (2, 4)]
-MIXED = [Arm("mixed", k) for k in (1, 2, 4)]
 ARMS = [OFF, *EAGLE, *NGRAM]
 
 
 def make_strategies() -> list[Strategy]:
-    return [Adaptive(ARMS), BegMab(ARMS, random.Random(0)), Adaptive([*ARMS, *MIXED])]
+    return [Adaptive(ARMS), BegMab(ARMS, random.Random(0))]
 
 
 def report(
@@ -183,17 +182,6 @@ def recorded() -> StepTable:
     return StepTable(seconds, accepted, {"eagle3": 1.0, "ngram": 0.5})
 
 
-def with_mixed(table: StepTable, accepted: list[float], share: float = 1.4) -> StepTable:
-    """Return the table with mixed arms, which cost a little more than EAGLE-3."""
-    seconds = dict(table.seconds)
-    for arm in MIXED:
-        points = table.seconds[Arm("eagle3", arm.num_draft_tokens)]
-        seconds[arm] = [(b, 1.01 * s) for b, s in points]
-    return StepTable(
-        seconds, table.accepted | {"mixed": accepted}, table.drafted_share | {"mixed": share}
-    )
-
-
 def rollouts(count: int, requests: int, scale: int = 1) -> list[list[int]]:
     rng = random.Random(0)
     tail = HeavyTail(60, 300, 500)
@@ -202,8 +190,6 @@ def rollouts(count: int, requests: int, scale: int = 1) -> list[list[int]]:
 
 TABLES: dict[str, Callable[[], StepTable]] = {
     "recorded": lambda: recorded(),
-    "mixed is best": lambda: with_mixed(recorded(), [0.80, 0.62, 0.50, 0.42]),
-    "mixed is no better": lambda: with_mixed(recorded(), [0.72, 0.52, 0.40, 0.30]),
     "h100": published_h100,
 }
 
@@ -225,23 +211,6 @@ def test_a_worthless_drafter_costs_next_to_nothing() -> None:
     off = replay(lambda run: build_strategy({"kind": "off"}), worthless, lambda p: 1.0, work, 0)
     mine = replay(lambda run: Adaptive(ARMS), worthless, lambda p: 1.0, work, 0)
     assert mine.tokens_per_s > 0.98 * off.tokens_per_s
-    mixed = with_mixed(worthless, [0.0] * 4)
-    more = replay(lambda run: Adaptive([*ARMS, *MIXED]), mixed, lambda p: 1.0, work, 0)
-    assert more.tokens_per_s > 0.98 * off.tokens_per_s
-    assert more.tokens_per_s > 0.997 * mine.tokens_per_s
-
-
-def test_a_mixed_arm_that_is_no_better_costs_next_to_nothing() -> None:
-    work = rollouts(8, 64)
-    ratios = []
-    for seed in range(4):
-        table = with_mixed(recorded(), [0.72, 0.52, 0.40, 0.30])
-        speeds = [
-            replay(lambda run, arms=arms: Adaptive(arms), table, lambda p: 1.0, work, seed)  # type: ignore[misc]
-            for arms in ([*ARMS, *MIXED], ARMS)
-        ]
-        ratios.append(speeds[0].tokens_per_s / speeds[1].tokens_per_s)
-    assert sum(ratios) / len(ratios) > 0.99, ratios
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -288,30 +257,6 @@ def test_a_new_drafter_is_tried_at_once() -> None:
     assert last.drafter == "eagle3"
 
 
-def test_ngrams_are_tried_at_once_when_texts_of_look_ahead_come() -> None:
-    """Beside a drafter in use, n-grams that were of no use would wait for hundreds of steps."""
-
-    def tried_after(texts_version: int) -> tuple[int, Arm]:
-        strategy, last, found = Adaptive(ARMS), OFF, 10**9
-        for step in range(1100):
-            after = step - 1000
-            version = texts_version if after >= 0 else 0
-            arm = strategy.decide(StepContext(step, 4, 0, 0, texts_version=version))
-            if after >= 0 and arm.drafter == "ngram":
-                found = min(found, after)
-            good = 2 if last.drafter == "eagle3" else 4 if after >= 0 else 0
-            accepted = tuple([good] * last.num_draft_tokens)
-            seconds = 0.03 + 0.002 * last.num_draft_tokens
-            strategy.observe(report((last, arm), 4, seconds, accepted))
-            last = arm
-        return found, last
-
-    found, last = tried_after(texts_version=1)
-    assert found <= 8, found
-    assert last == NGRAM[-1]
-    assert tried_after(texts_version=0)[0] > 50
-
-
 def test_nothing_is_tried_while_the_batch_fills_up() -> None:
     strategy = Adaptive(ARMS)
     for step in range(50):
@@ -344,47 +289,6 @@ def test_acceptance_is_shared_between_lengths() -> None:
     assert 2.6 < expected < 3.4
     assert optimistic > expected + 0.1  # no draft reached these positions
     assert acceptance.recent_tokens(1, in_use=2)[1] == acceptance.recent_tokens(1)[0]  # no doubt
-
-
-def test_a_mixed_arm_gains_beyond_the_models_draft_length() -> None:
-    """Every other draft comes from the history, has six tokens, and half of these are accepted."""
-    acceptance = Acceptance(max_draft_tokens=4)
-    made = report((Arm("mixed", 2), OFF), 10, 0.1, accepted_at=(8, 7, 5, 5, 5, 5))
-    made = replace(
-        made,
-        num_draft_tokens=5 * 2 + 5 * 6,
-        history_drafts=5,
-        history_draft_tokens=30,
-        history_accepted_at=(5, 5, 5, 5, 5, 5),
-    )
-    for _ in range(100):
-        acceptance.observe(made)
-    assert acceptance.usual_tokens(2)[0] == pytest.approx(1 + 0.8 + 0.7 + 4 * 0.5, rel=0.03)
-    assert acceptance.usual_tokens(1)[0] == pytest.approx(1 + 0.8 + 5 * 0.5, rel=0.03)
-    assert acceptance.drafted(2) == pytest.approx(4.0, rel=0.03)
-    assert acceptance.drafted(4) == pytest.approx(0.5 * 4 + 3.0, rel=0.03)
-
-
-def price_at(strategy: Adaptive, batch: int) -> float:
-    """Return the price after some steps, in which one more token to verify takes 0.5 ms."""
-    last = OFF
-    for step in range(200):
-        arm = strategy.decide(StepContext(step, batch, 0, 0))
-        accepted = tuple(
-            int(batch * rate) for rate in (0.6, 0.4, 0.3, 0.2)[: last.num_draft_tokens]
-        )
-        seconds = 0.03 + 0.0003 * batch + 0.0005 * batch * last.num_draft_tokens
-        strategy.observe(report((last, arm), batch, seconds, accepted))
-        last = arm
-    assert strategy.price is not None
-    return strategy.price
-
-
-def test_the_price_of_a_draft_token_grows_with_the_batch() -> None:
-    strategy = Adaptive([OFF, *NGRAM])
-    prices = [price_at(strategy, batch) for batch in (64, 8, 1)]
-    assert 0.05 <= prices[2] <= prices[1] < prices[0] <= 0.6
-    assert prices[0] > 0.2
 
 
 def test_hard_text_is_hard_for_longer_drafts_too() -> None:

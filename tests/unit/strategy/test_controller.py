@@ -50,26 +50,6 @@ def test_drafts_are_credited_to_the_step_before() -> None:
     assert controller.totals.drafts == 3
 
 
-def test_the_drafts_of_a_mixed_arm_are_counted_by_source() -> None:
-    mixed = Arm("mixed", 2)
-    strategy, clock = Scripted([mixed, mixed]), Clock()
-    strategy.price = 0.1  # type: ignore[attr-defined]
-    controller = DraftController(strategy, clock)
-    for drafts, from_history in (([], []), ([(2, 1), (2, 0)], [(6, 4), (5, 0)])):
-        record = controller.step_scheduled(4, 0, 0, 0)
-        assert record.price == 0.1
-        controller.step_finished(record, drafts, 9, from_history)
-    report = strategy.reports[1]
-    assert (report.num_drafts, report.num_draft_tokens, report.num_accepted_tokens) == (4, 15, 5)
-    assert report.accepted_at == (2, 1, 1, 1)
-    assert (report.history_drafts, report.history_draft_tokens) == (2, 11)
-    assert report.history_accepted_at == (1, 1, 1, 1)
-    totals = controller.totals
-    assert (totals.drafts, totals.accepted_tokens) == (4, 5)
-    assert (totals.model_drafts, totals.model_accepted_tokens) == (2, 1)
-    assert totals.model_first_accepted == 1
-
-
 def test_a_recheck_drafts_nothing_and_is_not_counted() -> None:
     eagle = Arm("eagle3", 4)
     strategy, clock = Scripted([eagle, eagle]), Clock()

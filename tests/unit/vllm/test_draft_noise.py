@@ -1,4 +1,4 @@
-"""Drafts drawn with the noise of the policy's draws, and how much of it they are drawn with."""
+"""Drafts drawn with the noise of the policy's draws."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tlt.vllm import keyed
-from tlt.vllm.v1.draft_noise import LEVELS, NoiseLevels, NoisyDrafts
 
 VOCAB = 300
 NUM_BLOCKS = -(-VOCAB // keyed.BLOCK)
@@ -88,90 +87,3 @@ def test_agreement_is_at_least_what_the_total_variation_allows(distance: float) 
     agree = (drafts(drafter, scale) == policy_draws(policy, scale)).mean()
     assert agree > bound - 3 * (bound * (1 - bound) / num_rows) ** 0.5
     assert agree < 1 - variation.mean() + 0.02  # no draw of both can agree more often
-
-
-# --- how much of the noise ------------------------------------------------------------------------
-
-
-def rounds(noisy: NoisyDrafts, policy: Any, drafter: Any, num_rounds: int) -> list[float]:
-    """Draft and verify two places of every row; return each round's share of right first drafts.
-
-    Each place has its own logits [K, B, V], whatever text came before.
-    """
-    num_places, num_rows, _ = policy.shape
-    names = [str(row) for row in range(num_rows)]
-    keys: Any = np.arange(num_rows).astype(np.uint64)
-    scale: Any = np.ones(num_rows, np.float32)
-    shares = []
-    for index in range(num_rounds):
-        position = np.full(num_rows, index * num_places)
-        noisy.begin(names, keys, position, scale)
-        drafted = np.stack([noisy.draw(drafter[k], np.arange(VOCAB)) for k in range(num_places)], 1)
-        drawn = np.stack(
-            [
-                keyed.draw_drafts(
-                    policy[k], np.arange(VOCAB), keys, position + k, scale, NUM_BLOCKS
-                )
-                for k in range(num_places)
-            ],
-            1,
-        )
-        noisy.verified(names, position, drawn)
-        shares.append(float((drafted[:, 0] == drawn[:, 0]).mean()))
-    return shares
-
-
-def test_a_drafter_that_knows_the_policy_drafts_with_all_of_the_noise() -> None:
-    policy = random_logits(128).reshape(2, 64, VOCAB)
-    noisy = NoisyDrafts(2, VOCAB)
-    assert rounds(noisy, policy, policy, 8) == [1.0] * 8
-    assert [LEVELS[noisy.levels.best(place)] for place in range(2)] == [1.0, 1.0]
-
-
-def test_a_drafter_that_can_only_guess_drafts_the_likeliest_token() -> None:
-    """The policy is sure of a token; the drafter finds it the likeliest, among many others."""
-    drafter = random_logits(128, std=0.3).reshape(2, 64, VOCAB)
-    policy = np.where(drafter == drafter.max(-1, keepdims=True), 30, 0).astype(np.float32)
-    noisy = NoisyDrafts(2, VOCAB)
-    shares = rounds(noisy, policy, drafter, 8)
-    assert shares[0] < 0.1
-    assert shares[-1] == 1.0
-    assert LEVELS[noisy.levels.best(0)] == 0.0
-
-
-def test_candidates_after_the_first_wrong_draft_do_not_count() -> None:
-    levels = NoiseLevels(3)
-    drafted = np.array([[1, 2, 3]])
-    candidates = np.stack([drafted, drafted, [[9, 8, 3]]])  # the last level is right at place 1
-    levels.observe(candidates, drafted, np.array([[1, 8, 3, -1]]))
-    assert levels.best(0) == 0
-    assert levels.best(1) == 2
-    assert levels.best(2) == 0, "place 2 followed a token that the policy did not draw"
-
-
-def test_fewer_tokens_may_be_drawn_than_were_drafted() -> None:
-    levels = NoiseLevels(4)
-    drafted = np.array([[1, 2, 3, 4]])
-    levels.observe(np.stack([drafted + 5, drafted + 5, drafted]), drafted, np.array([[1]]))
-    assert levels.best(0) == 2
-    assert levels.best(1) == 0
-
-
-def test_only_drafts_for_the_same_place_of_the_same_request_count() -> None:
-    keys: Any = np.zeros(2, np.uint64)
-    scale: Any = np.ones(2, np.float32)
-    flat = random_logits(2, std=0.1)
-    flat[:, 5] = 1.0
-
-    def verify(names: list[str], positions: list[int]) -> int:
-        """Return the best level after drafts of which only those at level 0 were right."""
-        noisy = NoisyDrafts(1, VOCAB)
-        noisy.begin(["a", "b"], keys, np.array([7, 9]), scale)
-        noisy.draw(flat, np.arange(VOCAB))
-        noisy.verified(names, np.array(positions), np.full((len(names), 1), 5))
-        return noisy.levels.best(0)
-
-    assert LEVELS[verify(["b", "a"], [9, 7])] == 0.0
-    assert LEVELS[verify(["a"], [7])] == 0.0
-    assert LEVELS[verify(["a", "b"], [8, 10])] == 1.0, "these drafts were for other places"
-    assert LEVELS[verify(["c", "d"], [7, 9])] == 1.0, "these requests had no drafts"

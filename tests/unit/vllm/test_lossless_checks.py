@@ -12,7 +12,6 @@ from tlt.vllm.lossless_checks import check_length, check_params, check_sampling,
 
 EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
 NGRAM = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
-MIXED = {"kind": "fixed", "drafter": "mixed", "num_draft_tokens": 4}
 
 
 def config(**kwargs: Any) -> EngineConfig:
@@ -24,9 +23,6 @@ def config(**kwargs: Any) -> EngineConfig:
     [
         ({"drafter": None}, ConfigError, "engine.drafter is not set"),
         ({"strategy": NGRAM, "ngram": None}, ConfigError, "engine.ngram is null"),
-        ({"strategy": MIXED, "ngram": None}, ConfigError, "engine.ngram is null"),
-        ({"strategy": MIXED, "drafter": None}, ConfigError, "'mixed' but engine.drafter is not"),
-        ({"strategy": MIXED, "ngram": {"history_tokens": 0}}, ConfigError, "history_tokens = 1000"),
         ({"ngram": {"min_match": 5, "max_match": 2}}, ConfigError, "min_match = 2"),
         ({"max_draft_tokens": 2}, ConfigError, "set it to 4"),
         ({"engine_args": {"scheduler_cls": "x"}}, ConfigError, "TLT's scheduler"),
@@ -35,11 +31,6 @@ def config(**kwargs: Any) -> EngineConfig:
         ({"engine_args": {"data_parallel_size": 2}}, ConfigError, "pool.num_engines"),
         (
             {"strategy": NGRAM, "engine_args": {"async_scheduling": True}},
-            ConfigError,
-            "set it to false",
-        ),
-        (
-            {"strategy": MIXED, "engine_args": {"async_scheduling": True}},
             ConfigError,
             "set it to false",
         ),
@@ -158,20 +149,6 @@ def test_the_v1_runner_on_a_gpu_looks_ngrams_up_synchronously(
     assert args["scheduler_cls"].endswith(".AdaptiveScheduler")
     assert args["async_scheduling"] is False
     assert args["additional_config"]["tlt"]["runner"] == "v1"
-
-
-def test_mixed_arms_may_take_longer_drafts_from_the_history(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-
-    def longest(**settings: Any) -> int:
-        args = engine_args(config(strategy=MIXED, **settings))
-        return int(args["speculative_config"]["num_speculative_tokens"])
-
-    assert longest() == 8
-    assert longest(max_draft_tokens=6) == 6
-    assert longest(num_gpus=1) == 4
 
 
 def test_engines_without_drafts_get_no_speculative_config() -> None:

@@ -37,11 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt.vllm.ngram.kernels import MAX_COUNTED, draft_rows, learn_rows
-from tlt.vllm.ngram.own_texts import OwnTexts
-
-_LESSON = ""
-"""Name of a text that is no request's."""
+from tlt.vllm.ngram.kernels import draft_rows, learn_rows
 
 
 class History:
@@ -60,7 +56,6 @@ class History:
         self._num_learned = 0
         # The row of `state` of each running request; see `ngram.kernels`.
         self._running: dict[str, tuple[int, int, int]] = {}
-        self._own_texts = OwnTexts()
 
     @property
     def num_bytes(self) -> int:
@@ -83,29 +78,11 @@ class History:
         each request in `token_ids` if it is not the first, second and so on. The history learns
         the new tokens of all requests before it drafts.
         """
-        arguments = (request_ids, num_prompt_tokens, num_tokens, token_ids, num_wanted, rows)
-        return self.look_up(*arguments)[0]
-
-    def look_up(
-        self,
-        request_ids: Sequence[str],
-        num_prompt_tokens: Any,
-        num_tokens: Any,
-        token_ids: Any,
-        num_wanted: Sequence[int],
-        rows: Any = None,
-    ) -> tuple[list[list[int]], Any]:
-        """Draft like `draft`, and return the drafts with the matches that they follow [B, 2].
-
-        A match is a scope, 0 for a sample of the same prompt, 1 for any sample and -1 for no match,
-        and the number of matching tokens of the response.
-        """
         num_tokens = np.asarray(num_tokens, dtype=np.int64)
         rows = np.arange(len(request_ids)) if rows is None else np.asarray(rows, dtype=np.int64)
         state = self._learn(request_ids, num_prompt_tokens, num_tokens, token_ids, rows)
         drafts: Any = np.zeros((len(request_ids), max(num_wanted, default=0)), dtype=np.int64)
         num_drafted = np.array(num_wanted, dtype=np.int64)
-        matches: Any = np.empty((len(request_ids), 2), dtype=np.int64)
         draft_rows(
             self._ring,
             self._tables,
@@ -113,25 +90,13 @@ class History:
             self._num_learned,
             token_ids,
             rows,
-            np.asarray(num_prompt_tokens, dtype=np.int64),
             num_tokens,
             state,
             drafts,
             num_drafted,
-            matches,
         )
         drafted = zip(drafts.tolist(), num_drafted.tolist(), strict=True)
-        found = [draft[:length] for draft, length in drafted]
-        for row, request_id in enumerate(request_ids):
-            if num_wanted[row] and request_id in self._own_texts:
-                response = token_ids[rows[row], num_prompt_tokens[row] : num_tokens[row]]
-                if own := self._own_texts.draft(request_id, response, num_wanted[row]):
-                    found[row], matches[row] = own, (0, MAX_COUNTED)
-        return found, matches
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        self._own_texts.follow(request_id, text)
+        return [draft[:length] for draft, length in drafted]
 
     def end(self, request_id: str, num_prompt_tokens: int, token_ids: Any) -> None:
         """Learn the rest of a request that has ended. A later request may reuse its name."""
@@ -140,27 +105,13 @@ class History:
         self._learn([request_id], [num_prompt_tokens], num_tokens, token_ids[np.newaxis], first_row)
         self.forget(request_id)
 
-    def learn(self, num_prompt_tokens: int, token_ids: Any, is_begin: bool = True) -> None:
-        """Learn a response that no request of this engine generated, or a later part of it.
-
-        The beginning of a response follows the end of its prompt. Requests of the prompt bring the
-        rest of the prompt along.
-        """
-        first = max(
-            0, num_prompt_tokens - int(self._lengths[-1]) if is_begin else num_prompt_tokens
-        )
-        self._running[_LESSON] = (_checksum(token_ids[:num_prompt_tokens]), first, 0)
-        self.end(_LESSON, num_prompt_tokens, token_ids)
-
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, without learning the rest of it."""
         self._running.pop(request_id, None)
-        self._own_texts.forget(request_id)
 
     def clear(self) -> None:
         """Forget all tokens learned so far; running requests stay known."""
         self._tables.fill(0)
-        self._own_texts.clear()
 
     def _learn(
         self,

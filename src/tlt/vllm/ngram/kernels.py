@@ -19,8 +19,6 @@ from tlt.vllm.compiled import compiled
 
 # Columns of the ring. BACK and NEXT are distances to the neighbouring tokens of the sample, or 0.
 TOKEN, BACK, NEXT, PROMPT = range(4)
-MAX_COUNTED = 32
-"""Longest match that is counted."""
 
 
 @compiled
@@ -80,18 +78,14 @@ def draft_rows(
     newest: int,
     token_ids: Any,
     rows: Any,
-    num_prompt_tokens: Any,
     num_tokens: Any,
     state: Any,
     drafts: Any,
     num_drafted: Any,
-    matches: Any,
 ) -> None:
     """Copy the tokens that followed each text; where they end too soon, look up their end in turn.
 
     `num_drafted` holds the number of wanted tokens, and afterwards the number of drafted ones.
-    `matches` gets the scope of each row's match, -1 without one, and the number of matching tokens
-    of the response: all samples of a prompt have the prompt in common, which says nothing.
     """
     capacity = len(ring)
     longest = lengths[-1]
@@ -101,17 +95,10 @@ def draft_rows(
         for index in range(size):
             text[index] = token_ids[rows[row], num_tokens[row] - size + index]
         count = 0
-        matches[row, 0], matches[row, 1] = -1, 0
         while count < num_drafted[row]:
-            found, scope = _find(ring, tables, lengths, newest, text, size, state[row, 0])
+            found = _find(ring, tables, lengths, newest, text, size, state[row, 0])
             if found == 0:
                 break
-            if count == 0:
-                matches[row, 0] = scope
-                matches[row, 1] = _count(
-                    ring, newest, found, token_ids, rows[row], num_prompt_tokens[row],
-                    num_tokens[row],
-                )  # fmt: skip
             step = 1
             while step > 0 and count < num_drafted[row]:
                 token = ring[found % capacity, TOKEN]
@@ -127,11 +114,8 @@ def draft_rows(
 @compiled
 def _find(
     ring: Any, tables: Any, lengths: Any, newest: int, text: Any, size: int, prompt: int
-) -> tuple[int, int]:
-    """Return the number of the token that followed the end of `text`, and the scope of the match.
-
-    The number is 0 if the end is not found.
-    """
+) -> int:
+    """Return the number of the token that followed the end of `text`; 0 if it is not found."""
     capacity = len(ring)
     hashes: Any = np.zeros(len(lengths), dtype=np.uint64)
     mixed = np.uint64(0)
@@ -150,26 +134,8 @@ def _find(
                 continue
             found = newest - (newest - place) % capacity
             if _follows(ring, newest, found, text, size, lengths[level]):
-                return found, scope
-    return 0, -1
-
-
-@compiled
-def _count(
-    ring: Any, newest: int, number: int, token_ids: Any, row: int, start: int, end: int
-) -> int:
-    """Count the tokens of a text before `end`, back to `start`, that precede this token too."""
-    capacity = len(ring)
-    count = 0
-    while count < MAX_COUNTED and end - count > start:
-        distance = ring[number % capacity, BACK]
-        number -= distance
-        if distance == 0 or number <= newest - capacity:
-            break
-        if ring[number % capacity, TOKEN] != token_ids[row, end - count - 1]:
-            break
-        count += 1
-    return count
+                return int(found)
+    return 0
 
 
 @compiled

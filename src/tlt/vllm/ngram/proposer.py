@@ -44,26 +44,14 @@ class HistoryProposer(NgramProposer):
         assert num_speculative_tokens <= self.k
         if num_speculative_tokens == 0:
             return [[] for _ in sampled_token_ids]  # the next call that drafts learns the tokens
-        return self.look_up(
-            num_speculative_tokens, sampled_token_ids, num_tokens_no_spec, token_ids_cpu
-        )[0]
-
-    def look_up(
-        self,
-        num_drafts: int,
-        sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-    ) -> tuple[list[list[int]], Any]:
-        """Draft for the rows in which a token was sampled; return drafts and matches [B, 2]."""
         num_wanted = [
-            max(0, min(num_drafts, self.max_model_len - num_tokens)) if sampled else 0
+            max(0, min(num_speculative_tokens, self.max_model_len - num_tokens)) if sampled else 0
             for sampled, num_tokens in zip(
                 sampled_token_ids, num_tokens_no_spec.tolist(), strict=False
             )
         ]
         batch = self._runner.input_batch
-        return self.history.look_up(
+        return self.history.draft(
             batch.req_ids[: len(num_wanted)],
             batch.num_prompt_tokens,
             num_tokens_no_spec,

@@ -16,7 +16,6 @@ numba.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -50,30 +49,11 @@ class NgramDrafts(Protocol):
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Learn the rest of ended requests: the length of each prompt, and the whole text."""
 
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
 
     def forget(self) -> None:
         """Forget all samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a lookup has found."""
-
-    drafts: list[list[int]]
-    match_B2: Any
-    """Scope and length of each match (`History.look_up`)."""
-    draft_BK: Any
-    """The drafts, with the last token of the text where they end."""
-    num_tokens_B: Any
-    """Lengths of the texts."""
 
 
 class HistoryDrafts:
@@ -100,17 +80,12 @@ class HistoryDrafts:
         draft_BK: torch.Tensor,
     ) -> None:
         """Learn the tokens of this engine step, and write drafts for all requests of the batch."""
-        drafts = self.look_up(batch, num_drafts).draft_BK
-        draft_BK[: batch.num_reqs, :num_drafts] = async_tensor_h2d(drafts, draft_BK.device)
-
-    def look_up(self, batch: Any, num_drafts: int) -> Found:
-        """Learn the tokens of this engine step, and look up the ends of all texts."""
         slots = batch.idx_mapping_np[: batch.num_reqs]
         num_tokens = self._num_tokens(batch)
         token_ids = self._states.all_token_ids._uva_buf.np
         drafts: Any = np.empty((batch.num_reqs, num_drafts), dtype=np.int64)
         drafts[:] = token_ids[slots, num_tokens - 1, np.newaxis]
-        found, match_B2 = self.history.look_up(
+        found = self.history.draft(
             batch.req_ids,
             self._states.prompt_len.np[slots],
             num_tokens,
@@ -120,16 +95,7 @@ class HistoryDrafts:
         )
         for row, tokens in enumerate(found):
             drafts[row, : len(tokens)] = tokens
-        return Found(found, match_B2, drafts, num_tokens)
-
-    def tokens_after(self, batch: Any, start_B: Any, num_tokens_B: Any, most: int) -> Any:
-        """Return up to `most` tokens of each text from a place on; -1 stands behind the end."""
-        slots = batch.idx_mapping_np[: batch.num_reqs]
-        place_BK = start_B[:, np.newaxis] + np.arange(most)
-        is_there_BK = place_BK < num_tokens_B[:, np.newaxis]
-        token_ids = self._states.all_token_ids._uva_buf.np
-        places = np.where(is_there_BK, place_BK, 0)
-        return np.where(is_there_BK, token_ids[slots[:, np.newaxis], places], -1)
+        draft_BK[: batch.num_reqs, :num_drafts] = async_tensor_h2d(drafts, draft_BK.device)
 
     def _num_tokens(self, batch: Any) -> Any:
         """Return the length of each text. Wait for the device to write the text."""
@@ -145,14 +111,6 @@ class HistoryDrafts:
             else:
                 self.history.end(request_id, num_prompt_tokens, np.array(text, dtype=np.int32))
         self._forgotten -= texts.keys()
-
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-        self.history.learn(num_prompt_tokens, text, is_begin)
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        self.history.follow(request_id, text)
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop ended requests that nothing is learned from."""
@@ -200,12 +158,6 @@ class OwnTextDrafts:
 
     def requests_ended(self, texts: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Learn nothing."""
-
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn nothing."""
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Follow nothing."""
 
     def drop(self, request_ids: Collection[str]) -> None:
         """Drop nothing."""

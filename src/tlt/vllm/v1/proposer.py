@@ -1,10 +1,8 @@
-"""A proposer that drafts with EAGLE-3, with n-grams or with both, switchable from step to step.
+"""A proposer that drafts with EAGLE-3 or with n-grams, switchable from step to step.
 
 vLLM builds one proposer per engine. This one is its EAGLE proposer. When the arm of an engine step
-is n-gram, the drafts come from a lookup of the last tokens (`lookup`). When the arm is mixed, each
-request gets the draft of the better source (`tlt.rollout.sources`), and drafts differ in length. In
-engines with the keyed sampler, EAGLE-3's drafts are drawn with the noise of their request
-(`draft_noise`).
+is n-gram, the drafts come from a lookup of the last tokens. In engines with the keyed sampler,
+EAGLE-3's drafts are drawn with the noise of their request (`keyed.DRAFT_NOISE`).
 
 EAGLE-3 can take over at any engine step without a new prefill, because its KV cache is complete by
 then. Stock vLLM runs the draft model in every engine step for that, even if it drafts nothing. Here
@@ -29,11 +27,9 @@ from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
-from tlt.rollout.sources import Sources
-from tlt.vllm import compat
+from tlt.vllm import compat, keyed
 from tlt.vllm.catch_up import Missed, MissedInputs
 from tlt.vllm.v1 import sampler
-from tlt.vllm.v1.draft_noise import NoisyDrafts
 
 
 class SwitchingProposer(EagleProposer):
@@ -50,15 +46,13 @@ class SwitchingProposer(EagleProposer):
         super().__init__(vllm_config, device, runner)
         self._runner = runner
         self.drafter: DrafterName = "eagle3"
-        self.noisy = NoisyDrafts(
-            vllm_config.speculative_config.num_speculative_tokens,
-            vllm_config.model_config.get_vocab_size(),
-        )
+        self._num_blocks = -(-vllm_config.model_config.get_vocab_size() // keyed.BLOCK)
+        self._key_B: Any = None
+        self._position_B: Any = None
+        """Place of the next draft token in each response."""
+        self._inverse_B: Any = None
         self.missed = MissedInputs(state_budget_bytes)
         self.ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
-        self.sources = Sources(vllm_config.speculative_config.num_speculative_tokens)
-        self.from_history: frozenset[str] = frozenset()
-        """Requests whose latest drafts a mixed arm took from the history."""
         # Inputs of the current engine step.
         self.sampled_token_ids: torch.Tensor | None = None
         self.num_sampled: torch.Tensor | None = None
@@ -102,11 +96,6 @@ class SwitchingProposer(EagleProposer):
         return next_token_ids, self.num_sampled
 
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Any:
-        self._learn_noise()
-        self._learn_sources()
-        self.from_history = frozenset()
-        if self.drafter == "mixed" and num_speculative_tokens > 0:
-            return self._propose_mixed(num_speculative_tokens, inputs)
         if self.drafter == "eagle3" and num_speculative_tokens > 0:
             self._catch_up(inputs)
             self._begin_drafts(inputs["sampling_metadata"])
@@ -218,78 +207,16 @@ class SwitchingProposer(EagleProposer):
         own = self._runner.sampler
         return own.keys if isinstance(own, sampler.KeyedSampler) else None
 
-    def _learn_noise(self) -> None:
-        """Compare the drafts of the last engine step with the tokens drawn in this one."""
-        if self._keys is not None:
-            assert self.sampled_token_ids is not None
-            _, position_B = self._keys.of_batch(self.input_batch.num_reqs)
-            names = self.input_batch.req_ids
-            self.noisy.verified(names, position_B, self.sampled_token_ids.numpy())
-
-    def _begin_drafts(self, sampling: Any, replaced: frozenset[str] = frozenset()) -> None:
-        """Fix the noise of the drafts that follow the tokens drawn in this engine step.
-
-        Drafts that are `replaced` by others teach nothing about noise.
-        """
+    def _begin_drafts(self, sampling: Any) -> None:
+        """Fix the noise of the drafts that follow the tokens drawn in this engine step."""
         if self._keys is None or sampling.all_greedy:
             return
         assert self.num_sampled is not None
-        assert self.discarded is not None
-        batch = self.input_batch
-        num_requests = batch.num_reqs
-        key_B, position_B = self._keys.of_batch(num_requests)
-        position_B = position_B + self.num_sampled.numpy()[:num_requests]
-        is_scaled = _has_top(sampling)
-        inverse_B = sampler.inverse_temperature(sampling, num_requests, is_scaled)
-        names = ["" if name in replaced else name for name in self._drafting()]
-        self.noisy.begin(names, key_B, position_B, inverse_B)
-
-    def _drafting(self) -> list[str]:
-        """Return the requests of the batch, and "" for those whose prompt is not complete.
-
-        vLLM drops the drafts of the latter.
-        """
-        assert self.discarded is not None
-        discarded = self.discarded[: self.input_batch.num_reqs].tolist()
-        pairs = zip(self.input_batch.req_ids, discarded, strict=True)
-        return ["" if is_dropped else name for name, is_dropped in pairs]
-
-    def _learn_sources(self) -> None:
-        """Compare the drafts of a mixed arm with the tokens drawn in this engine step."""
-        if not self.sources.is_waiting:
-            return
-        assert self.sampled_token_ids is not None
-        batch = self.input_batch
-        position_B = batch.num_tokens_no_spec[: batch.num_reqs]
-        self.sources.verified(batch.req_ids, position_B, self.sampled_token_ids.cpu().numpy())
-
-    def _propose_mixed(self, num_speculative_tokens: int, inputs: dict[str, Any]) -> Any:
-        """Draft with EAGLE-3, and from the history where that is better.
-
-        Where the history drafts for all requests, EAGLE-3 does not run.
-        """
-        assert self.ngram is not None, "the strategy drafts n-grams the engine was not set up for"
-        sampled, num_tokens = self._write_sampled()
-        token_ids = self.input_batch.token_ids_cpu
-        most = self.sources.num_places
-        found, match_B2 = self.ngram.look_up(most, sampled, num_tokens, token_ids)
-        num_found_B = np.array(list(map(len, found)))
-        length_B = self.sources.choose(match_B2, num_found_B, num_speculative_tokens, most)
-        names = self._drafting()
-        chosen = zip(names, length_B.tolist(), strict=True)
-        self.from_history = frozenset(name for name, length in chosen if name and length)
-        model_BK: Any = np.empty((len(names), 0), dtype=np.int64)
-        if len(self.from_history) < len(names) or not self._skip(inputs):
-            self._catch_up(inputs)
-            self._begin_drafts(inputs["sampling_metadata"], self.from_history)
-            drafted = super().propose(num_speculative_tokens, **inputs)
-            model_BK = drafted.cpu().numpy()
-        self.sources.begin(names, num_tokens, match_B2, found, model_BK)
-        model = model_BK.tolist()
-        return [
-            found[row][:length] if length else model[row] if names[row] else []
-            for row, length in enumerate(length_B.tolist())
-        ]
+        num_requests = self.input_batch.num_reqs
+        self._key_B, position_B = self._keys.of_batch(num_requests)
+        self._position_B = position_B + self.num_sampled.numpy()[:num_requests]
+        inverse_B = sampler.inverse_temperature(sampling, num_requests, _has_top(sampling))
+        self._inverse_B = inverse_B / np.float32(keyed.DRAFT_NOISE)
 
     def _sample_draft_tokens(
         self, hidden_states: torch.Tensor, sampling_metadata: Any
@@ -308,7 +235,15 @@ class SwitchingProposer(EagleProposer):
         token_D = np.arange(logits_BD.shape[1])
         if offset_D is not None:
             token_D += offset_D.numpy()
-        token_B = self.noisy.draw(logits_BD.contiguous().numpy(), token_D)
+        token_B = keyed.draw_drafts(
+            logits_BD.contiguous().numpy(),
+            token_D,
+            self._key_B,
+            self._position_B,
+            self._inverse_B,
+            self._num_blocks,
+        )
+        self._position_B = self._position_B + 1
         return torch.from_numpy(token_B), None
 
     def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tlt.rollout.sources import PRICE
 from tlt.vllm.args import CONFIG_KEY
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.v1 import sampler, selftest
@@ -75,18 +74,9 @@ class RunnerV1:
         ended = scheduler_output.finished_req_ids
         if isinstance(drafter, SwitchingProposer):
             drafter.drafter = getattr(scheduler_output, "tlt_drafter", "eagle3")
-            drafter.sources.price = getattr(scheduler_output, "tlt_price", PRICE)
             drafter.missed.forget(ended)
         if (lookup := self._history_lookup()) is not None:
             lookup.requests_ended(ended - set(unlearned))
-
-    def take_from_history(self) -> frozenset[str]:
-        """Return the requests whose next verified drafts a mixed arm took from the history."""
-        drafter = getattr(self.runner, "drafter", None)
-        if not isinstance(drafter, SwitchingProposer):
-            return frozenset()
-        taken, drafter.from_history = drafter.from_history, frozenset()
-        return taken
 
     def end_step(self) -> None:
         """Note that the forward pass of this engine step has been started."""
@@ -121,16 +111,6 @@ class RunnerV1:
         """Forget the history of samples."""
         if (lookup := self._history_lookup()) is not None:
             lookup.forget()
-
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-        if (lookup := self._history_lookup()) is not None:
-            lookup.history.learn(num_prompt_tokens, text, is_begin)
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        if (lookup := self._history_lookup()) is not None:
-            lookup.history.follow(request_id, text)
 
     def _history_lookup(self) -> Any:
         """Return the proposer that looks n-grams up in a history of samples; None without one."""

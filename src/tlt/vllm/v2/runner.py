@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt.rollout.sources import PRICE
 from tlt.vllm.args import CONFIG_KEY
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.v2 import sampler as sampler_v2
@@ -63,7 +62,7 @@ class RunnerV2:
         method = config.speculative_config.method
         if sampler_v2.wants_keys(config.speculative_config):
             # vLLM would keep the logits of sampled drafts for its ratio test. Acceptance by
-            # equality reads none, and `v2.draft_noise` samples without them.
+            # equality reads none, and our speculator samples without them.
             config.speculative_config.draft_sample_method = "greedy"
         if method == "eagle3":
             history = ngram_drafts(config, device, req_states, ngram) if ngram else None
@@ -91,21 +90,11 @@ class RunnerV2:
         ended = scheduler_output.finished_req_ids
         speculator.drafter = getattr(scheduler_output, "tlt_drafter", speculator.drafter)
         speculator.forget(ended)
-        if hasattr(speculator, "sources"):
-            speculator.sources.price = getattr(scheduler_output, "tlt_price", PRICE)
         if (history := speculator.history) is not None:
             texts = getattr(scheduler_output, "tlt_ended", {})
             learned = {name: text for name, text in texts.items() if name not in unlearned}
             history.requests_ended(learned)
             history.drop(ended - learned.keys())
-
-    def take_from_history(self) -> frozenset[str]:
-        """Return the requests whose next verified drafts a mixed arm took from the history."""
-        speculator = self.runner.speculator
-        taken: frozenset[str] = getattr(speculator, "from_history", frozenset())
-        if taken:
-            speculator.from_history = frozenset()
-        return taken
 
     def end_step(self) -> None:
         """Note that the forward pass of this engine step has been started."""
@@ -143,16 +132,6 @@ class RunnerV2:
         """Forget the history of samples."""
         if (history := getattr(self.runner.speculator, "history", None)) is not None:
             history.forget()
-
-    def learn(self, num_prompt_tokens: int, text: Any, is_begin: bool) -> None:
-        """Learn a response that this engine did not generate, or a later part, after its prompt."""
-        if (history := getattr(self.runner.speculator, "history", None)) is not None:
-            history.learn(num_prompt_tokens, text, is_begin)
-
-    def follow(self, request_id: str, text: Any) -> None:
-        """Draft a request from a text of its own, as long as its response repeats the text."""
-        if (history := getattr(self.runner.speculator, "history", None)) is not None:
-            history.follow(request_id, text)
 
     # --- what the runner is made of -----------------------------------------------------------
 

@@ -12,7 +12,7 @@ The noise is vLLM's, and not that of CPU engines: V1 and V2 draw different sampl
 draw is the position of the last token before it, in prompt and response, which is the same with and
 without drafts, in chunks, and after a preemption.
 
-Only then may drafts use the noise of the draws (`v2.draft_noise`).
+Only then may drafts use the noise of the draws (`v2.speculator`).
 
 `rejection_sample_method = "block"` keeps vLLM's own rejection sampler: the right distribution, but
 samples that depend on drafts.
@@ -48,8 +48,8 @@ def install(runner: Any) -> None:
             "off with strategy.kind = 'off' and no drafter"
         )
     runner.rejection_sampler = KeyedVerifier(sampler, runner.speculative_config, runner.device)
-    if hasattr(runner.speculator, "share_noise") and not skips("draft_noise"):
-        runner.speculator.share_noise()  # wrong under vLLM's rule
+    if hasattr(runner.speculator, "shares_noise"):
+        runner.speculator.shares_noise = not skips("draft_noise")  # wrong under vLLM's rule
 
 
 def draw_alone(sampler: Sampler) -> None:

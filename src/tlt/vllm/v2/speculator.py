@@ -1,4 +1,4 @@
-"""A speculator of vLLM's V2 runner that drafts with EAGLE-3, from history, by both, or not at all.
+"""A speculator of vLLM's V2 runner that drafts with EAGLE-3, from history, or not at all.
 
 vLLM builds one speculator per engine. This one is its EAGLE speculator, and a subclass because
 vLLM's runner checks the type. `drafter` names who drafts in the current engine step; vLLM passes
@@ -12,24 +12,18 @@ through pinned memory (`async_tensor_h2d`). So nothing here waits for the device
 prompt tokens always run the draft model; V2 hands a resumed request over as a new one, which reads
 its text again as far as the prefix cache does not have it.
 
-In an engine step with a mixed arm, each request gets the draft of the better source
-(`tlt.rollout.sources`). The drafts of all requests have one length here, because vLLM's scheduler
-has reserved it before they exist.
-
 Shapes: T rows (tokens of an engine step), B requests of the batch, A the width of the policy's
 states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -38,17 +32,21 @@ from vllm.v1.worker.gpu.attn_utils import (
     build_slot_mappings_by_layer,
     init_attn_backend,
 )
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from tlt.contracts import DrafterName
-from tlt.rollout.sources import Sources
 from tlt.vllm.catch_up import Missed, MissedInputs, sequences
-from tlt.vllm.ngram.speculator import Found, HistoryDrafts, NgramDrafts
-from tlt.vllm.v2.draft_noise import KeyedDrafting
+from tlt.vllm.keyed import DRAFT_NOISE
+from tlt.vllm.ngram.speculator import NgramDrafts
 
 
-class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
+class SwitchingSpeculator(EagleSpeculator):
     """EAGLE-3 and history in one engine. `drafter` drafts in the current engine step."""
+
+    shares_noise = False
+    """Whether drafts are drawn with the noise of the policy's draws. `v2.sampler.install` sets it
+    before graphs are recorded, once it has installed acceptance by equality."""
 
     def __init__(
         self,
@@ -61,11 +59,6 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         self.drafter: DrafterName = "eagle3"  # vLLM's warm-up names none
         self.history = history
         self.missed = MissedInputs(state_budget_bytes)
-        self.sources = Sources(vllm_config.speculative_config.num_speculative_tokens)
-        self.from_history: frozenset[str] = frozenset()
-        """Requests whose latest drafts a mixed arm took from the history."""
-        self._model_BK: torch.Tensor | None = None
-        """Drafts of the draft model in the last engine step with a mixed arm."""
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
@@ -113,18 +106,11 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
 
         if num_speculative_tokens is None or kwargs.get("dummy_run"):
             return run(num_speculative_tokens)  # vLLM's profiling, capture or warm-up
-        self.learn_noise(input_batch, num_sampled, last_sampled)
-        self.from_history = frozenset()
         if self.drafter == "eagle3" and num_speculative_tokens > 0:
             self.catch_up(input_batch)
             return run(num_speculative_tokens)
-        skip = partial(self._skip, input_batch, aux_hidden_states, num_rejected, last_sampled)
-        if self.drafter == "mixed" and num_speculative_tokens > 0:
-            return self._propose_mixed(input_batch, num_speculative_tokens, run, skip)
-        if not skip():
+        if not self._skip(input_batch, aux_hidden_states, num_rejected, last_sampled):
             run(0)
-        if self.noisy is not None:
-            self.noisy.forget(input_batch.idx_mapping)
         if num_speculative_tokens > 0:
             assert self.history is not None, "the strategy drafts n-grams the engine does not have"
             self.history.draft(
@@ -134,6 +120,44 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
             self._write_logits(input_batch.idx_mapping, draft_BK)
         return self.draft_tokens[: input_batch.num_reqs]
 
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """Draw the draft token of each request for a place; CUDA graphs record this.
+
+        vLLM keys the noise of a draft by the position of the token before it, as it keys the draw
+        of the policy at that place, and adds a constant so that both have different noise. Its
+        ratio test needs that, and acceptance by equality does not. Top-p and top-k are not applied
+        to the drafter's logits, unlike on CPU: fewer of these drafts are accepted there.
+        """
+        if not self.shares_noise:
+            return super().sample_draft(
+                hidden_states,
+                sample_src_positions,
+                idx_mapping,
+                temperature,
+                seeds,
+                draft_step,
+                draft_logits,
+                spec_step_idx,
+            )
+        return draw_drafts(
+            self.compute_draft_logits(hidden_states, spec_step_idx),
+            sample_src_positions,
+            idx_mapping,
+            temperature,
+            seeds,
+            self.use_fp64_gumbel,
+        )
+
     def _write_logits(self, slot_B: torch.Tensor, draft_BK: torch.Tensor) -> None:
         """Give drafts from history one-hot logits where vLLM keeps those of the draft model."""
         if self.draft_logits is None:
@@ -141,59 +165,6 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         logits_BKV = self.draft_logits.new_full((*draft_BK.shape, self.vocab_size), -torch.inf)
         logits_BKV.scatter_(-1, draft_BK.unsqueeze(-1), 0.0)
         self.draft_logits[slot_B, : draft_BK.shape[1]] = logits_BKV
-
-    def _propose_mixed(
-        self,
-        batch: Any,
-        num_drafts: int,
-        run: Callable[[int], torch.Tensor],
-        skip: Callable[[], bool],
-    ) -> torch.Tensor:
-        """Draft with EAGLE-3, and from the history where that is better.
-
-        Where the history drafts for all requests, EAGLE-3 does not run.
-        """
-        assert isinstance(self.history, HistoryDrafts), "a mixed arm needs a history of samples"
-        found = self.history.look_up(batch, num_drafts)
-        self._learn_sources(batch, found)
-        num_found_B = np.array(list(map(len, found.drafts)))
-        length_B = self.sources.choose(found.match_B2, num_found_B, num_drafts, num_drafts)
-        replaced: Any = np.flatnonzero(length_B)
-        self.from_history = frozenset(batch.req_ids[row] for row in replaced)
-        self._model_BK = None
-        if len(replaced) < batch.num_reqs or not skip():
-            self.catch_up(batch)
-            run(num_drafts)
-            self._model_BK = self.draft_tokens[: batch.num_reqs, :num_drafts].clone()
-        self.sources.begin(
-            batch.req_ids,
-            found.num_tokens_B,
-            found.match_B2,
-            found.drafts,
-            np.empty((batch.num_reqs, 0), dtype=np.int64),
-        )
-        if len(replaced):
-            row_R = async_tensor_h2d(replaced, self.device)
-            draft_RK = async_tensor_h2d(found.draft_BK[replaced], self.device)
-            self.draft_tokens[row_R, :num_drafts] = draft_RK.to(self.draft_tokens.dtype)
-            slot_R = batch.idx_mapping[row_R]
-            self._write_logits(slot_R, draft_RK)
-            if self.noisy is not None:
-                self.noisy.forget(slot_R)
-        return self.draft_tokens[: batch.num_reqs]
-
-    def _learn_sources(self, batch: Any, found: Found) -> None:
-        """Compare the drafts of the last mixed arm with the texts, which the host knows here."""
-        if not self.sources.is_waiting:
-            return
-        assert isinstance(self.history, HistoryDrafts)
-        if self._model_BK is not None:
-            with gpu_sync_allowed():  # the device has written these drafts before the tokens
-                self.sources.add_model(self._model_BK.cpu().numpy())
-        start_B = self.sources.places(batch.req_ids, found.num_tokens_B)
-        most = self.sources.num_places
-        drawn_BK = self.history.tokens_after(batch, start_B, found.num_tokens_B, most)
-        self.sources.verified(batch.req_ids, start_B, drawn_BK)
 
     # --- skipping the draft model, and catch-up -------------------------------------------------
 
@@ -309,3 +280,27 @@ class SwitchingSpeculator(KeyedDrafting, EagleSpeculator):
         self.hidden_states[:num_rows] = self.model.combine_hidden_states(missed.state_TA)
         slots = build_slot_mappings_by_layer(slot_GT, self.kv_cache_config)
         self._run_model(num_rows, metadata, slots, None, CUDAGraphMode.NONE)
+
+
+def draw_drafts(
+    logits_BV: torch.Tensor,
+    key_B: torch.Tensor,
+    slot_B: torch.Tensor,
+    temperature_S: torch.Tensor,
+    seed_S: torch.Tensor,
+    use_fp64: bool,
+) -> torch.Tensor:
+    """Return a draft token per request [B], drawn with a share of the noise of the policy's draw.
+
+    `key_B` has the positions that key the noise; S are the slots of requests.
+    """
+    return gumbel_sample(
+        logits_BV,
+        slot_B,
+        temperature_S * DRAFT_NOISE,
+        seed_S,
+        key_B,
+        apply_temperature=True,
+        is_drafting=False,
+        use_fp64=use_fp64,
+    )
