@@ -28,12 +28,12 @@ class Found:
 def uses(folder: Path, vllm: Sources) -> Found:
     """Return what the modules of a folder use of vLLM."""
     found = Found()
-    ours = {path.stem: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
-    mixed = _mixed_bases(ours, vllm)
+    ours = {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+    mixed = _mixed_bases(ours)
     own = [n for t in ours.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
     added = set().union(*map(_own_names, own))
-    for path in sorted(folder.rglob("*.py")):
-        _Walk(path, ours[path.stem], vllm, found, mixed.get(path.stem, {}), added).walk()
+    for path, tree in ours.items():
+        _Walk(path, tree, vllm, found, mixed, added).walk()
     return found
 
 
@@ -52,20 +52,22 @@ def environment(folder: Path, vllm: Sources) -> dict[str, str]:
     return {f"${name}": "read by vLLM" for name in sorted(named) if name in known}
 
 
-def _mixed_bases(ours: dict[str, ast.Module], vllm: Sources) -> dict[str, dict[str, list[str]]]:
-    """Return the classes of vLLM that each mixin is mixed with, by module and mixin."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for stem, tree in ours.items():
+def _dotted_module(path: Path) -> str:
+    """Return the name by which our other modules import a file."""
+    return ".".join(path.with_suffix("").parts).rpartition(".src.")[2]
+
+
+def _mixed_bases(ours: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    """Return the classes of vLLM that each class of ours is mixed with, by its dotted name."""
+    found: dict[str, list[str]] = {}
+    for path, tree in ours.items():
         imports = _imports(tree)
         for cls in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]:
             names = [ast.unparse(base) for base in cls.bases]
             bases = [imports[n] for n in names if imports.get(n, "").startswith("vllm.")]
             for name in names:
-                if name in imports and imports[name].startswith("tlt."):
-                    module, mixin = imports[name].split(".")[-2:]
-                    found.setdefault(module, {}).setdefault(mixin, []).extend(bases)
-                elif name not in imports:
-                    found.setdefault(stem, {}).setdefault(name, []).extend(bases)
+                own = imports.get(name, f"{_dotted_module(path)}.{name}")
+                found.setdefault(own, []).extend(bases)
     return found
 
 
@@ -123,7 +125,7 @@ class _Walk:
     def _class(self, cls: ast.ClassDef) -> None:
         names = [ast.unparse(b.value if isinstance(b, ast.Subscript) else b) for b in cls.bases]
         dotted = [self._imports[n] for n in names if n in self._imports]
-        dotted += self._mixed.get(cls.name, [])
+        dotted += self._mixed.get(f"{_dotted_module(self._path)}.{cls.name}", [])
         self._bases = [d for name in dotted for d in classes(self._vllm.find(name))]
         self._own = _own_names(cls)
         for node in cls.body:
