@@ -13,10 +13,9 @@ from drafter_fixtures import CONFIG, captured, drafter
 from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import drafter_weights, load_drafter, save_drafter
 from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers
-from tlt.drafter.eagle3.loss import unrolled_loss
-from tlt.drafter.eagle3.model import Chains, Eagle3Drafter
+from tlt.drafter.eagle3.model import Chains, Eagle3Drafter, unrolled_loss
 from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, PolicyOutput
-from tlt.drafter.row import Row
+from tlt.drafter.passes import Row
 from tlt.states.captured import Captured
 
 

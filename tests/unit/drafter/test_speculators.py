@@ -22,7 +22,7 @@ from tlt.drafter.checkpoint import (  # noqa: E402
 from tlt.drafter.eagle3.config import Eagle3Config, Llama3Rope  # noqa: E402
 from tlt.drafter.eagle3.model import Eagle3Drafter, frequencies  # noqa: E402
 from tlt.drafter.export import ExportPlan, export  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
+from tlt.drafter.passes import Row  # noqa: E402
 from tlt.drafter.speculators import Target, plain_config, speculators_config  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.errors import ConfigError  # noqa: E402

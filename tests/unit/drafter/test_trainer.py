@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import VersionStore, load_drafter, save_drafter
 from tlt.drafter.evaluation import compare, evaluate_samples
-from tlt.drafter.row import Row
+from tlt.drafter.passes import Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.errors import ConfigError
 from tlt.harvest.published import make_drafter
