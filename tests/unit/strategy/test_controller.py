@@ -1,7 +1,7 @@
 """Credit, step times and drafter versions, with a scripted strategy and clock."""
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport
-from tlt.strategy.controller import DraftController
+from tlt.strategy.controller import DraftController, StepRecord
 
 
 class Scripted:
@@ -30,16 +30,23 @@ class Clock:
         return self.now
 
 
+def finish(
+    controller: DraftController, clock: Clock, drafts: list[tuple[int, int]], tokens: int
+) -> StepRecord:
+    """Run one engine step of a second."""
+    controller.schedule_started()
+    record = controller.step_scheduled(2, 0, 0, 0)
+    clock.now += 1.0
+    controller.step_finished(record, drafts, tokens)
+    return record
+
+
 def test_drafts_are_credited_to_the_step_before() -> None:
     eagle, ngram = Arm("eagle3", 4), Arm("ngram", 2)
     strategy, clock = Scripted([eagle, ngram, OFF]), Clock()
     controller = DraftController(strategy, clock)
-    drafts = [[], [(4, 2), (4, 0)], [(2, 2)]]
-    for step in range(3):
-        controller.schedule_started()
-        record = controller.step_scheduled(2, 0, 0, 0)
-        clock.now += 1.0
-        controller.step_finished(record, drafts[step], 2 + sum(a for _, a in drafts[step]))
+    for drafts, tokens in (([], 2), ([(4, 2), (4, 0)], 4), ([(2, 2)], 4)):
+        finish(controller, clock, drafts, tokens)
     first, second, third = strategy.reports
     assert (first.verified, first.proposed, first.num_drafts) == (OFF, eagle, 0)
     assert (second.verified, second.proposed) == (eagle, ngram)
@@ -50,37 +57,14 @@ def test_drafts_are_credited_to_the_step_before() -> None:
     assert controller.totals.drafts == 3
 
 
-def test_the_drafts_of_a_mixed_arm_are_counted_by_source() -> None:
-    mixed = Arm("mixed", 2)
-    strategy, clock = Scripted([mixed, mixed]), Clock()
-    strategy.price = 0.1  # type: ignore[attr-defined]
-    controller = DraftController(strategy, clock)
-    for drafts, from_history in (([], []), ([(2, 1), (2, 0)], [(6, 4), (5, 0)])):
-        record = controller.step_scheduled(4, 0, 0, 0)
-        assert record.price == 0.1
-        controller.step_finished(record, drafts, 9, from_history)
-    report = strategy.reports[1]
-    assert (report.num_drafts, report.num_draft_tokens, report.num_accepted_tokens) == (4, 15, 5)
-    assert report.accepted_at == (2, 1, 1, 1)
-    assert (report.history_drafts, report.history_draft_tokens) == (2, 11)
-    assert report.history_accepted_at == (1, 1, 1, 1)
-    totals = controller.totals
-    assert (totals.drafts, totals.accepted_tokens) == (4, 5)
-    assert (totals.model_drafts, totals.model_accepted_tokens) == (2, 1)
-    assert totals.model_first_accepted == 1
-
-
 def test_a_recheck_drafts_nothing_and_is_not_counted() -> None:
     eagle = Arm("eagle3", 4)
     strategy, clock = Scripted([eagle, eagle]), Clock()
     controller = DraftController(strategy, clock)
     for uncounted in (False, True, True, False):
         controller.uncounted = uncounted
-        controller.schedule_started()
-        record = controller.step_scheduled(1, 0, 0, 0)
+        record = finish(controller, clock, [], 1)
         assert record.proposed == (OFF if uncounted else eagle)
-        clock.now += 1.0
-        controller.step_finished(record, [], 1)
     assert [context.step for context in strategy.contexts] == [0, 1]
     assert [report.verified for report in strategy.reports] == [OFF, eagle]
     assert (controller.totals.steps, controller.totals.output_tokens) == (2, 2)
