@@ -18,7 +18,8 @@ def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_doctor(tmp_path: Path) -> None:
+def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert "self-test passed: lossless" in tlt("doctor", tmp_path)
 
 
