@@ -72,8 +72,13 @@ class Captured:
     def _each(
         self, change: Callable[[torch.Tensor], torch.Tensor], first_position: int
     ) -> Captured:
-        tensors = (self.token_ids_T, self.loss_mask_T, self.aux_TA, self.final_TH)
-        return Captured(*map(change, tensors), first_position)
+        return Captured(
+            change(self.token_ids_T),
+            change(self.loss_mask_T),
+            change(self.aux_TA),
+            change(self.final_TH),
+            first_position,
+        )
 
     def focused(self, begin: int, end: int) -> Captured:
         """Return the sample up to `end`, in which only tokens from `begin` on are learned.

@@ -107,10 +107,10 @@ def test_a_trial_that_has_to_wait_for_its_switch_is_charged_to_no_other_arm() ->
             seconds = 0.003 * rng.uniform(0.5, 2) + 0.002 * (proposed != OFF)
             return seconds, drawn(rng, decodes, verified, rng.random())
 
-        batches = [rng.choice([1, 1, 2, 4, 16]) for _ in range(600)]
-        drive(
-            Adaptive(ARMS, caution), 600, lambda n, b=batches: StepContext(n, b[n], 0, 0), outcome
-        )  # type: ignore[misc]
+        def context(step: int, rng: random.Random = rng) -> StepContext:
+            return StepContext(step, rng.choice([1, 1, 2, 4, 16]), 0, 0)
+
+        drive(Adaptive(ARMS, caution), 600, context, outcome)
 
 
 @settings(max_examples=30, deadline=None)
