@@ -35,7 +35,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from tlt.drafter.checkpoint import VersionStore
-    from tlt.drafter.row import Row
+    from tlt.drafter.passes import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
     from tlt.states.captured import Captured
 

@@ -222,7 +222,7 @@ def _drafter(model: str, dtype: str) -> Callable[[], None]:
     import torch
     from transformers import AutoConfig
 
-    from tlt.drafter.row import Row
+    from tlt.drafter.passes import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
     from tlt.states.captured import Captured
 

@@ -40,7 +40,7 @@ def main() -> None:
 
     from tlt.drafter.eagle3.config import Eagle3Config
     from tlt.drafter.eagle3.model import Eagle3Drafter
-    from tlt.drafter.row import Row
+    from tlt.drafter.passes import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
     from tlt.packing import pack
     from tlt.states.captured import Captured

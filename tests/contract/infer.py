@@ -1,11 +1,68 @@
-"""Classes of vLLM that a value belongs to, by vLLM's own annotations."""
+"""Classes of vLLM that a value belongs to: by vLLM's own annotations, or by the name of the value.
+
+Most of our parameters that hold objects of vLLM are typed `Any`, because vLLM is not typed here:
+`ROLES` says what the names of such parameters, variables and keyword arguments stand for.
+"""
 
 from __future__ import annotations
 
 import ast
 
-from contract.roles import ROLES
 from contract.sources import Definition, Function, Sources, is_property
+
+_BATCHES = (
+    "vllm.v1.worker.gpu_input_batch.InputBatch",
+    "vllm.v1.worker.gpu.input_batch.InputBatch",
+)
+_RUNNERS = (
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+)
+_ATTENTION = "vllm.v1.attention.backend.CommonAttentionMetadata"
+_SAMPLING = "vllm.v1.sample.metadata.SamplingMetadata"
+
+ROLES: dict[str, tuple[str, ...]] = {
+    "batch": _BATCHES,
+    "common_attn_metadata": (_ATTENTION,),
+    "common": (_ATTENTION,),
+    "completion": ("vllm.outputs.CompletionOutput",),
+    "gpu_input_batch": _BATCHES[:1],
+    "input_batch": _BATCHES,
+    "llm": ("vllm.v1.engine.llm_engine.LLMEngine",),
+    "metadata": ("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", _ATTENTION),
+    "model_runner": _RUNNERS,
+    "model_runner_output": ("vllm.v1.outputs.ModelRunnerOutput",),
+    "output": ("vllm.outputs.RequestOutput",),
+    "request": ("vllm.v1.request.Request",),
+    "runner": _RUNNERS,
+    "_runner": _RUNNERS,
+    "sampling": (_SAMPLING,),
+    "sampling_metadata": (_SAMPLING,),
+    "scheduler_output": ("vllm.v1.core.sched.output.SchedulerOutput",),
+    "speculative": ("vllm.config.speculative.SpeculativeConfig",),
+    "state": (
+        "vllm.v1.worker.gpu_model_runner.ExecuteModelState",
+        "vllm.v1.worker.gpu.model_runner.ExecuteModelState",
+    ),
+    "vllm_config": ("vllm.config.vllm.VllmConfig",),
+}
+"""Classes of vLLM by the names of ours that hold their instances. Where there are several, one for
+each of vLLM's model runners, an attribute must exist in one of them."""
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "args.py": {
+        "args": "vllm.engine.arg_utils.EngineArgs",
+        "speculative": "vllm.config.speculative.SpeculativeConfig",
+    },
+    "core.py": {"arguments": "vllm.sampling_params.SamplingParams"},
+}
+"""Variables of ours whose keys are arguments of vLLM, by file."""
+
+
+def by_role(vllm: Sources, name: str) -> list[Definition]:
+    """Return the classes that a name of ours stands for."""
+    found = [vllm.find(dotted) for dotted in ROLES.get(name, ())]
+    return [d for d in found if d is not None]
 
 
 def types_of_members(vllm: Sources, owners: list[Definition], name: str) -> list[Definition]:
@@ -29,12 +86,11 @@ def types_of_members(vllm: Sources, owners: list[Definition], name: str) -> list
 
 def _role_of(vllm: Sources, value: ast.Name | ast.Attribute) -> list[Definition]:
     name = value.id if isinstance(value, ast.Name) else value.attr
-    found = [vllm.find(dotted) for dotted in ROLES.get(name, ())]
-    if not found and name.endswith("_config"):
+    if name not in ROLES and name.endswith("_config"):
         config = vllm.find("vllm.config.vllm.VllmConfig")
         assert config is not None
         return types_of_members(vllm, [config], name)
-    return [d for d in found if d is not None]
+    return by_role(vllm, name)
 
 
 def annotated(vllm: Sources, module: str, node: ast.expr | None) -> list[Definition]:
@@ -45,8 +101,7 @@ def annotated(vllm: Sources, module: str, node: ast.expr | None) -> list[Definit
         return [*annotated(vllm, module, node.left), *annotated(vllm, module, node.right)]
     if not isinstance(node, ast.Name):
         return []
-    definition = vllm.named(module, node.id)
-    return classes(definition)
+    return classes(vllm.named(module, node.id))
 
 
 def classes(definition: Definition | None) -> list[Definition]:

@@ -100,7 +100,7 @@ class Sources:
         """Return the methods, class variables and instance variables of a class."""
         found: dict[str, tuple[Definition, ast.AST]] = {}
         for cls in self.classes(owner):
-            for name, node in _own_members(cls.node).items():
+            for name, node in own_members(cls.node).items():
                 found.setdefault(name, (cls, node))
         return found
 
@@ -196,8 +196,8 @@ def _targets(node: ast.AST) -> list[ast.expr]:
     return [t for x in targets for t in (x.elts if isinstance(x, ast.Tuple) else [x])]
 
 
-def _own_members(cls: ast.AST | None) -> dict[str, ast.AST]:
-    assert isinstance(cls, ast.ClassDef)
+def own_members(cls: ast.ClassDef) -> dict[str, ast.AST]:
+    """Return the methods and variables that a class defines itself."""
     found: dict[str, ast.AST] = {}
     for node in _statements(cls.body):
         if isinstance(node, Function):

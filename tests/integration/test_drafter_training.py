@@ -48,7 +48,7 @@ def test_the_expected_length_is_the_mean_length_of_accepted_drafts(
     """The expected length equals the plain count of drafts in a row that equal the text."""
     import torch
 
-    from tlt.drafter.row import Row
+    from tlt.drafter.passes import Row
 
     trainer = train_tiny(tiny, samples, num_steps=60)
     at_one = held_out[: len(held_out) // 2]  # the half sampled at temperature 1

@@ -38,8 +38,7 @@ MOMENTS = "optimizer.state"
 
 def save_drafter(drafter: Eagle3Drafter, out: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a drafter folder. A new folder is complete when its weights appear."""
-    weights = drafter_weights(drafter.state_dict(), drafter.config, dtype)
-    return _write_folder(out, drafter.config, weights, dtype)
+    return _write_folder(out, drafter.config, drafter.state_dict(), dtype)
 
 
 def drafter_weights(
@@ -50,7 +49,7 @@ def drafter_weights(
     for name, tensor in state.items():
         if name == "d2t":
             # vLLM expects the mapping only for a draft vocabulary smaller than the policy's.
-            if config.draft_vocab_size != config.vocab_size:
+            if not config.drafts_all_tokens:
                 weights[name] = tensor.cpu()
         else:
             weights[name] = tensor.detach().to("cpu", dtype).contiguous()
@@ -160,9 +159,10 @@ def _damaged(folder: Path, error: Exception) -> ConfigError:
 
 
 def _write_folder(
-    out: Path, config: Eagle3Config, weights: dict[str, torch.Tensor], dtype: torch.dtype
+    out: Path, config: Eagle3Config, state: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Path:
-    return write_files(out, config.to_hf(str(dtype).removeprefix("torch.")), weights)
+    hf_config = config.to_hf(str(dtype).removeprefix("torch."))
+    return write_files(out, hf_config, drafter_weights(state, config, dtype))
 
 
 def write_files(out: Path, hf_config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
@@ -251,10 +251,7 @@ class VersionStore:
     def _write(self, version: int, config: Eagle3Config, state: dict[str, Any]) -> None:
         hidden = self.folder / f".v{version:06d}"
         try:
-            drafter = drafter_part(self._staged)
-            _write_folder(
-                hidden, config, drafter_weights(drafter, config, self._dtype), self._dtype
-            )
+            _write_folder(hidden, config, drafter_part(self._staged), self._dtype)
             save_file(self._staged, hidden / TRAINER)
             (hidden / STATE).write_text(json.dumps(state))
             for path in (*hidden.iterdir(), hidden):

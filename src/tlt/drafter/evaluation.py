@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from tlt.drafter.eagle3.model import Eagle3Drafter
-from tlt.drafter.passes import DraftPasses, ShouldStop, check_stop
-from tlt.drafter.row import Row
+from tlt.drafter.passes import DraftPasses, Row, ShouldStop, check_stop
 from tlt.states.captured import Captured
 
 CHAINS_AT_ONCE = 64

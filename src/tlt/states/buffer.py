@@ -84,6 +84,11 @@ class Entry:
         step, learned, tokens, held_out, _ = name.removesuffix(SUFFIX).split("-", 4)
         return cls(name, int(step), int(learned), int(tokens), held_out == "h")
 
+    def worth(self, latest_step: int) -> float:
+        """Return the learned tokens, which count for less with age and in the end for nothing."""
+        age = latest_step - self.rl_step
+        return self.num_learned * 0.5 ** (age / HALF_LIFE_STEPS) if age <= MAX_AGE_STEPS else 0.0
+
 
 def _write(file: IO[bytes], tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write tensors in the format of safetensors into an open file, and cut the file there.
@@ -138,13 +143,12 @@ class SampleBuffer:
         The buffer refuses samples that are too large, that are worth less than the samples they
         would evict, or that have no learned tokens.
         """
-        digest = _digest(sample_id, rl_step)
         sample = self.capped(sample_id, rl_step, sample)
         num_learned = int(sample.loss_mask_T.sum())
         if num_learned == 0:
             return False
-        share = int(digest[:8], 16) / 2**32
-        mark = "h" if share < self.settings.held_out_share else "t"
+        digest = _digest(sample_id, rl_step)
+        mark = "h" if int(digest[:8], 16) / 2**32 < self.settings.held_out_share else "t"
         name = f"{rl_step:08d}-{num_learned:06d}-{len(sample):06d}-{mark}-{digest}{SUFFIX}"
         tensors = {
             "token_ids": sample.token_ids_T.to("cpu", torch.int32),
@@ -152,7 +156,7 @@ class SampleBuffer:
             "final": sample.final_TH.to("cpu", torch.bfloat16),
             "loss_mask": sample.loss_mask_T.to("cpu", torch.bool),
         }
-        num_bytes = HEADER_BYTES + sum(t.numel() * t.element_size() for t in tensors.values())
+        num_bytes = HEADER_BYTES + sum(t.nbytes for t in tensors.values())
         hidden = self._folder / f".{name}.{secrets.token_hex(4)}"
         with self._making_room():
             if not self._make_room(num_bytes, Entry.parse(name)):
@@ -206,18 +210,15 @@ class SampleBuffer:
         with open_file(self._folder / LOCK, "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for name in self._names():
-                if name[0] == "." and name != LOCK and not self._is_written(name):
-                    (self._folder / name).unlink(missing_ok=True)
+                if name[0] == "." and name != LOCK:
+                    # A living writer holds its file, or has just renamed it.
+                    with (
+                        suppress(BlockingIOError, FileNotFoundError),
+                        open_file(self._folder / name, "rb") as file,
+                    ):
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        (self._folder / name).unlink()
             yield
-
-    def _is_written(self, name: str) -> bool:
-        """Return whether a living writer writes this hidden file, or has just finished it."""
-        try:
-            with open_file(self._folder / name, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, FileNotFoundError):
-            return True
-        return False
 
     def _make_room(self, num_bytes: int, new: Entry) -> bool:
         (self._folder / new.name).unlink(missing_ok=True)  # the same sample, captured again
@@ -225,8 +226,8 @@ class SampleBuffer:
         excess = self.num_bytes() + num_bytes - self.settings.capacity_bytes
         latest = max([new.rl_step, *(entry.rl_step for entry in sizes)])
         evicted = []
-        for entry in sorted(sizes, key=lambda e: (self._worth(e, latest), e.name)):
-            if excess <= 0 or self._worth(entry, latest) > self._worth(new, latest):
+        for entry in sorted(sizes, key=lambda e: (e.worth(latest), e.name)):
+            if excess <= 0 or entry.worth(latest) > new.worth(latest):
                 break
             evicted.append(entry)
             excess -= sizes[entry]
@@ -236,12 +237,6 @@ class SampleBuffer:
             (self._folder / entry.name).unlink(missing_ok=True)
         return True
 
-    def _worth(self, entry: Entry, latest_step: int) -> float:
-        age = latest_step - entry.rl_step
-        if age > MAX_AGE_STEPS:
-            return 0.0
-        return float(entry.num_learned * 0.5 ** (age / HALF_LIFE_STEPS))
-
     def capped(self, sample_id: str, rl_step: int, sample: Captured) -> Captured:
         """Cut a window from anywhere in a long response, so that all depths are learned.
 
@@ -250,10 +245,10 @@ class SampleBuffer:
         size = self.settings.max_sample_tokens
         if len(sample) <= size:
             return sample
-        digest = _digest(sample_id, rl_step)
+        last = len(sample) - size
         # The prompt may take at most half of the window.
-        lowest = min(max(0, sample.first_learned - size // 2), len(sample) - size)
-        begin = lowest + int(digest[8:], 16) % (len(sample) - size - lowest + 1)
+        lowest = min(max(0, sample.first_learned - size // 2), last)
+        begin = lowest + int(_digest(sample_id, rl_step)[8:], 16) % (last - lowest + 1)
         window = sample.window(begin, begin + size)
         return replace(window, aux_TA=window.aux_TA.clone(), final_TH=window.final_TH.clone())
 
@@ -263,23 +258,21 @@ class SampleBuffer:
         """List the visible samples."""
         return [Entry.parse(name) for name in self._names() if name[0] != "."]
 
-    def offers(self) -> dict[str, Offer]:
-        """Return the samples to train on, by name; recent and long ones weigh more."""
+    def _recent(self) -> dict[Entry, float]:
+        """Return the worth of each sample whose states go with the head of the current policy."""
         entries = self.entries()
         latest = max((entry.rl_step for entry in entries), default=0)
-        offers = {
-            e.name: Offer(e.num_tokens, self._worth(e, latest)) for e in entries if not e.held_out
-        }
-        return {name: offer for name, offer in offers.items() if offer.weight > 0}
+        return {e: e.worth(latest) for e in entries if latest - e.rl_step <= MAX_AGE_STEPS}
+
+    def offers(self) -> dict[str, Offer]:
+        """Return the samples to train on, by name; recent and long ones weigh more."""
+        recent = self._recent().items()
+        return {e.name: Offer(e.num_tokens, worth) for e, worth in recent if not e.held_out}
 
     def held_out(self, max_tokens: int) -> list[Captured]:
         """Return the newest held-out samples, with at most `max_tokens` learned tokens in all."""
         chosen = []
-        entries = self.entries()
-        latest = max((entry.rl_step for entry in entries), default=0)
-        for entry in sorted(entries, key=_newest_first):
-            if latest - entry.rl_step > MAX_AGE_STEPS:
-                break
+        for entry in sorted(self._recent(), key=_newest_first):
             sample = self.read(entry.name) if entry.held_out and max_tokens > 0 else None
             if sample is not None:
                 too_many = max(0, entry.num_learned - max_tokens)

@@ -5,7 +5,7 @@ Shapes: T positions, A fused states (3H), H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,22 +63,21 @@ class Captured:
 
     def to(self, device: torch.device) -> Captured:
         """Return the sample on another device."""
-        return Captured(
-            self.token_ids_T.to(device),
-            self.loss_mask_T.to(device),
-            self.aux_TA.to(device),
-            self.final_TH.to(device),
-            self.first_position,
-        )
+        return self._each(lambda tensor: tensor.to(device), self.first_position)
 
     def window(self, begin: int, end: int) -> Captured:
         """Return part of the sample, at its true positions, without the context before it."""
+        return self._each(lambda tensor: tensor[begin:end], self.first_position + begin)
+
+    def _each(
+        self, change: Callable[[torch.Tensor], torch.Tensor], first_position: int
+    ) -> Captured:
         return Captured(
-            self.token_ids_T[begin:end],
-            self.loss_mask_T[begin:end],
-            self.aux_TA[begin:end],
-            self.final_TH[begin:end],
-            self.first_position + begin,
+            change(self.token_ids_T),
+            change(self.loss_mask_T),
+            change(self.aux_TA),
+            change(self.final_TH),
+            first_position,
         )
 
     def focused(self, begin: int, end: int) -> Captured:

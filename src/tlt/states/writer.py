@@ -49,12 +49,11 @@ class StateWriter:
         """Hand a sample over to the threads. Only the window that the buffer keeps has to wait."""
         captured = self.buffer.capped(sample_id, rl_step, captured)
         with self._lock:
-            if is_too_much := self._waiting_bytes + captured.num_bytes > WAITING_BYTES:
+            if self._waiting_bytes + captured.num_bytes > WAITING_BYTES:
                 self._drop(sample_id)
-            else:
-                self._waiting_bytes += captured.num_bytes
-        if not is_too_much:
-            self._queue.put((sample_id, rl_step, captured))
+                return
+            self._waiting_bytes += captured.num_bytes
+        self._queue.put((sample_id, rl_step, captured))
 
     def missing(self, sample_id: str) -> None:
         """Count a sample as dropped whose states were not captured."""
@@ -83,15 +82,14 @@ class StateWriter:
     def _run(self) -> None:
         while True:
             sample_id, rl_step, captured = self._queue.get()
-            is_stored = is_lost = False
             try:
-                is_stored = self.buffer.put(sample_id, rl_step, captured)
+                is_stored: bool | None = self.buffer.put(sample_id, rl_step, captured)
             except Exception:  # a full disk must not end a training run
                 logger.exception("captured states of %s could not be stored", sample_id)
-                is_lost = True
+                is_stored = None
             with self._lock:
-                self.num_written += is_stored
-                if is_lost:
+                if is_stored is None:
                     self._drop(sample_id)
+                self.num_written += bool(is_stored)
                 self._waiting_bytes -= captured.num_bytes
                 self._lock.notify_all()

@@ -40,16 +40,9 @@ class BegMab:
         epsilon: float = EPSILON,
         verified_tokens: int = VERIFIED_TOKENS,
     ) -> None:
-        ordered = sorted({*arms, OFF}, key=lambda arm: (arm.drafter, arm.num_draft_tokens))
+        drafting = sorted({*arms} - {OFF}, key=lambda arm: (arm.drafter, arm.num_draft_tokens))
         self._buckets = [
-            [
-                OFF,
-                *(
-                    a
-                    for a in ordered
-                    if a != OFF and (a.num_draft_tokens + 1) * limit <= verified_tokens
-                ),
-            ]
+            [OFF, *(a for a in drafting if (a.num_draft_tokens + 1) * limit <= verified_tokens)]
             for limit in LIMITS
         ] + [[OFF]]
         self._rng = rng

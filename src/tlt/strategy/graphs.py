@@ -1,4 +1,4 @@
-"""Plans the CUDA graphs that a GPU engine captures for its arms, and estimates their memory.
+"""Plans the CUDA graphs that a GPU engine captures for its arms.
 
 A decode step with K drafts a request is one batch of equal query length K + 1: n requests are
 n * (K + 1) tokens. Without a captured graph of at least that size the step is launched kernel by
@@ -36,7 +36,7 @@ runs without a graph, slower but correct.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
 from math import gcd, lcm
@@ -106,26 +106,8 @@ class GraphPlan:
         high = {common * step for step in _steps(top // common, steps_per_doubling)}
         sizes = low | {size for size in high if size >= turn} | {max_num_seqs, top}
         sizes |= {n * query_len for query_len, n in widest.items()}
-        capped = {min(size, max_num_batched_tokens or size) for size in sizes}
-        return cls._capturing(choices, max_num_seqs, capped, runner)
-
-    @classmethod
-    def everything(
-        cls, arms: Collection[Arm], max_num_seqs: int, *, runner: Runner = "v2"
-    ) -> GraphPlan:
-        """Plan every arm at every batch size that vLLM captures for a single arm, to compare.
-
-        These batch sizes are 1, 2, 4, then multiples of 8, and from 256 on multiples of 16.
-        """
-        counts = {1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16), max_num_seqs}
-        sizes = {n * _query_len(arm) for arm in arms for n in counts if n <= max_num_seqs}
-        return cls._capturing([(max_num_seqs, frozenset(arms))], max_num_seqs, sizes, runner)
-
-    @classmethod
-    def _capturing(
-        cls, choices: Choices, max_num_seqs: int, sizes: Collection[int], runner: Runner
-    ) -> GraphPlan:
-        lens = sorted(_widest_batches(choices, max_num_seqs))[-max_num_seqs:]
+        sizes = {min(size, max_num_batched_tokens or size) for size in sizes}
+        lens = sorted(widest)[-max_num_seqs:]
         graphs = {Graph(size) for size in sizes}
         if runner == "v2" or lens == [1]:
             for size, query_len in product(sizes, lens):
@@ -143,7 +125,8 @@ class GraphPlan:
         """
         query_len = _query_len(arm)
         num_tokens = num_decodes * query_len
-        full = Graph(_next(self._full_tokens(), num_tokens), query_len)
+        full_tokens = sorted({g.num_tokens for g in self.graphs if g.query_len is not None})
+        full = Graph(_next(full_tokens, num_tokens), query_len)
         if full in self.graphs:
             return full
         piecewise = Graph(_next(self.sizes, num_tokens))
@@ -164,18 +147,6 @@ class GraphPlan:
             for arm in sorted(arms, key=str)
         ]
 
-    def estimated_bytes(self, *, bytes_per_graph: int = 2**20, bytes_per_token: int = 2**15) -> int:
-        """Estimate the memory of the target's graphs roughly, to compare plans.
-
-        The estimate adds a part per graph and a part per captured token. The defaults are
-        assumptions, not measurements: 1 MiB is the least that vLLM's own profiling expects of a
-        graph, and 32 KiB are four bfloat16 states of width 4096. Graphs share a pool, so that the
-        true figure may be lower; vLLM logs it ("Graph capturing finished"). A drafter's graphs come
-        on top: the same sizes over its one layer.
-        """
-        num_tokens = sum(graph.num_tokens for graph in self.graphs)
-        return len(self.graphs) * bytes_per_graph + num_tokens * bytes_per_token
-
     def compilation_config(self) -> dict[str, Any]:
         """Return the settings to merge into vLLM's `compilation_config`."""
         return {
@@ -192,9 +163,6 @@ class GraphPlan:
         schedule = [[n, n, query_len - 1] for n, query_len in enumerate(self.query_lens, start=1)]
         schedule[-1][1] = 1_000_000
         return schedule
-
-    def _full_tokens(self) -> list[int]:
-        return sorted({g.num_tokens for g in self.graphs if g.query_len is not None})
 
 
 def choices_of(strategy: Strategy, max_num_seqs: int) -> Choices:

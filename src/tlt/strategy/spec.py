@@ -45,23 +45,29 @@ DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), 
 """Draft lengths that a learning kind chooses from when its spec names no arms."""
 
 
-class Fixed:
-    """One arm for the whole run; `OFF` never drafts."""
+class _Unlearning:
+    """A strategy that chooses from `_arms` and learns nothing."""
 
-    def __init__(self, arm: Arm) -> None:
-        self._arm = arm
+    _arms: Sequence[Arm]
 
     def arms(self) -> frozenset[Arm]:
-        return frozenset({self._arm})
-
-    def decide(self, context: StepContext) -> Arm:
-        return self._arm
+        return frozenset(self._arms)
 
     def observe(self, report: StepReport) -> None:
         pass
 
 
-class ByBatchSize:
+class Fixed(_Unlearning):
+    """One arm for the whole run; `OFF` never drafts."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._arms = [arm]
+
+    def decide(self, context: StepContext) -> Arm:
+        return self._arms[0]
+
+
+class ByBatchSize(_Unlearning):
     """A draft length for each number of running decodes, and plain decoding above the last entry.
 
     `schedule` is a list of (largest number of decodes, draft length). Prefills do not count: a
@@ -84,17 +90,11 @@ class ByBatchSize:
         self._limits = limits
         self._arms = [Arm(drafter, k) if k else OFF for _, k in schedule] + [OFF]
 
-    def arms(self) -> frozenset[Arm]:
-        return frozenset(self._arms)
-
     def decide(self, context: StepContext) -> Arm:
         return self._arms[bisect_left(self._limits, context.num_decodes)]
 
-    def observe(self, report: StepReport) -> None:
-        pass
 
-
-class RandomArms:
+class RandomArms(_Unlearning):
     """A random arm at each engine step: the hardest test of switching."""
 
     def __init__(self, arms: Sequence[Arm], rng: random.Random) -> None:
@@ -103,47 +103,19 @@ class RandomArms:
         self._arms = list(arms)
         self._rng = rng
 
-    def arms(self) -> frozenset[Arm]:
-        return frozenset(self._arms)
-
     def decide(self, context: StepContext) -> Arm:
         return self._rng.choice(self._arms)
-
-    def observe(self, report: StepReport) -> None:
-        pass
-
-
-def _build_fixed(spec: StrategySpec) -> Strategy:
-    return Fixed(parse_arm([spec["drafter"], spec["num_draft_tokens"]]))
-
-
-def _build_by_batch_size(spec: StrategySpec) -> Strategy:
-    return ByBatchSize(spec["drafter"], [(int(b), int(k)) for b, k in spec["schedule"]])
-
-
-def _build_random(spec: StrategySpec) -> Strategy:
-    return RandomArms([parse_arm(a) for a in spec["arms"]], random.Random(spec.get("seed", 0)))
 
 
 def _build_adaptive(spec: StrategySpec) -> Strategy:
     caution = {key: value for key, value in spec.items() if key not in ("kind", "arms")}
     unknown = sorted(caution.keys() - {field.name for field in fields(Caution)})
-    if "look_every_steps" in unknown:
-        raise ConfigError("strategy.look_every_steps is called retry_interval_steps now; rename it")
     if unknown:
         known = ", ".join(field.name for field in fields(Caution))
         raise ConfigError(f"strategy.{unknown[0]} is not known to kind 'adaptive'; one of {known}")
     for key, value in caution.items():
         _check_number(key, value)
-    return Adaptive([parse_arm(arm) for arm in spec["arms"]], Caution(**caution))
-
-
-def _build_beg_mab(spec: StrategySpec) -> Strategy:
-    return BegMab(
-        [parse_arm(arm) for arm in spec["arms"]],
-        random.Random(spec.get("seed", 0)),
-        epsilon=_check_number("epsilon", spec.get("epsilon", EPSILON), 1.0),
-    )
+    return Adaptive(_arms(spec), Caution(**caution))
 
 
 def _check_number(key: str, value: Any, largest: float = 1e9) -> float:
@@ -157,13 +129,23 @@ def _check_number(key: str, value: Any, largest: float = 1e9) -> float:
     return float(value)
 
 
+def _arms(spec: StrategySpec) -> list[Arm]:
+    return [parse_arm(arm) for arm in spec["arms"]]
+
+
 _BUILDERS: dict[str, Callable[[StrategySpec], Strategy]] = {
     "off": lambda spec: Fixed(OFF),
-    "fixed": _build_fixed,
-    "by_batch_size": _build_by_batch_size,
-    "random": _build_random,
+    "fixed": lambda spec: Fixed(parse_arm([spec["drafter"], spec["num_draft_tokens"]])),
+    "by_batch_size": lambda spec: ByBatchSize(
+        spec["drafter"], [(int(b), int(k)) for b, k in spec["schedule"]]
+    ),
+    "random": lambda spec: RandomArms(_arms(spec), random.Random(spec.get("seed", 0))),
     "adaptive": _build_adaptive,
-    "beg_mab": _build_beg_mab,
+    "beg_mab": lambda spec: BegMab(
+        _arms(spec),
+        random.Random(spec.get("seed", 0)),
+        epsilon=_check_number("epsilon", spec.get("epsilon", EPSILON), 1.0),
+    ),
 }
 
 
@@ -190,8 +172,6 @@ def complete_strategy(spec: StrategySpec, drafters: Collection[DrafterName]) -> 
 def build_strategy(spec: StrategySpec) -> Strategy:
     """Build the strategy that a spec describes."""
     kind = spec.get("kind")
-    if kind == "published":
-        raise ConfigError("strategy.kind = 'published' is called 'beg_mab' now; rename it")
     if kind not in _BUILDERS:
         raise ConfigError(f"strategy.kind is {kind!r}; one of {sorted(_BUILDERS)}")
     try:

@@ -1,7 +1,7 @@
 """Drafters in the speculators format: read, written, and the same as before."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tlt.drafter.checkpoint import (  # noqa: E402
 from tlt.drafter.eagle3.config import Eagle3Config, Llama3Rope  # noqa: E402
 from tlt.drafter.eagle3.model import Eagle3Drafter, frequencies  # noqa: E402
 from tlt.drafter.export import ExportPlan, export  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
+from tlt.drafter.passes import Row  # noqa: E402
 from tlt.drafter.speculators import Target, plain_config, speculators_config  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.errors import ConfigError  # noqa: E402
@@ -52,6 +52,11 @@ def target(tmp_path: Path) -> Path:
     return folder
 
 
+def exported(source: Path, target: Path, out: Path, **options: Any) -> Path:
+    export(ExportPlan(source=source, target=target, out=out, **options))
+    return out
+
+
 def made(config: Eagle3Config) -> Eagle3Drafter:
     torch.manual_seed(0)
     model = Eagle3Drafter(config)
@@ -69,9 +74,8 @@ def test_there_and_back_every_bit_is_the_same(
     config: Eagle3Config, dtype: Any, target: Path, tmp_path: Path
 ) -> None:
     plain = save_drafter(made(config), tmp_path / "plain", dtype)
-    shared, back = tmp_path / "shared", tmp_path / "back"
-    export(ExportPlan(source=plain, target=target, out=shared, format="speculators"))
-    export(ExportPlan(source=shared, target=target, out=back))
+    shared = exported(plain, target, tmp_path / "shared", format="speculators")
+    back = exported(shared, target, tmp_path / "back")
     assert (back / "config.json").read_text() == (plain / "config.json").read_text()
     before, after = (load_file(folder / "model.safetensors") for folder in (plain, back))
     assert before.keys() == after.keys()
@@ -82,8 +86,8 @@ def test_there_and_back_every_bit_is_the_same(
 
 def test_the_folder_names_the_vocabulary_in_both_directions(target: Path, tmp_path: Path) -> None:
     plain = save_drafter(drafter(), tmp_path / "plain")
-    export(ExportPlan(source=plain, target=target, out=tmp_path / "out", format="speculators"))
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    out = exported(plain, target, tmp_path / "out", format="speculators")
+    tensors = load_file(out / "model.safetensors")
     assert tensors["t2d"].nonzero()[:, 0].tolist() == list(range(0, 40, 2))
     assert "layers.0.self_attn.q_proj.weight" in tensors
     assert not [name for name in tensors if name.startswith("midlayer")]
@@ -109,9 +113,7 @@ def test_vllm_finds_the_policy_by_the_folder(target: Path, tmp_path: Path) -> No
     from vllm.transformers_utils.config import get_config, maybe_override_with_speculators
 
     plain = save_drafter(made(FORMS["as of Llama 3"]), tmp_path / "plain")
-    out = tmp_path / "out"
-    plan = ExportPlan(source=plain, target=target, out=out, format="speculators")
-    export(replace(plan, num_draft_tokens=3))
+    out = exported(plain, target, tmp_path / "out", format="speculators", num_draft_tokens=3)
     model, tokenizer, speculative = maybe_override_with_speculators(str(out), None, False)
     assert (model, tokenizer) == (str(target), str(target))
     assert speculative == {"method": "eagle3", "num_speculative_tokens": 3, "model": str(out)}
@@ -144,7 +146,7 @@ def published(folder: Path, config: Eagle3Config, **changes: Any) -> Path:
 def test_a_published_drafter_becomes_the_runs_own(tmp_path: Path) -> None:
     config = FORMS["as of gpt-oss"]
     source = published(tmp_path / "hub", config, eagle_aux_hidden_state_layer_ids=None)
-    with pytest.raises(ConfigError, match="does not say which hidden states it reads"):
+    with pytest.raises(ConfigError, match="tlt drafter export"):
         load_drafter(source)
     own = adopt(source, tmp_path / "own", torch.float32, num_target_layers=36)
     loaded, expected = load_drafter(own), made(config)
@@ -173,33 +175,29 @@ def test_older_names_of_settings_are_read() -> None:
     for name in ("head_dim", "rope_parameters", "eagle_aux_hidden_state_layer_ids"):
         del said[name]
     said["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    said["rope_scaling"] = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-                            "high_freq_factor": 4.0,
-                            "original_max_position_embeddings": 32}  # fmt: skip
+    said["rope_scaling"] = {"type": "llama3", **asdict(ROPE)}
     assert Eagle3Config.from_hf(said) == replace(CONFIG, rope_scaling=ROPE)
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("name", "value"),
     [
-        ({"speculators_model_type": "dflash"}, "speculators_model_type = 'dflash'"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers = 2"),
-        ({"model_type": "gemma3"}, "model_type = gemma3"),
-        ({"attention_bias": True}, "attention_bias = True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
-        ({"target_hidden_size": 64}, "target_hidden_size = 64"),
+        ("speculators_model_type", "dflash"),
+        ("num_hidden_layers", 2),
+        ("model_type", "gemma3"),
+        ("attention_bias", True),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}),
+        ("target_hidden_size", 64),
     ],
 )
-def test_other_forms_are_refused_by_name(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_other_forms_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
     source = published(tmp_path / "hub", CONFIG)
     said = json.loads((source / "config.json").read_text())
-    layer = said["transformer_layer_config"]
-    for name, value in changes.items():
-        (said if name in said else layer)[name] = value
+    (said if name in said else said["transformer_layer_config"])[name] = value
     (source / "config.json").write_text(json.dumps(said))
-    with pytest.raises(ConfigError, match=why) as refused:
+    with pytest.raises(ConfigError, match="tlt drafter train") as refused:
         load_drafter(source)
-    assert "tlt drafter train" in str(refused.value)
+    assert ("yarn" if name == "rope_parameters" else f"{name} = ") in str(refused.value)
 
 
 @pytest.mark.parametrize("d2t", [[0] * 19 + [40], [-1] * 20, [1, 0] + [0] * 18])
@@ -207,7 +205,7 @@ def test_a_vocabulary_that_leads_nowhere_is_refused(d2t: list[int], tmp_path: Pa
     source = published(tmp_path / "hub", CONFIG)
     tensors = load_file(source / "model.safetensors") | {"d2t": torch.tensor(d2t)}
     save_file(tensors, source / "model.safetensors")
-    with pytest.raises(ConfigError, match="d2t names tokens twice"):
+    with pytest.raises(ConfigError, match="d2t"):
         load_drafter(source)
 
 
@@ -219,13 +217,7 @@ def test_the_stretched_rotary_embedding_is_that_of_llama_3() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = Llama3Rope(8.0, 1.0, 4.0, 8192)
-    rope: dict[str, Any] = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-    }
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 5e5, **asdict(scaling)}
     config = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope)
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     found = frequencies(128, 5e5, scaling, torch.device("cpu"))
@@ -264,14 +256,12 @@ def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(
     store = VersionStore(tmp_path / "versions", torch.float32)
     store.save(trainer)
     store.wait()
-    shared = tmp_path / "shared"
-    plan = ExportPlan(source=tmp_path, target=target, out=shared, format="speculators")
-    export(plan)
-    assert read_moments(shared) is None
-    export(replace(plan, moments=True))
+    shared, how = tmp_path / "shared", {"format": "speculators"}
+    assert read_moments(exported(tmp_path, target, shared, **how)) is None
+    exported(tmp_path, target, shared, **how, moments=True)
     own = adopt(shared, tmp_path / "own", torch.float32, num_target_layers=8)
     assert not list(own.glob("optim*.safetensors"))  # vLLM would load them as weights
-    export(plan)
+    exported(tmp_path, target, shared, **how)
     assert read_moments(shared) is None  # those of another export would not fit
     resumed, moments = new_trainer(load_drafter(own)), read_moments(own)
     assert moments is not None
@@ -283,21 +273,16 @@ def test_training_goes_on_from_an_export_as_if_it_had_not_stopped(
     assert resumed.drafter.draft_token_ids().tolist() == list(range(0, 40, 2))
 
 
-def test_moments_that_nobody_stored_are_an_error(target: Path, tmp_path: Path) -> None:
-    plain = save_drafter(drafter(), tmp_path / "plain")
-    plan = ExportPlan(source=plain, target=target, out=tmp_path / "out", moments=True)
-    with pytest.raises(ConfigError, match="holds no state of an optimizer"):
-        export(plan)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_drafter_without_a_tensor_is_not_exported(target: Path, tmp_path: Path) -> None:
-    plain = save_drafter(drafter(), tmp_path / "plain")
+def test_what_is_not_there_is_not_exported(target: Path, tmp_path: Path) -> None:
+    plain, out = save_drafter(drafter(), tmp_path / "plain"), tmp_path / "out"
+    with pytest.raises(ConfigError, match="--moments"):
+        exported(plain, target, out, moments=True)
     tensors = load_file(plain / "model.safetensors")
     del tensors["midlayer.mlp.up_proj.weight"]
     save_file(tensors, plain / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"is damaged .*up_proj"):
-        export(ExportPlan(source=plain, target=target, out=tmp_path / "out"))
+    with pytest.raises(ConfigError, match="up_proj"):
+        exported(plain, target, out)
+    assert not out.exists()
 
 
 # --- the card -------------------------------------------------------------------------------------
@@ -315,63 +300,43 @@ REPORT = {
 
 
 def written_card(source: Path, target: Path, out: Path, **options: Any) -> str:
-    export(ExportPlan(source=source, target=target, out=out, card=True, **options))
-    return (out / "README.md").read_text()
+    return (exported(source, target, out, card=True, **options) / "README.md").read_text()
 
 
 def test_the_card_says_what_the_run_measured(target: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, out = tmp_path / "run", tmp_path / "out"
     save_drafter(drafter(), run / "versions" / "v000007")
     (run / "versions" / "v000007" / "state.json").write_text('{"progress": {"step": 412}}')
     (run / "report.json").write_text(json.dumps(REPORT))
-    card = written_card(
-        run, target, tmp_path / "out", format="speculators", target_name="owner/policy"
-    )
+    card = written_card(run, target, out, format="speculators", target_name="owner/policy")
     assert "base_model: owner/policy\n" in card
-    assert "| 0 | 4,321 | 2.34 | 80% | 54% |" in card
-    assert "32 prompts that it never saw" in card
-    for fact in (
-        "412 optimizer steps",
-        "768 responses",
-        "61,234 tokens",
-        "97.9%",
-        "from 20 tokens",
-    ):
+    for fact in ("| 0 | 4,321 | 2.34 | 80% | 54% |", "32", "412", "768", "61,234", "97.9%", "20"):
         assert fact in card
     assert "1.01" not in card  # that was the drafter before training
-    again = written_card(tmp_path / "out", target, tmp_path / "again", target_name="owner/policy")
+    again = written_card(out, target, tmp_path / "again", target_name="owner/policy")
     assert "| 0 | 4,321 | 2.34 | 80% | 54% |" in again
     assert '"num_speculative_tokens": 2}' in again
+    (run / "report.json").write_text('{"acceptance": {"after": {"0": {"length": "long"}}}}')
+    with pytest.raises(ConfigError, match=r"--card: .*report\.json"):
+        written_card(run, target, out)
 
 
 def test_the_card_of_an_rl_run_has_its_last_evaluation(target: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     save_drafter(drafter(), run / "drafter")
-    records: list[dict[str, float]] = [
-        {"step": 1, "harvest/held_out_length": 1.5},
-        {"step": 2},
-        {"step": 3},
-    ]
-    records[1]["harvest/held_out_length"] = 1.875
-    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records) + '{"st')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1, "harvest/held_out_length": 1.5}\n'
+        '{"step": 2, "harvest/held_out_length": 1.875}\n{"step": 3}\n{"st'
+    )
     (run / "config.toml").write_text("[tlt]\nnum_draft_tokens = 3\n")
     card = written_card(run, target, tmp_path / "out")
-    assert "after RL step 2: 1.88 tokens per draft" in card
+    assert "step 2: 1.88 " in card
     assert '"num_speculative_tokens": 3}' in card
     assert "base_model" not in card  # a folder on this machine is nothing to others
-
-
-def test_a_damaged_record_is_named(target: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    save_drafter(drafter(), run / "versions" / "v000007")
-    (run / "report.json").write_text('{"acceptance": {"after": {"0": {"length": "long"}}}}')
-    with pytest.raises(ConfigError, match=r"--card: .* is damaged .*; put report\.json"):
-        written_card(run, target, tmp_path / "out")
 
 
 def test_a_card_without_a_record_has_no_figure(target: Path, tmp_path: Path) -> None:
     plain = save_drafter(drafter(), tmp_path / "plain")
     card = written_card(plain, target, tmp_path / "out")
-    assert "Nobody has measured this drafter yet." in card
     assert "%" not in card
     assert "tokens per draft" not in card

@@ -5,9 +5,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,10 +19,9 @@ import torch
 from drafter_fixtures import CONFIG, captured, drafter
 from transformers import AutoModelForCausalLM
 
-from tlt.drafter import vocabulary
 from tlt.drafter.checkpoint import VersionStore, load_drafter, save_drafter
 from tlt.drafter.evaluation import compare, evaluate_samples
-from tlt.drafter.row import Row
+from tlt.drafter.passes import Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.errors import ConfigError
 from tlt.harvest.published import make_drafter
@@ -72,10 +70,6 @@ def stop_at_poll(number: int) -> Callable[[], bool]:
     return lambda: next(polls) >= number
 
 
-def any_of(conditions: Sequence[Callable[[], bool]]) -> bool:
-    return any(condition() for condition in conditions)
-
-
 def same(a: DrafterTrainer, b: DrafterTrainer) -> bool:
     ours, theirs = a.tensors(), b.tensors()
     return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
@@ -92,14 +86,14 @@ def test_an_optimizer_step_interrupted_anywhere_leaves_no_trace() -> None:
     """An interruption in a forward or backward pass discards the unfinished optimizer step."""
     source, straight, current = Samples(), trainer(), trainer()
     straight.session(source, stop_after(straight, 4))
-    polls = itertools.count(1)
     interrupted = 0
-    while current.step < 4:
+    for number in itertools.cycle(range(2, 22)):
         before = current.step
-        number = next(polls) % 20 + 2
-        ends = (stop_after(current, 1), stop_at_poll(number))
-        current.session(source, partial(any_of, ends))
+        over, now = stop_after(current, 1), stop_at_poll(number)
+        current.session(source, lambda over=over, now=now: over() or now())  # type: ignore[misc]
         interrupted += current.step == before
+        if current.step == 4:
+            break
     assert interrupted > 4
     assert same(straight, current)
 
@@ -113,17 +107,11 @@ def test_a_session_ends_within_a_pass() -> None:
     assert next(polls) - 1 == 1 + passes * 4
 
 
-@pytest.mark.parametrize("stops", [[1], [3, 4], [7, 1, 1]])
-def test_stopping_and_resuming_equals_never_having_stopped(
-    tmp_path: Path, stops: list[int]
-) -> None:
-    source = Samples()
-    straight = trainer()
+def test_stopping_and_resuming_equals_never_having_stopped(tmp_path: Path) -> None:
+    source, straight, current = Samples(), trainer(), trainer()
     straight.session(source, stop_after(straight, 12))
-
     store = VersionStore(tmp_path)
-    current = trainer()
-    for count in [*stops, 12 - sum(stops)]:
+    for count in (7, 1, 4):
         current.session(source, stop_after(current, count))
         store.save(current)
         store.wait()
@@ -131,13 +119,9 @@ def test_stopping_and_resuming_equals_never_having_stopped(
         store.restore(current)
     assert current.step == 12
     assert same(straight, current)
-    straight.session(source, stop_after(straight, 3))
-    current.session(source, stop_after(current, 3))
+    for one in (straight, current):
+        one.session(source, stop_after(one, 3))
     assert same(straight, current)
-
-
-def test_a_session_without_samples_ends_at_once() -> None:
-    assert trainer().session(Samples(0), lambda: False) == 0
 
 
 def test_rows_are_full_and_hold_each_sample_once() -> None:
@@ -165,22 +149,14 @@ def test_a_sample_longer_than_a_row_is_learned_in_parts_that_see_all_before() ->
 def test_the_mean_of_the_weights_follows_them() -> None:
     one, source = trainer(replace(SETTINGS, averaged_steps=4)), Samples(4)
     seen = [one.weights()]
+    expected = seen[0]["fc.weight"]
     for _ in range(3):
         one.session(source, stop_after(one, 1))
         seen.append(one.weights())
-    expected = seen[0]["fc.weight"]
-    for weights in seen[1:]:
-        expected = expected + (weights["fc.weight"] - expected) / 4
+        expected = expected + (seen[-1]["fc.weight"] - expected) / 4
     torch.testing.assert_close(one.mean_weights()["fc.weight"], expected)
     one.load(seen[1])
     assert torch.equal(one.mean_weights()["fc.weight"], seen[1]["fc.weight"])
-
-
-def test_samples_without_anything_to_learn_are_passed_over() -> None:
-    source = Samples(5)
-    source.samples["prompt only"] = captured(20, 20)
-    one = trainer()
-    assert one.session(source, stop_after(one, 20)) == 20
 
 
 def test_a_new_policys_head_is_followed() -> None:
@@ -203,11 +179,13 @@ def test_samples_are_drawn_by_their_weights() -> None:
     assert share == pytest.approx(0.8, abs=0.07)
 
 
-def test_samples_that_vanish_while_a_row_is_drawn_are_passed_over() -> None:
-    source = Samples(10)
+def test_samples_that_vanish_or_teach_nothing_are_passed_over() -> None:
+    source, one = Samples(10), trainer()
     source.gone = set(list(source.samples)[:5])
-    one = trainer()
-    assert one.session(source, stop_after(one, 5)) == 5
+    source.samples["prompt only"] = captured(20, 20)
+    assert one.session(source, stop_after(one, 20)) == 20
+    source.gone = set(source.samples) - {"prompt only"}
+    assert one.session(source, lambda: False) == 0
 
 
 @pytest.mark.parametrize("place", [5, 19])
@@ -256,15 +234,6 @@ def test_tokens_that_stay_in_the_vocabulary_keep_their_weights() -> None:
     assert one.session(source, stop_after(one, 2)) == 2
 
 
-def test_few_samples_do_not_empty_the_vocabulary() -> None:
-    """Tokens that no sample shows stay before tokens that were never in the vocabulary."""
-    present = torch.arange(20, 40)
-    counts = vocabulary.count_tokens([torch.tensor([1, 1, 2, 30])], 50)
-    better = vocabulary.drifted(counts, present)
-    assert better is not None
-    assert set(better.tolist()) == {1, 2, *range(20, 38)}
-
-
 # --- versions -------------------------------------------------------------------------------------
 
 
@@ -294,13 +263,10 @@ def test_training_on_while_a_version_is_written_does_not_change_it(tmp_path: Pat
     assert all(torch.equal(t, expected[n]) for n, t in restored.tensors().items())
 
 
-def test_a_store_without_versions_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no drafter version"):
+def test_folders_without_a_drafter_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
         VersionStore(tmp_path).restore(trainer())
-
-
-def test_a_folder_that_is_no_drafter_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         load_drafter(tmp_path)
 
 
@@ -309,10 +275,8 @@ def test_a_folder_that_is_no_drafter_is_an_error(tmp_path: Path) -> None:
     [
         ("model.safetensors", lambda content: content[:-10]),
         ("model.safetensors", lambda content: b""),
-        ("model.safetensors", lambda content: b"\xff" * 100),
         ("config.json", lambda content: b"{}"),
         ("config.json", lambda content: b"{"),
-        ("config.json", lambda content: content.replace(b'"hidden_size": ', b'"hidden_size": 2')),
         ("config.json", lambda content: content.replace(b'"hidden_size": ', b'"hidden_size": -')),
     ],
 )
@@ -321,7 +285,7 @@ def test_a_damaged_drafter_is_an_error(
 ) -> None:
     save_drafter(trainer().drafter, tmp_path)
     (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
-    with pytest.raises(ConfigError, match=r"the drafter in .* is damaged .*; copy it again"):
+    with pytest.raises(ConfigError, match=r"damaged.*tlt drafter train"):
         load_drafter(tmp_path)
 
 

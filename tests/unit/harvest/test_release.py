@@ -11,9 +11,12 @@ from tlt.drafter.eagle3.config import (  # noqa: E402
     default_draft_vocabulary,
     harvest_draft_vocabulary,
 )
-from tlt.drafter.host_copies import HostCopies  # noqa: E402
-from tlt.drafter.row import Row  # noqa: E402
-from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
+from tlt.drafter.passes import Row  # noqa: E402
+from tlt.drafter.trainer import (  # noqa: E402
+    DrafterTrainer,
+    HostCopies,
+    TrainerSettings,
+)
 from tlt.harvest.release import COPY_BYTES_PER_S, STOP_S, moved_bytes, stop_timeout_s  # noqa: E402
 
 GB = 1e9

@@ -22,12 +22,15 @@ def sample(num_tokens: int) -> Captured:
     return Captured.of([1, 2], list(range(num_tokens - 2)), states[:, : 3 * H], states[:, 3 * H :])
 
 
+def new_writer(folder: Path, max_sample_tokens: int = 512) -> writer.StateWriter:
+    return writer.StateWriter(SampleBuffer(BufferSettings(str(folder), 2**20, max_sample_tokens)))
+
+
 def test_only_the_window_of_a_long_sample_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = BufferSettings(str(tmp_path), 2**20, max_sample_tokens=32)
     monkeypatch.setattr(writer, "WAITING_BYTES", sample(40).num_bytes)
-    stores = writer.StateWriter(SampleBuffer(settings))
+    stores = new_writer(tmp_path, max_sample_tokens=32)
     stores.write("long", 0, sample(400))
     stores.drain()
     assert (stores.num_written, stores.num_dropped) == (1, 0)
@@ -36,7 +39,7 @@ def test_only_the_window_of_a_long_sample_waits(
     monkeypatch.setattr(writer, "WAITING_BYTES", 0)
     stores.write("late", 0, sample(10))
     assert stores.num_dropped == 1
-    assert "1 samples were not stored, the last of them late" in caplog.text
+    assert "late" in caplog.text
 
 
 def test_several_samples_are_written_at_the_same_time(
@@ -51,7 +54,7 @@ def test_several_samples_are_written_at_the_same_time(
         write(*args)
 
     monkeypatch.setattr(buffer_module, "_write", waiting)
-    stores = writer.StateWriter(SampleBuffer(BufferSettings(str(tmp_path), 2**20, 512)))
+    stores = new_writer(tmp_path)
     for index in range(2 * writer.NUM_THREADS):
         stores.write(str(index), 0, sample(20 + index))
     stores.drain()
@@ -69,7 +72,7 @@ def test_a_failed_write_leaves_nothing_and_is_counted(
         raise OSError("no space left")
 
     monkeypatch.setattr(buffer_module, "_write", fail)
-    stores = writer.StateWriter(SampleBuffer(BufferSettings(str(tmp_path), 2**20, 512)))
+    stores = new_writer(tmp_path)
     stores.write("a", 0, sample(20))
     stores.drain()
     stores.missing("b")

@@ -1,7 +1,7 @@
 """Credit, step times and drafter versions, with a scripted strategy and clock."""
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport
-from tlt.strategy.controller import DraftController
+from tlt.strategy.controller import DraftController, StepRecord
 
 
 class Scripted:
@@ -30,16 +30,23 @@ class Clock:
         return self.now
 
 
+def finish(
+    controller: DraftController, clock: Clock, drafts: list[tuple[int, int]], tokens: int
+) -> StepRecord:
+    """Run one engine step of a second."""
+    controller.schedule_started()
+    record = controller.step_scheduled(2, 0, 0, 0)
+    clock.now += 1.0
+    controller.step_finished(record, drafts, tokens)
+    return record
+
+
 def test_drafts_are_credited_to_the_step_before() -> None:
     eagle, ngram = Arm("eagle3", 4), Arm("ngram", 2)
     strategy, clock = Scripted([eagle, ngram, OFF]), Clock()
     controller = DraftController(strategy, clock)
-    drafts = [[], [(4, 2), (4, 0)], [(2, 2)]]
-    for step in range(3):
-        controller.schedule_started()
-        record = controller.step_scheduled(2, 0, 0, 0)
-        clock.now += 1.0
-        controller.step_finished(record, drafts[step], 2 + sum(a for _, a in drafts[step]))
+    for drafts, tokens in (([], 2), ([(4, 2), (4, 0)], 4), ([(2, 2)], 4)):
+        finish(controller, clock, drafts, tokens)
     first, second, third = strategy.reports
     assert (first.verified, first.proposed, first.num_drafts) == (OFF, eagle, 0)
     assert (second.verified, second.proposed) == (eagle, ngram)
@@ -56,11 +63,8 @@ def test_a_recheck_drafts_nothing_and_is_not_counted() -> None:
     controller = DraftController(strategy, clock)
     for uncounted in (False, True, True, False):
         controller.uncounted = uncounted
-        controller.schedule_started()
-        record = controller.step_scheduled(1, 0, 0, 0)
+        record = finish(controller, clock, [], 1)
         assert record.proposed == (OFF if uncounted else eagle)
-        clock.now += 1.0
-        controller.step_finished(record, [], 1)
     assert [context.step for context in strategy.contexts] == [0, 1]
     assert [report.verified for report in strategy.reports] == [OFF, eagle]
     assert (controller.totals.steps, controller.totals.output_tokens) == (2, 2)

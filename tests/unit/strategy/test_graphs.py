@@ -68,10 +68,7 @@ def test_sizes_of_plain_decoding() -> None:
     plan = GraphPlan.for_arms([(48, eagle(0))], 48, mixed_tokens=0)
     assert plan.sizes == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48)
     assert plan.graph(33, OFF) == Graph(40, 1)
-    assert plan.compilation_config() == {
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "cudagraph_capture_sizes": list(plan.sizes),
-    }
+    assert plan.compilation_config()["cudagraph_capture_sizes"] == list(plan.sizes)
     fixed = GraphPlan.for_arms([(8, eagle(4))], 8, mixed_tokens=0)
     assert fixed.sizes == (5, 8, 10, 15, 20, 25, 30, 35, 40)
 
@@ -92,18 +89,6 @@ def test_the_schedule_names_every_draft_length() -> None:
     assert graph.mode == "PIECEWISE"
 
 
-def test_long_drafts_at_small_batches_are_cheaper() -> None:
-    arms = eagle(*range(9))
-    anywhere = GraphPlan.for_arms([(256, arms)], 256)
-    small = GraphPlan.for_arms([(8, arms), (256, eagle(0))], 256)
-    everything = GraphPlan.everything(arms, 256)
-    assert len(anywhere.sizes) < len(everything.sizes) / 3
-    estimates = [plan.estimated_bytes() for plan in (small, anywhere, everything)]
-    assert estimates == sorted(estimates)
-    assert estimates[1] < estimates[2] / 3
-    assert anywhere.estimated_bytes(bytes_per_graph=1, bytes_per_token=0) == len(anywhere.graphs)
-
-
 def test_choices_of_strategies() -> None:
     schedule = [[4, 4], [16, 2]]
     table = build_strategy({"kind": "by_batch_size", "drafter": "eagle3", "schedule": schedule})
@@ -115,13 +100,14 @@ def test_choices_of_strategies() -> None:
 
 @pytest.mark.parametrize(
     "choices",
-    [[], [(8, eagle(0))], [(64, eagle(1)), (8, eagle(0))], [(0, eagle(0)), (64, eagle(0))]],
+    [
+        [],
+        [(8, eagle(0))],
+        [(64, eagle(1)), (8, eagle(0))],
+        [(0, eagle(0)), (64, eagle(0))],
+        [(8, frozenset()), (64, eagle(0))],
+    ],
 )
-def test_choices_must_reach_every_slot(choices: Choices) -> None:
-    with pytest.raises(ValueError, match="rise to max_num_seqs = 64"):
+def test_choices_reach_every_slot_and_each_bucket_has_an_arm(choices: Choices) -> None:
+    with pytest.raises(ValueError, match="choices"):
         GraphPlan.for_arms(choices, 64)
-
-
-def test_every_bucket_needs_an_arm() -> None:
-    with pytest.raises(ValueError, match="at least one arm"):
-        GraphPlan.for_arms([(8, frozenset()), (64, eagle(0))], 64)

@@ -8,6 +8,7 @@ state of s and the embedding of token s+1; pass j takes the drafter's own un-nor
 j-1 and the embedding of token s+1+j, at position s+j. In attention, pass j sees pass 0 of all
 positions up to s (the true states) and its own chain's later passes. `unroll` computes that for
 all chains of a row at once. Positions where no chain starts give keys and values, nothing else.
+`unrolled_loss` compares the passes with the policy's own distributions.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from torch.nn import functional as F
 
 from tlt.drafter.eagle3.config import Eagle3Config, Llama3Rope
 
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+STEP_DECAY = 0.8
+"""Weight of each pass in the loss, relative to the pass before it."""
 QUERY_BLOCK = 256
 """Queries attended at once. It bounds the memory of scores and skips keys that no query sees."""
 
@@ -57,9 +62,7 @@ class Attention(nn.Module):
         """Compute queries [N, T, D]."""
         return self._rotated(self.q_norm(self._heads(self.q_proj(x_T2H))), position_T)
 
-    def keys_values(
-        self, x_T2H: torch.Tensor, position_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x_T2H: torch.Tensor, position_T: torch.Tensor) -> KeysValues:
         """Compute keys and values [N, T, D]."""
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         key = self._rotated(self.k_norm(self._heads(self.k_proj(x_T2H))), position_T)
@@ -70,9 +73,9 @@ class Attention(nn.Module):
         self,
         x_C2H: torch.Tensor,
         position_C: torch.Tensor,
-        row: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        row: Sequence[KeysValues],
         chains: Chains,
-        later: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]],
+        later: Sequence[Sequence[KeysValues]],
     ) -> torch.Tensor:
         """Attend from the chains of a row.
 
@@ -140,20 +143,18 @@ class Chains:
                     self.block_sizes.append(len(local_C))
             begin, first = begin + length, last
 
-    def by_sample(
-        self, parts: tuple[torch.Tensor, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def by_sample(self, parts: KeysValues) -> list[KeysValues]:
         """Split keys and values of a row [N, T, D] by sample."""
-        key, value = parts
-        return list(zip(key.split(self.lengths, 1), value.split(self.lengths, 1), strict=True))
+        return _split(parts, self.lengths)
 
-    def by_block(
-        self, parts: tuple[torch.Tensor, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def by_block(self, parts: KeysValues) -> list[KeysValues]:
         """Split keys and values of the chains [N, C, D] by block."""
-        key, value = parts
-        sizes = self.block_sizes
-        return list(zip(key.split(sizes, 1), value.split(sizes, 1), strict=True))
+        return _split(parts, self.block_sizes)
+
+
+def _split(parts: KeysValues, sizes: list[int]) -> list[KeysValues]:
+    key, value = parts
+    return list(zip(key.split(sizes, 1), value.split(sizes, 1), strict=True))
 
 
 class MLP(nn.Module):
@@ -248,7 +249,7 @@ class Eagle3Drafter(nn.Module):
         residual_TH = normed if config.norm_before_residual else fused
         x, hidden = inputs[chains.starts], residual_TH[chains.starts]
         position = position_T[chains.starts]
-        later: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        later: list[list[KeysValues]] = []
         outputs = []
         for step in range(num_steps):
             if step:
@@ -264,6 +265,26 @@ class Eagle3Drafter(nn.Module):
             outputs.append(self.norm(hidden))
             hidden = outputs[-1] if config.norm_output else hidden
         return outputs
+
+
+def unrolled_loss(
+    draft_logits: Sequence[torch.Tensor], target_probs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return the cross-entropy of draft logits against the policy's distributions.
+
+    Both sequences hold one tensor [n_j, V] per pass j: over the draft vocabulary, for the token
+    that the pass predicts. Later passes weigh less because a draft is only as long as its first
+    mistake.
+    """
+    total = draft_logits[0].new_zeros((), dtype=torch.float32)
+    weight_sum = 0.0
+    for step, (drafted, target) in enumerate(zip(draft_logits, target_probs, strict=True)):
+        if not len(drafted):
+            continue
+        weight = STEP_DECAY**step
+        total = total + weight * F.cross_entropy(drafted.float(), target)
+        weight_sum += weight
+    return total / max(weight_sum, 1.0)
 
 
 def frequencies(
