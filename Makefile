@@ -168,8 +168,6 @@ bench:
 	$(BIN)/python benchmarks/timeline.py
 	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/published.py
-	$(BIN)/python benchmarks/dispatch.py
-	$(BIN)/python benchmarks/simulated_ahead.py
 	$(BIN)/python benchmarks/simulated_size.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py
@@ -177,13 +175,6 @@ bench:
 	$(BIN)/tlt bench same --model models/smollm2 --json > benchmarks/results/same.json
 	$(BIN)/python benchmarks/same_run.py --prompts 8
 	$(BIN)/python benchmarks/bfloat16.py
-	bash benchmarks/draft_noise.sh
-	$(BIN)/python benchmarks/look_ahead.py --start raw --model models/smollm2
-	$(BIN)/python benchmarks/look_ahead.py --start cool --model models/smollm2
-	$(BIN)/python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft
-	$(BIN)/python benchmarks/ahead_steps.py --start raw
-	$(BIN)/python benchmarks/ahead_steps.py --start cool
-	$(BIN)/python benchmarks/ahead_steps.py --start sft --model runs/draft_noise/sft
 	$(BIN)/python benchmarks/e2e/run.py identical
 	$(BIN)/python benchmarks/e2e/run.py words
 	$(BIN)/python benchmarks/simulated_words.py
@@ -192,8 +183,6 @@ bench:
 	$(BIN)/python benchmarks/e2e/run.py tail
 	$(BIN)/python benchmarks/e2e/workers.py runs/e2e/tail/0-off runs/e2e/tail/0-tlt
 	$(BIN)/python benchmarks/e2e/run.py equal
-	$(BIN)/python benchmarks/e2e/run.py queue
-	$(BIN)/python benchmarks/e2e/run.py beyond
 	$(BIN)/python benchmarks/e2e/picture.py
 	bash benchmarks/strategy.sh
 

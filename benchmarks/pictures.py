@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import dispatch
 import drafter_speed
 import following
 import published
@@ -37,7 +36,6 @@ def result(name: str) -> Any:
 
 def main() -> None:
     simulator.plot(result("simulator")["runs"], RESULTS / "simulator.png")
-    dispatch.plot(result("dispatch")["rows"], RESULTS / "dispatch.png")
     published.plot(result("published")["rows"])
     quality.plot(result("quality")["runs"], RESULTS / "quality.png")
     soak.plot(result("soak"), RESULTS / "soak.png")

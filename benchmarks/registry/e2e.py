@@ -13,7 +13,7 @@ SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
 """Results of the natural lengths, by seed."""
 
-for each in (*SCENARIOS, "words_again", "equal", "identical", "beyond", "queue", "epochs"):
+for each in (*SCENARIOS, "words_again", "equal", "identical"):
     comparison(f"e2e.{each}", f"e2e/pairs/{each}")
 
 
@@ -93,27 +93,3 @@ def of_scenario(name: str) -> None:
 of_scenario("words")
 of_scenario("words_again")
 of_scenario("tail")
-
-figures(
-    "e2e.beyond",
-    "e2e/pairs/beyond",
-    {
-        f"{arm}.rollout": lambda d, arm=arm: interval(d["speed_up"][arm]["every_pair"]["rollout"])
-        for arm in ("mixed", "shared", "ahead")
-    },
-)
-
-for each in ("queue", "epochs"):
-    figures(
-        f"e2e.{each}.idle",
-        f"e2e/pairs/{each}",
-        {
-            "arrival": lambda d: percent(mean(d, "arrival", "rollout/idle_share")),
-            "longest": lambda d: percent(mean(d, "longest", "rollout/idle_share")),
-        },
-    )
-    figures(
-        f"e2e.{each}",
-        f"e2e/pairs/{each}",
-        {"longest": lambda d: interval(d["speed_up"]["longest"]["every_pair"]["rollout"])},
-    )
