@@ -10,8 +10,9 @@ TORCH ?= torch==2.13.0
 TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 SPECULATORS := .venv-speculators
+TOOLS := .venv-tools
 
-.PHONY: setup setup-locked setup-trl setup-verl sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
+.PHONY: setup setup-locked setup-trl setup-verl lock sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
 	check check-all check-docs check-frameworks check-package check-speculators check-vllm bench clean
 
 setup: $(VENV)/.done
@@ -39,13 +40,28 @@ setup-locked:
 	-$(BIN)/tlt doctor
 	touch $(VENV)/.done
 
-# The bill of materials of the lock file, as CycloneDX.
-sbom:
-	$(PYTHON) .ci/sbom.py > sbom-cpu.cdx.json
+# The lock file, its bill of materials as CycloneDX, and known vulnerabilities of its packages. The
+# tools have an environment of their own. `make lock` keeps locked versions where it can; with
+# LOCK=--upgrade it takes the newest.
+$(TOOLS)/.done:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet 'uv>=0.10' 'cyclonedx-bom>=7,<8' 'pip-audit>=2.9,<3'
+	touch $@
 
-# Known vulnerabilities of the packages in the lock file; says SKIPPED without a network.
-audit:
-	$(BIN)/python .ci/audit.py
+lock: $(TOOLS)/.done
+	$(TOOLS)/bin/uv pip compile --quiet pyproject.toml .ci/lock.in --excludes .ci/lock.excludes \
+		--extra cpu --extra train --extra dev --generate-hashes --no-annotate \
+		--python-version 3.11.5 --python-platform linux --custom-compile-command "make lock" \
+		$(LOCK) --output-file requirements-cpu.lock
+	$(MAKE) sbom
+
+sbom: $(TOOLS)/.done
+	(cat requirements-cpu.lock; echo $(TORCH)) | $(TOOLS)/bin/cyclonedx-py requirements - \
+		--pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-file sbom-cpu.cdx.json
+
+audit: $(TOOLS)/.done
+	$(TOOLS)/bin/pip-audit --requirement requirements-cpu.lock --no-deps --disable-pip
 
 # An environment with TRL, on top of the same torch; its own extra `vllm` would replace vLLM.
 setup-trl: $(TRL_VENV)/.done
@@ -187,4 +203,4 @@ bench:
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) $(TOOLS) site .pytest_cache .mypy_cache .ruff_cache
