@@ -172,14 +172,9 @@ check-vllm: $(VENV)/.done
 bench:
 	bash benchmarks/drafter.sh
 	bash benchmarks/words.sh
-	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/learner.py
-	$(BIN)/python benchmarks/train_rollout.py
 	bash benchmarks/train.sh
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/history.py
 	$(BIN)/python benchmarks/timeline.py
 	$(BIN)/python benchmarks/coordinator.py
@@ -199,7 +194,6 @@ bench:
 	$(BIN)/python benchmarks/e2e/run.py tail
 	$(BIN)/python benchmarks/e2e/workers.py runs/e2e/tail/0-off runs/e2e/tail/0-tlt
 	$(BIN)/python benchmarks/e2e/run.py equal
-	$(BIN)/python benchmarks/e2e/picture.py
 	bash benchmarks/strategy.sh
 
 clean:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import drafter_speed
+
 import following
 import published
 import quality

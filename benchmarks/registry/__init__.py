@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401  (each module declares its figures when it is imported)
 from registry import (
-    cpu,
     drafter,
     e2e,
     faults,

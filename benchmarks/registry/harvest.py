@@ -23,51 +23,6 @@ def measured(tail: Doc, neighbour: Doc, learner: Doc) -> Rows:
     return [["what", "measured"], *([name, value] for name, value in rows.items())]
 
 
-@table("harvest_budget", "harvest_budget")
-def harvest_budget(d: Doc) -> Rows:
-    rows = [
-        [
-            "draft vocabulary",
-            "optimizer step",
-            "steps in 300 s",
-            "evaluating 1,000 tokens",
-            "coverage",
-        ]
-    ]
-    rows += [
-        [
-            count(row["vocabulary"]),
-            f"{row['step_s']:.2f} s",
-            count(round(300 / row["step_s"])),
-            f"{1000 * row['evaluate_token_s']:.1f} s",
-            f"{row['coverage']:.0%}",
-        ]
-        for row in d["profile"]["rows"]
-    ]
-    return rows
-
-
-@table("harvest_budget.settings", "harvest_budget")
-def harvest_budget_settings(d: Doc) -> Rows:
-    marks = sorted({p["at_s"] for found in d["settings"].values() for p in found["points"]})
-    rows = [["setting", "optimizer steps", *(f"after {mark:g} s" for mark in marks)]]
-    for name, found in d["settings"].items():
-        points = {point["at_s"]: point for point in found["points"]}
-        lengths = [f"{points[mark]['length']:.2f}" if mark in points else "" for mark in marks]
-        rows.append([f"`{name}`", count(found["points"][-1]["steps"]), *lengths])
-    return rows
-
-
-figures(
-    "harvest_budget",
-    "harvest_budget",
-    {
-        "samples": lambda d: count(d["samples"]["num_samples"]),
-        "held_out": lambda d: count(d["samples"]["held_out"]),
-    },
-)
-
-
 @table("neighbour", "neighbour")
 def neighbour(d: Doc) -> Rows:
     rows = [["running requests", "engine step beside a trainer", "95% interval", "intervals"]]

@@ -14,10 +14,7 @@ figures(
     "learner",
     "learner",
     {
-        "update": lambda d: spread(d["tlt_against_plain"]),
         "capture": lambda d: spread(d["capture_against_tlt"]),
-        "tokens_per_s": lambda d: f"{d['tokens_per_s']['tlt']:.0f} tokens/s",
-        "plain_tokens_per_s": lambda d: f"{d['tokens_per_s']['plain']:.0f} tokens/s",
         "samples": lambda d: count(d["num_samples"]),
         "rounds": lambda d: str(len(d["seconds"]["tlt"])),
     },
@@ -42,15 +39,6 @@ def learner_memory(d: Doc) -> Rows:
         )
     return rows
 
-
-figures(
-    "train_rollout",
-    "train_rollout",
-    {
-        "loop": lambda d: spread(d["loop_against_bare"]),
-        "rounds": lambda d: str(len(d["rounds"])),
-    },
-)
 
 STAGES = {
     "rollout": "rollout",
