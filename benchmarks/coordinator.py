@@ -15,23 +15,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
+from common import p99, save
 from tlt.config.train import TltConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
 from tlt.harvest.rounds import Evaluation, Trained, Weights
-from tlt.observe.provenance import provenance
 from tlt.rollout.dispatch import Assign, Dispatcher
-from tlt.rollout.lengths import LengthForecast
 
-RESULT = Path(__file__).parent / "results" / "coordinator.json"
 PASS_S = 0.03
 """Seconds between two checks of a trainer whether to stop."""
 SLOTS = 4
@@ -111,7 +107,7 @@ class Dispatch:
 
     def __init__(self, num_engines: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._dispatcher = Dispatcher(prefetch=2, forecast=LengthForecast())
+        self._dispatcher = Dispatcher(prefetch=2)
         self._rng = random.Random(0)
         self._ends_s: float = 0.0
         self._num_requests = 0
@@ -150,11 +146,10 @@ class Dispatch:
 
     def late(self) -> dict[str, float]:
         """Return how late samples were handled."""
-        ordered = sorted(self.delays)
         return {
-            "median_s": statistics.median(ordered),
-            "p99_s": ordered[int(0.99 * len(ordered))],
-            "max_s": ordered[-1],
+            "median_s": statistics.median(self.delays),
+            "p99_s": p99(self.delays),
+            "max_s": max(self.delays),
         }
 
 
@@ -203,7 +198,6 @@ async def simulate(num_workers: int, max_leases: int, seconds: float) -> dict[st
     elapsed_s = time.monotonic() - started_s
     metrics = coordinator.metrics()
     await coordinator.shutdown()
-    ordered = sorted(waits)
     return {
         "workers": num_workers,
         "events": Simulated.events,
@@ -211,10 +205,10 @@ async def simulate(num_workers: int, max_leases: int, seconds: float) -> dict[st
         "leases": metrics["leases"],
         "kills": metrics["kills"],
         "pause_max_s": max(pauses),
-        "pause_p99_s": sorted(pauses)[int(0.99 * len(pauses))],
-        "needed_to_free_median_s": statistics.median(ordered),
-        "needed_to_free_p99_s": ordered[int(0.99 * len(ordered))],
-        "needed_to_free_max_s": ordered[-1],
+        "pause_p99_s": p99(pauses),
+        "needed_to_free_median_s": statistics.median(waits),
+        "needed_to_free_p99_s": p99(waits),
+        "needed_to_free_max_s": max(waits),
         "dispatches_per_s": len(dispatch.delays) / seconds,
         "dispatch_late": dispatch.late(),
     }
@@ -247,16 +241,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     found = [measure(count, options.seconds, options.repeats) for count in options.workers]
-    RESULT.write_text(json.dumps({"provenance": provenance(), "rows": found}, indent=2) + "\n")
+    save("coordinator", {"rows": found})
     for each in found:
-        print(
-            f"{each['workers']:5} workers: {each['events_per_s']:7.0f} events/s, longest pause "
-            f"{1000 * each['pause_max_s']:.0f} ms, needed to free p99 "
-            f"{1000 * each['needed_to_free_p99_s']:.0f} ms, dispatch late p99 "
-            f"{1000 * each['dispatch_late']['p99_s']:.0f} ms "
-            f"({1000 * each['dispatch_late_few_leases']['p99_s']:.0f} ms with few leases, "
-            f"{1000 * each['dispatch_late_alone']['p99_s']:.0f} ms alone)"
-        )
+        print(each)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,16 @@ Writes benchmarks/results/history.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tlt.observe.provenance import provenance
+from common import save
 
-RESULT = Path(__file__).parent / "results" / "history.json"
 MAX_TOKENS = 600
 
 
@@ -167,7 +164,6 @@ def main() -> None:
     samples = sample(options)
     per_epoch = len(samples) // options.epochs
     result: dict[str, Any] = {
-        "provenance": provenance(),
         "options": vars(options),
         "num_tokens": sum(len(response) for _, response in samples),
         "replay": {},
@@ -185,7 +181,7 @@ def main() -> None:
     for num_tokens in (100_000, 1_000_000):
         result["lookup"][str(num_tokens)] = found = time_lookups(num_tokens)
         print(num_tokens, found)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    save("history", result)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -34,11 +33,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import ratios, save
 from tlt.hardware import compute_dtype
-from tlt.observe.provenance import provenance
 
 CORE = max(os.sched_getaffinity(0))
-RESULT = Path(__file__).parent / "results" / "overhead.json"
 
 
 def serve(kind: str, options: argparse.Namespace, pipe: Any) -> None:
@@ -233,17 +231,10 @@ def main() -> None:
                 speed = measure(kind, batch)
                 if index:  # the first round warms up
                     speeds[kind].append(speed)
-        ratios = {
-            f"{a} / {b}": [x / y for x, y in zip(speeds[a], speeds[b], strict=True)]
-            for a, b in COMPARED
-        }
-        results.append({"batch_size": size, "tokens_per_s": speeds, "ratios": ratios})
-        print(f"\nbatch {size}")
-        for kind in KINDS:
-            print(f"  {kind:12} {statistics.median(speeds[kind]):7.1f} tokens/s")
-        for name, values in ratios.items():
-            low, high = min(values), max(values)
-            print(f"  {name:24} {statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
+        compared = {f"{a} / {b}": ratios(speeds[a], speeds[b]) for a, b in COMPARED}
+        results.append({"batch_size": size, "tokens_per_s": speeds, "ratios": compared})
+        for name, values in compared.items():
+            print(f"batch {size}: {name:24} {statistics.median(values):.3f}")
     compared_s = {}
     for method in ("update_drafter", "update_policy"):
         pipes["tlt+idle"].send(method)
@@ -254,13 +245,8 @@ def main() -> None:
     shutil.rmtree(options.states)
     del options.states
     options.drafter = drafter
-    result = {
-        "provenance": provenance(),
-        "options": vars(options) | {"dtype": compute_dtype()},
-        "results": results,
-        "fingerprint_s": compared_s,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    settings = vars(options) | {"dtype": compute_dtype()}
+    save("overhead", {"options": settings, "results": results, "fingerprint_s": compared_s})
 
 
 if __name__ == "__main__":

@@ -13,24 +13,16 @@ Writes results/timeline.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.metrics import spread
-from tlt.observe.provenance import provenance
+from common import ratios, save, spread, trained
 from tlt.observe.record import read
 from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
 from tlt.spans import Span, SpanLog
-
-ROOT = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results" / "timeline.json"
 
 
 def noting_us(count: int = 200_000) -> float:
@@ -64,10 +56,13 @@ def writing_ms(num_engines: int, folder: Path) -> float:
 
 def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     out = folder / f"{timeline}-{repeat}"
-    command = [sys.executable, "-m", "tlt", "train", "configs/tiny_tail_cpu.toml"]
-    command += [f'run.out="{out}"', f"run.num_steps={steps}", f"run.seed={repeat}"]
-    command += [f"metrics.timeline={str(timeline).lower()}", "engine.strategy={kind='off'}"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    settings = [f"run.num_steps={steps}", f"run.seed={repeat}", "engine.strategy={kind='off'}"]
+    trained(
+        out,
+        "configs/tiny_tail_cpu.toml",
+        f"metrics.timeline={str(timeline).lower()}",
+        *settings,
+    )
     return read(out / "metrics.jsonl")[1:]  # the first step warms up
 
 
@@ -81,16 +76,16 @@ def main() -> None:
         folder = Path(name)
         result["writing_ms"] = {n: writing_ms(n, folder) for n in (2, 64, 1024)}
         print(result, flush=True)
-        ratios: list[float] = []
+        medians: list[float] = []
         records: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for repeat in range(options.repeats):
             order = (False, True) if repeat % 2 else (True, False)
             found = {on: run(on, repeat, options.steps, folder) for on in order}
-            pairs = zip(found[True], found[False], strict=True)
-            ratios.append(statistics.median(a["time/step_s"] / b["time/step_s"] for a, b in pairs))
+            on_s, off_s = ([each["time/step_s"] for each in found[on]] for on in (True, False))
+            medians.append(statistics.median(ratios(on_s, off_s)))
             for on, own in found.items():
                 records[on] += own
-            print(f"{ratios[-1]:.4f}", flush=True)
+            print(f"{medians[-1]:.4f}", flush=True)
     step_s, with_s, without_s, engine_steps = (
         statistics.median(values)
         for values in (
@@ -104,10 +99,10 @@ def main() -> None:
         "step_s": step_s,
         "other_ms": {"with": 1e3 * with_s, "without": 1e3 * without_s},
         "share": (with_s - without_s + 1e-6 * result["noting_us"] * engine_steps) / step_s,
-        "with_over_without": asdict(spread(ratios)),
+        "with_over_without": spread(medians),
     }
-    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    save("timeline", result)
+    print(result)
 
 
 if __name__ == "__main__":
