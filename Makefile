@@ -172,12 +172,10 @@ check-vllm: $(VENV)/.done
 bench:
 	bash benchmarks/drafter.sh
 	bash benchmarks/words.sh
-	$(BIN)/python benchmarks/learner.py
 	bash benchmarks/train.sh
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/history.py
 	$(BIN)/python benchmarks/timeline.py
-	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/simulated_size.py
 	$(BIN)/python benchmarks/simulator.py

@@ -2,7 +2,7 @@
 
     python benchmarks/timeline.py [--repeats 3] [--steps 8]
 
-By itself: time to note an engine step, and to write an RL step of many engines. And in runs of
+By itself: time to note an engine step. And in runs of
 configs/tiny_tail_cpu.toml with and without it, in turns: whole steps, whose time varies by far more
 than the timeline can cost; and what of a step belongs to no stage, where the timeline is put
 together and written. Its share is that, and the noting, of a step. The recipe's engine steps are
@@ -21,7 +21,6 @@ from typing import Any
 
 from common import ratios, save, spread, trained
 from tlt.observe.record import read
-from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
 from tlt.spans import Span, SpanLog
 
 
@@ -37,21 +36,6 @@ def noting_us(count: int = 200_000) -> float:
             )
         )
     return (time.perf_counter() - started_s) / count * 1e6
-
-
-def writing_ms(num_engines: int, folder: Path) -> float:
-    """Milliseconds to put together and write an RL step with as many spans as there may be."""
-    spans = max_engine_spans(num_engines)
-    workers = [f"engine-{n}" for n in range(num_engines)]
-    log = TimelineLog(folder / "timeline.json", workers)
-    log.rewind(-1)
-    engines = {
-        worker: [Span("generating", n, n + 0.9, n % 7, "ngram:2", 9, 5, 3) for n in range(spans)]
-        for worker in workers
-    }
-    started_s = time.perf_counter()
-    log.append(step_timeline(1, 0, spans, [("rollout", 0, spans)], engines, {}))
-    return (time.perf_counter() - started_s) * 1e3
 
 
 def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str, Any]]:
@@ -74,7 +58,6 @@ def main() -> None:
     result: dict[str, Any] = {"noting_us": statistics.median(noting_us() for _ in range(3))}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result["writing_ms"] = {n: writing_ms(n, folder) for n in (2, 64, 1024)}
         print(result, flush=True)
         medians: list[float] = []
         records: dict[bool, list[dict[str, Any]]] = {True: [], False: []}

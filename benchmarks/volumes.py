@@ -1,32 +1,25 @@
 """What moves in an RL step of a large cluster: bytes, messages, and which limit comes first.
 
     python benchmarks/volumes.py                                   # Markdown tables
-    python benchmarks/volumes.py --json
     python benchmarks/volumes.py samples_per_engine=16 step_s=300  # other assumptions
-    python benchmarks/volumes.py --measure --tokenizer models/smollm2/tokenizer.json
 
 Arithmetic, nothing else: no cluster of this size was at hand. Sizes come from the shapes of the
 models and from what the code sends; everything else is a field of `Assumed`, with its source.
-Limits of the code are imported, or copied where an import would bring Ray along. `--measure` times
-what the driver does with a sample, on this machine. docs/scaling.md explains.
+Limits of the code are imported, or copied where an import would bring Ray along. docs/scaling.md explains.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import pickle
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from statistics import fmean
 from typing import Any
 
 from tlt.config.train import TltConfig
-from tlt.contracts import Sample
 from tlt.harvest.release import moved_bytes, stop_timeout_s
 from tlt.harvest.rounds import EXPORT_S
 from tlt.observe.timeline import max_engine_spans
@@ -107,9 +100,9 @@ class Assumed:
     span_bytes: float = assumed(200, "begin, end and counter in timeline.json: assumed")
     metrics_bytes: float = assumed(2000, "of a line of metrics.jsonl: assumed")
     length_bytes: float = assumed(6, "of a number in lengths.jsonl: assumed")
-    load_us: float = assumed(0.04, "to unpickle a token in the driver: --measure")
-    text_us: float = assumed(0.10, "to turn it into text: --measure")
-    dump_us: float = assumed(0.03, "to pickle it for a rank: --measure")
+    load_us: float = assumed(0.04, "to unpickle a token in the driver: one CPU core")
+    text_us: float = assumed(0.10, "to turn it into text: one CPU core")
+    dump_us: float = assumed(0.03, "to pickle it for a rank: one CPU core")
     ray_calls_per_s: float = assumed(8038, "one caller, many actors: Ray's release tests")
     ray_nodes: float = assumed(250, "nodes in Ray's release tests")
     ray_actors: float = assumed(10000, "actors in Ray's release tests")
@@ -456,46 +449,6 @@ def markdown(given: Assumed, gpus: Sequence[int]) -> str:
     return "\n\n".join(parts)
 
 
-def as_json(given: Assumed, gpus: Sequence[int]) -> str:
-    clusters = [(model.name, volumes(model, n, given)) for model in MODELS for n in gpus]
-    found = [{"model": name, **c, "shares": shares(c, given)} for name, c in clusters]
-    return json.dumps({"assumed": asdict(given), "clusters": found}, indent=2)
-
-
-# --- the driver's work, on this machine -----------------------------------------------------------
-
-
-def measure(tokenizer: str | None) -> str:
-    """Measure the driver's microseconds per token."""
-    rng, number = random.Random(0), 4000
-    ids = tuple(rng.randrange(152_064) for _ in range(number))
-    logprobs = tuple(-rng.random() for _ in range(number))
-    sample = Sample("1/00001/0001", ids, logprobs, "stop", "engine-1", 1, 0.0, 1.0, 2.0)
-    pickled = pickle.dumps(sample, 5)
-    lines = [
-        f"load_us={fastest_us(lambda: pickle.loads(pickled), number):.3f}",
-        f"dump_us={fastest_us(lambda: pickle.dumps(sample, 5), number):.3f}",
-        f"bytes of a pickled token: {len(pickled) / number:.1f}",
-    ]
-    if tokenizer is not None:
-        from tokenizers import Tokenizer
-
-        loaded = Tokenizer.from_file(tokenizer)
-        words = loaded.encode("So 12 + 7 is 19, and then we carry the one. " * 400).ids[:number]
-        lines.append(f"text_us={fastest_us(lambda: loaded.decode(words), len(words)):.3f}")
-    return "\n".join(lines)
-
-
-def fastest_us(work: Callable[[], object], number: int) -> float:
-    """Return the microseconds per item in the fastest round."""
-    rounds = []
-    for _ in range(30):
-        started_s = time.perf_counter()
-        work()
-        rounds.append(time.perf_counter() - started_s)
-    return 1e6 * min(rounds) / number
-
-
 def with_changes(given: Assumed, changes: Sequence[str]) -> Assumed:
     kinds = {f.name: type(f.default) for f in fields(given)}
     found: dict[str, Any] = {}
@@ -512,15 +465,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("assumptions", nargs="*", metavar="name=value")
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--tokenizer", help="tokenizer.json, for --measure")
     options = parser.parse_args()
     given = with_changes(Assumed(), options.assumptions)
-    if options.measure:
-        print(measure(options.tokenizer))
-    else:
-        print((as_json if options.json else markdown)(given, options.gpus))
+    print(markdown(given, options.gpus))
 
 
 if __name__ == "__main__":

@@ -16,26 +16,16 @@ def acceptance(d: Doc) -> Rows:
     return rows
 
 
-def minutes(d: Doc, *stages: str) -> str:
-    return f"{sum(d['seconds'][stage] for stage in stages) / 60:.1f}"
-
-
 figures(
     "drafter",
     "drafter/report",
     {
-        "samples": lambda d: count(d["data"]["num_prompts"]),
         "budget": lambda d: f"{d['budget_minutes']:.0f} minutes",
         "new.first": lambda d: f"{d['acceptance']['before']['1']['by_position'][0]:.1%}",
         "median_tokens": lambda d: count(d["data"]["median_tokens"]),
         "p99_tokens": lambda d: count(d["data"]["p99_tokens"]),
         "steps": lambda d: count(d["training"]["steps"]),
         "row_tokens": lambda d: count(d["training"]["settings"]["row_tokens"]),
-        "minutes": lambda d: (
-            f"{minutes(d, 'sample')} minutes of sampling, {minutes(d, 'capture')} of capture, "
-            f"{minutes(d, 'train')} of training, "
-            f"{minutes(d, 'start', 'measure before', 'measure after')} of start and measuring"
-        ),
     },
 )
 
@@ -90,7 +80,6 @@ figures(
         "first_epoch": lambda d: f"{d['replay']['history, first epoch']['tokens_per_step']:.2f}",
         "two_epochs": lambda d: f"{d['replay']['history']['tokens_per_step']:.2f}",
         "lookup_1": lambda d: f"{lookup(d, 1)} µs",
-        "lookup_8": lambda d: f"{lookup(d, 8)} µs",
         "lookup_32": lambda d: f"{lookup(d, 32)} µs",
         "mib": lambda d: f"{d['lookup']['1000000']['mib']:.0f} MiB",
         "bytes_per_token": lambda d: count(d["lookup"]["1000000"]["mib"] * 2**20 / 1e6),
