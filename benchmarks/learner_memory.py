@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from common import load, save
+from models import MODELS
 from tlt.learner.memory import ModelShape, learner_memory
 
 PROMPT_TOKENS = 64
@@ -45,14 +46,7 @@ TINY = SMALL | {
     "num_hidden_layers": 1,
     "vocab_size": 512,
 }
-QWEN2_5_7B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-}  # fmt: skip
-QWEN2_5_32B = {
-    "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
-    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-}  # fmt: skip
+QWEN2_5_7B, QWEN2_5_32B = (model.hf_config() for model in MODELS[:2])
 
 
 @dataclass(frozen=True, slots=True)

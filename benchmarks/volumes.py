@@ -5,7 +5,8 @@
 
 Arithmetic, nothing else: no cluster of this size was at hand. Sizes come from the shapes of the
 models and from what the code sends; everything else is a field of `Assumed`, with its source.
-Limits of the code are imported, or copied where an import would bring Ray along. docs/scaling.md explains.
+Limits of the code are imported, or copied where an import would bring Ray along.
+docs/scaling.md explains.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
+from models import MODELS, Model
 from tlt.config.train import TltConfig
 from tlt.harvest.release import moved_bytes, stop_timeout_s
 from tlt.harvest.rounds import EXPORT_S
@@ -31,14 +33,11 @@ Values = dict[str, float]
 TLT = TltConfig()
 """Harvest's settings as they are by default."""
 
-# --- limits of modules that import Ray, which this script should not ------------------------------
-
+# Limits of modules that import Ray, which this script should not.
 POLL_S = 2.0
 """`rollout/actor.py`: an engine answers at least so often."""
 SWAP_S = 60.0
 """`harvest/session.py`: engines that take longer to load a drafter switch harvest off."""
-
-# --- what the code sends, per token, parameter and call -------------------------------------------
 
 BFLOAT16, FLOAT32 = 2, 4
 STATES = 4
@@ -108,51 +107,7 @@ class Assumed:
     ray_actors: float = assumed(10000, "actors in Ray's release tests")
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A dense Llama- or Qwen-type model, as its public config.json says."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    qkv_bias: bool
-    gpus_per_engine: int
-    head_dim: int = 128
-
-    @property
-    def parameters(self) -> int:
-        """Return the number of parameters; embedding and head are not tied."""
-        queries, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * queries + keys) + self.qkv_bias * (queries + keys)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocab * self.hidden + self.layers * layer + self.hidden
-
-    def drafter_parameters(self, draft_vocab: int) -> int:
-        """Return the drafter's parameters: fusion, one layer over two inputs, norms, head."""
-        queries, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * (queries + keys) + queries * self.hidden
-        layer = attention + 3 * self.hidden * self.intermediate + 4 * self.hidden
-        return 3 * self.hidden**2 + layer + draft_vocab * self.hidden
-
-
-MODELS = (
-    Model("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 152064, True, gpus_per_engine=1),
-    Model("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 152064, True, gpus_per_engine=4),
-    Model("Llama-3-70B", 8192, 28672, 80, 64, 8, 128256, False, gpus_per_engine=8),
-)
-"""Shapes: config.json of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-32B and meta-llama/Meta-Llama-3-70B on
-Hugging Face. GPUs of an engine: the recipes for the first two, assumed for the last."""
 GPUS = (8, 128, 1024, 10_000)
-
-
-# --- one cluster ----------------------------------------------------------------------------------
 
 
 def volumes(model: Model, num_gpus: int, given: Assumed) -> Values:
@@ -167,12 +122,10 @@ def volumes(model: Model, num_gpus: int, given: Assumed) -> Values:
         "actors": 2 * engines + num_gpus,  # a trainer beside every engine
         "parameters": model.parameters,
     }
-    found |= of_samples(found, given)
-    found |= of_driver(found, given)
-    found |= of_policy(found, model, given)
-    found |= of_capture(found, model, given)
-    found |= of_drafter(found, model, given)
-    found |= of_records(found, given)
+    for part in (of_samples, of_driver, of_records):
+        found |= part(found, given)
+    for of_model in (of_policy, of_capture, of_drafter):
+        found |= of_model(found, model, given)
     return found
 
 
@@ -322,9 +275,6 @@ def responses(given: Assumed) -> tuple[int, ...]:
     """Draw response lengths as the project draws them."""
     tail = HeavyTail(given.median_tokens, given.p95_tokens, given.longest_tokens)
     return tuple(tail.spread(10_000, random.Random(0)))
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def size(num_bytes: float) -> str:

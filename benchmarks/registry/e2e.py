@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from registry.core import Doc, Rows, count, figures, ms, percent, table
-from registry.pairs import comparison, interval, same_policy, turns
+from registry.pairs import comparison, drift, interval, same_policy, turns
 
 SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 """Scenarios in which all arms are compared with no speculation, and their titles."""
@@ -93,3 +93,6 @@ def of_scenario(name: str) -> None:
 of_scenario("words")
 of_scenario("words_again")
 of_scenario("tail")
+
+figures("e2e.tail", "e2e/pairs/tail", {"drift": lambda d: f"{drift(d, 'off'):.2f}x"})
+figures("e2e.identical", "e2e/pairs/identical", {"steps": lambda d: str(d["scenario"]["steps"])})
