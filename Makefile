@@ -10,8 +10,9 @@ TORCH ?= torch==2.13.0
 TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
 SPECULATORS := .venv-speculators
+TOOLS := .venv-tools
 
-.PHONY: setup setup-locked setup-trl setup-verl sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
+.PHONY: setup setup-locked setup-trl setup-verl lock sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
 	check check-all check-docs check-frameworks check-package check-speculators check-vllm bench clean
 
 setup: $(VENV)/.done
@@ -39,13 +40,28 @@ setup-locked:
 	-$(BIN)/tlt doctor
 	touch $(VENV)/.done
 
-# The bill of materials of the lock file, as CycloneDX.
-sbom:
-	$(PYTHON) .ci/sbom.py > sbom-cpu.cdx.json
+# The lock file, its bill of materials as CycloneDX, and known vulnerabilities of its packages. The
+# tools have an environment of their own. `make lock` keeps locked versions where it can; with
+# LOCK=--upgrade it takes the newest.
+$(TOOLS)/.done:
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --quiet 'uv>=0.10' 'cyclonedx-bom>=7,<8' 'pip-audit>=2.9,<3'
+	touch $@
 
-# Known vulnerabilities of the packages in the lock file; says SKIPPED without a network.
-audit:
-	$(BIN)/python .ci/audit.py
+lock: $(TOOLS)/.done
+	$(TOOLS)/bin/uv pip compile --quiet pyproject.toml .ci/lock.in --excludes .ci/lock.excludes \
+		--extra cpu --extra train --extra dev --generate-hashes --no-annotate \
+		--python-version 3.11.5 --python-platform linux --custom-compile-command "make lock" \
+		$(LOCK) --output-file requirements-cpu.lock
+	$(MAKE) sbom
+
+sbom: $(TOOLS)/.done
+	(cat requirements-cpu.lock; echo $(TORCH)) | $(TOOLS)/bin/cyclonedx-py requirements - \
+		--pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-file sbom-cpu.cdx.json
+
+audit: $(TOOLS)/.done
+	$(TOOLS)/bin/pip-audit --requirement requirements-cpu.lock --no-deps --disable-pip
 
 # An environment with TRL, on top of the same torch; its own extra `vllm` would replace vLLM.
 setup-trl: $(TRL_VENV)/.done
@@ -110,7 +126,7 @@ test-gate:
 
 # The driver and its actors under seeded faults: the pool in real time, harvest and a whole run in
 # simulated time.
-FAULT_LAYERS := $(addsuffix /test_fault_layer.py,$(addprefix tests/unit/,rollout harvest run))
+FAULT_LAYERS := $(addsuffix /test_fault_layer.py,$(addprefix tests/unit/,rollout harvest train))
 
 # All of them, at full size: an hour and a half on two cores without bfloat16 instructions.
 test-all:
@@ -156,20 +172,11 @@ check-vllm: $(VENV)/.done
 bench:
 	bash benchmarks/drafter.sh
 	bash benchmarks/words.sh
-	$(BIN)/python benchmarks/packing.py
-	$(BIN)/python benchmarks/learner.py
-	$(BIN)/python benchmarks/train_rollout.py
 	bash benchmarks/train.sh
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/drafter_speed.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/history.py
 	$(BIN)/python benchmarks/timeline.py
-	$(BIN)/python benchmarks/coordinator.py
 	$(BIN)/python benchmarks/published.py
-	$(BIN)/python benchmarks/dispatch.py
-	$(BIN)/python benchmarks/simulated_ahead.py
 	$(BIN)/python benchmarks/simulated_size.py
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py
@@ -177,13 +184,6 @@ bench:
 	$(BIN)/tlt bench same --model models/smollm2 --json > benchmarks/results/same.json
 	$(BIN)/python benchmarks/same_run.py --prompts 8
 	$(BIN)/python benchmarks/bfloat16.py
-	bash benchmarks/draft_noise.sh
-	$(BIN)/python benchmarks/look_ahead.py --start raw --model models/smollm2
-	$(BIN)/python benchmarks/look_ahead.py --start cool --model models/smollm2
-	$(BIN)/python benchmarks/look_ahead.py --start sft --model runs/draft_noise/sft
-	$(BIN)/python benchmarks/ahead_steps.py --start raw
-	$(BIN)/python benchmarks/ahead_steps.py --start cool
-	$(BIN)/python benchmarks/ahead_steps.py --start sft --model runs/draft_noise/sft
 	$(BIN)/python benchmarks/e2e/run.py identical
 	$(BIN)/python benchmarks/e2e/run.py words
 	$(BIN)/python benchmarks/simulated_words.py
@@ -192,10 +192,7 @@ bench:
 	$(BIN)/python benchmarks/e2e/run.py tail
 	$(BIN)/python benchmarks/e2e/workers.py runs/e2e/tail/0-off runs/e2e/tail/0-tlt
 	$(BIN)/python benchmarks/e2e/run.py equal
-	$(BIN)/python benchmarks/e2e/run.py queue
-	$(BIN)/python benchmarks/e2e/run.py beyond
-	$(BIN)/python benchmarks/e2e/picture.py
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) $(TOOLS) site .pytest_cache .mypy_cache .ruff_cache

@@ -15,18 +15,15 @@ there.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tlt.observe.provenance import provenance
+from common import save
 
-RESULT = Path(__file__).parent / "results" / "bfloat16.json"
 WAYS: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},
     "eight at a time": {"max_num_seqs": 8},
@@ -58,8 +55,7 @@ def main() -> None:
             results[dtype][f"{first} / {second}"] = found | {"draft_tokens": num_drafted[second]}
             print(dtype, first, "/", second, found, flush=True)
         settings = {"samples": options.samples, "tokens": options.tokens, "temperature": 1.0}
-        record = {"provenance": provenance(), "settings": settings, "results": results}
-        RESULT.write_text(json.dumps(record, indent=1) + "\n")
+        save("bfloat16", {"settings": settings, "results": results})
 
 
 def _requests(options: argparse.Namespace) -> list[Any]:

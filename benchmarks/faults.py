@@ -10,21 +10,18 @@ commands. Writes benchmarks/results/faults.json; parts that are not named keep t
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from tlt.observe.provenance import provenance
+from common import ROOT, load, save
 
-ROOT = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results" / "faults.json"
-LAYERS = ("rollout", "harvest", "run")
+LAYERS = {"rollout": "rollout", "harvest": "harvest", "run": "train"}
+"""Folders of the tests, by part."""
 INPUT = "input"
 
 
@@ -46,7 +43,7 @@ def outcome(output: str) -> dict[str, int]:
 def run(part: str, count: int) -> dict[str, Any]:
     """Run one part, and return its record."""
     variable = "TLT_FUZZ_INPUTS" if part == INPUT else "TLT_FAULT_SEEDS"
-    name = "cli/test_fuzz.py" if part == INPUT else f"{part}/test_fault_layer.py"
+    name = "cli/test_fuzz.py" if part == INPUT else f"{LAYERS[part]}/test_fault_layer.py"
     tests = f"tests/unit/{name}"
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", tests]
     environment = os.environ | {variable: str(count)}
@@ -71,13 +68,9 @@ def main() -> None:
     options = parser.parse_args()
     failed = False
     for part in options.parts:
-        source = provenance()
         found = run(part, options.inputs if part == INPUT else options.seeds)
         failed |= found["exit_code"] != 0
-        result = json.loads(RESULT.read_text()) if RESULT.exists() else {"parts": {}}
-        result["parts"][part] = found | {"commit": source["commit"], "date": source["date"]}
-        result["provenance"] = source
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        save("faults", {"parts": load("faults").get("parts", {}) | {part: found}})
     sys.exit(failed)
 
 

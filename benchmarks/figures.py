@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -70,85 +68,57 @@ GIVEN = {
 """Numbers that look like measurements and are not, by page, with where they come from."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A place where the text is not what the results say, or where nothing says so."""
-
-    page: str
-    line: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}: {self.what}"
-
-
 def pages(root: Path = ROOT) -> list[Path]:
     """Return the pages whose figures are rendered."""
     return [root / "README.md", root / "benchmarks" / "README.md", *sorted(root.glob("docs/*.md"))]
 
 
-def rendered(text: str, page: str, results: Results) -> tuple[str, list[Difference]]:
-    """Return a page with every figure as the results have it, and where that changed the text."""
-    differences = []
+def rendered(text: str, page: str, results: Results) -> tuple[str, list[str]]:
+    """Return a page with every figure as the results have it, and what was wrong in the text."""
+    wrong = []
     code = [found.span() for found in FENCED.finditer(text)]
     parts, end = [], 0
     for found in MARKED.finditer(text):
         if any(begin <= found.start() < stop for begin, stop in code):
             continue
-        line = text.count("\n", 0, found.start()) + 1
-        name = found["figure"] or found["table"]
-        stated = found["stated"] if found["figure"] else found["rows"]
+        at = f"{page}:{text.count(chr(10), 0, found.start()) + 1}"
+        name, kind = found["figure"] or found["table"], "stated" if found["figure"] else "rows"
+        made = stated = found[kind]
         try:
             made = render(name, results)
+            if found["table"]:
+                made = f"\n{made.strip()}\n\n"
         except UnknownFigure as error:
-            made = stated
-            differences.append(Difference(page, line, str(error)))
-        if found["table"]:
-            made = f"\n{made.strip()}\n\n" if made is not stated else stated
-        elif text[text.rfind("\n", 0, found.start()) + 1 : found.start()].strip() == "":
+            wrong.append(f"{at}: {error}")
+        if (
+            found["figure"]
+            and not text[text.rfind("\n", 0, found.start()) + 1 : found.start()].strip()
+        ):
             # Markdown takes a line that begins with a comment for HTML, and ends the paragraph.
-            differences.append(Difference(page, line, f"{name} may not begin a line"))
+            wrong.append(f"{at}: {name} may not begin a line")
         if made != stated:
-            differences += _lines(page, line, stated, made)
-        begin, stop = found.span("stated" if found["figure"] else "rows")
+            said = f"the text says {stated!r}, the data {made!r}"
+            wrong.append(f"{at}: {said if found['figure'] else f'the table {name} differs'}")
+        begin, stop = found.span(kind)
         parts += [text[end:begin], made]
         end = stop
     result = "".join([*parts, text[end:]])
-    differences += _unclosed(FENCED.sub("", result), page)
-    return result, differences
+    if opened := OPENED.search(MARKED.sub("", FENCED.sub("", result))):
+        wrong.append(f"{page}: {opened[0]} is not closed, or holds another marker")
+    return result, wrong
 
 
-def _lines(page: str, line: int, stated: str, made: str) -> Iterator[Difference]:
-    """One difference for every line of a table that differs."""
-    before, after = stated.split("\n"), made.split("\n")
-    if len(before) != len(after):
-        what = f"the table has {len(before)} lines, that from the data {len(after)}"
-        yield Difference(page, line, what)
-    for offset, (a, b) in enumerate(zip(before, after, strict=False)):
-        if a != b:
-            here = line + offset + (len(before) > 1)
-            yield Difference(page, here, f"the text says {a!r}, the data {b!r}")
-
-
-def _unclosed(text: str, page: str) -> Iterator[Difference]:
-    for found in OPENED.finditer(MARKED.sub(lambda m: "\n" * m[0].count("\n"), text)):
-        line = text.count("\n", 0, found.start()) + 1
-        yield Difference(page, line, f"{found[0]} is not closed, or holds another marker")
-
-
-def strays(text: str, page: str) -> list[Difference]:
+def strays(text: str, page: str) -> list[str]:
     """Return what looks like a measurement outside markers, code and `GIVEN`."""
     for pattern in (FENCED, MARKED, re.compile(r"`[^`]*`"), re.compile(r"\]\([^)]*\)")):
         text = pattern.sub(lambda m: "\n" * m[0].count("\n"), text)
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        for given in GIVEN.get(page, {}):
-            line = line.replace(given, "")
-        found += [
-            Difference(page, number, f"{match[0]!r} is not rendered; add a marker, or to GIVEN")
-            for match in MEASURED.finditer(line)
-        ]
-    return found
+    for given in GIVEN.get(page, {}):
+        text = text.replace(given, "")
+    return [
+        f"{page}:{number}: {match[0]!r} is not rendered; add a marker, or to GIVEN"
+        for number, line in enumerate(text.split("\n"), 1)
+        for match in MEASURED.finditer(line)
+    ]
 
 
 def main() -> None:
@@ -156,7 +126,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="rewrite nothing; 1 on differences")
     options = parser.parse_args()
     results = Results(ROOT / "benchmarks" / "results")
-    wrong: list[Difference] = []
+    wrong: list[str] = []
     for path in pages():
         name, before = path.relative_to(ROOT).as_posix(), path.read_text()
         after, differences = rendered(before, name, results)
@@ -166,9 +136,8 @@ def main() -> None:
                 print(f"rewrote {name}: {len(differences)} figures")
             _, differences = rendered(after, name, results)  # what no rewriting mends
         wrong += [*differences, *strays(after, name)]
-    for difference in wrong:
-        print(difference)
     if wrong:
+        print("\n".join(wrong))
         sys.exit(f"{len(wrong)} figures disagree with benchmarks/results; run `make figures`")
 
 

@@ -20,33 +20,25 @@ drafters on the same samples. Writes benchmarks/results/following.json.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tlt.colours import BLUE, GREY, ORANGE, PURPLE, RED
+from common import save
 from tlt.drafter.checkpoint import load_drafter
+from tlt.drafter.eagle3.config import default_aux_layers
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows
 from tlt.drafter.passes import DraftPasses
-from tlt.observe.provenance import provenance
 from tlt.observe.record import read
 from tlt.report.bootstrap import interval
-from tlt.states.captured import Captured
-from words import solved
+from tlt.states.captured import Captured, capture
 
-RESULT = Path(__file__).parent / "results" / "following.json"
 DRAFT_LENGTH = 3
-SMOOTHED = 4
-CURVES = {
-    "frozen": (PURPLE, "frozen"),
-    "published": (ORANGE, "published when the policy was new"),
-    "next": (RED, "published ten RL steps later"),
-}
 KEPT = ("eval/reward_mean", "reward/mean", "rollout/acceptance_length", "harvest/used_s")
 
 
@@ -69,6 +61,54 @@ def policy_of(checkpoint: Path, model: Path, out: Path) -> Path:
     shutil.copytree(model, out, dirs_exist_ok=True)
     policy.save_pretrained(out)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The policy's answer to one problem."""
+
+    states: Captured
+    reward: float
+
+
+def solved(
+    model: Path, num_problems: int, seed: int, purpose: str, max_tokens: int
+) -> list[Solved]:
+    """Return the policy's samples at temperature 1, one per problem, with their states.
+
+    Two engines in float32 sample them: the same problems and weights give the same samples.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from tlt.config.rollout import EngineConfig
+    from tlt.contracts import SampleRequest, SamplingSpec
+    from tlt.rollout.offline import generate
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems, score
+
+    chat = Chat(str(model))
+    sampling = SamplingSpec(max_tokens=max_tokens, temperature=1.0, logprobs=False)
+    asked = problems("word_problems", num_problems, seed, purpose)
+    requests = [
+        SampleRequest(str(index), chat.prompt(problem.question), sampling)
+        for index, problem in enumerate(asked)
+    ]
+    arguments = {
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": max(len(each.prompt_token_ids) for each in requests) + max_tokens,
+        "max_num_seqs": 64,
+    }
+    config = EngineConfig(model=str(model), kv_cache_gib=1, engine_args=arguments)
+    samples = generate(config, requests, num_engines=2)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    layers = default_aux_layers(policy.config.num_hidden_layers)
+    found = []
+    for problem, request, sample in zip(asked, requests, samples, strict=True):
+        prompt = list(request.prompt_token_ids)
+        states = capture(policy, [*prompt, *sample.token_ids], len(prompt), layers)
+        found.append(Solved(states, score(problem, chat.tokenizer.decode(sample.token_ids))))
+    return found
 
 
 class Judge:
@@ -120,51 +160,6 @@ def described(found: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
     return result
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw tokens per draft of the three drafters, and the reward, over the RL steps."""
-    from tlt.pictures import pyplot
-
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=(2, 1)
-    )
-    for name, (colour, label) in CURVES.items():
-        rows = [row for row in result["policies"] if name in row["drafters"]]
-        steps = [row["step"] for row in rows]
-        found = [row["drafters"][name] for row in rows]
-        left.plot(steps, [each["length"] for each in found], "o-", color=colour, label=label)
-        low, high = zip(*(each["interval"] for each in found), strict=True) if found else ((), ())
-        left.fill_between(steps, low, high, color=colour, alpha=0.12, lw=0)
-    left.set_ylabel(f"tokens per draft of {result['draft_length']}, temperature 1")
-    left.set_ylim(1.0, DRAFT_LENGTH + 0.2)
-    left.set_title("drafters on each kept policy, same problems", fontsize=10)
-    rewards = {int(step): of.get("reward/mean") for step, of in result["run"]["steps"].items()}
-    steps = sorted(step for step, reward in rewards.items() if step and reward is not None)
-    around = {
-        step: [rewards[near] for near in steps if abs(near - step) <= SMOOTHED] for step in steps
-    }
-    right.plot(steps, [rewards[step] for step in steps], ".", color=GREY, label="RL step")
-    right.plot(
-        steps,
-        [sum(around[step]) / len(around[step]) for step in steps],
-        color=BLUE,
-        label=f"mean of {2 * SMOOTHED + 1} RL steps",
-    )
-    right.set_ylim(0, 1.02)
-    right.set_title("reward on new problems", fontsize=10)
-    for axis in (left, right):
-        axis.set_xlabel("RL step")
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=9)
-    last = result["policies"][-1]
-    lengths = {name: of["length"] for name, of in last["drafters"].items()}
-    figure.suptitle(
-        f"After {last['step']} RL steps the frozen drafter gets {lengths['frozen']:.2f} tokens per "
-        f"draft, the published one {lengths['published']:.2f}"
-    )
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
@@ -214,10 +209,8 @@ def main() -> None:
             "draft_length": DRAFT_LENGTH,
             "policies": rows,
             "run": {"steps": record, "lr": config["learner"]["lr"]},
-            "provenance": provenance(),
         }
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, RESULT.with_suffix(".png"))
+        save("following", result)
 
 
 if __name__ == "__main__":

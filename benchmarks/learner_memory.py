@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import socket
@@ -30,9 +29,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common import load, save
+from models import MODELS
 from tlt.learner.memory import ModelShape, learner_memory
 
-RESULT = Path(__file__).parent / "results" / "learner_memory.json"
 PROMPT_TOKENS = 64
 FEW_LAYERS = (4, 6)
 """Numbers of layers from which large cases are extrapolated."""
@@ -46,14 +46,7 @@ TINY = SMALL | {
     "num_hidden_layers": 1,
     "vocab_size": 512,
 }
-QWEN2_5_7B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-}  # fmt: skip
-QWEN2_5_32B = {
-    "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
-    "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064,
-}  # fmt: skip
+QWEN2_5_7B, QWEN2_5_32B = (model.hf_config() for model in MODELS[:2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,15 +228,12 @@ def formula(case: Case) -> int:
 
 
 def main() -> None:
-    from tlt.observe.provenance import provenance
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--whole", action="store_true", help="Track every layer of large cases.")
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    cases = found.setdefault("cases", {})
+    cases = load("learner_memory").get("cases", {})
     for case in (*CASES, *CPU_CASES):
         if options.only not in case.name:
             continue
@@ -262,8 +252,7 @@ def main() -> None:
             result["measured_bytes"] = max(measured(case))
         cases[case.name] = result
         print(case.name, {k: v for k, v in result.items() if k != "settings"}, flush=True)
-        found["provenance"] = provenance("python benchmarks/learner_memory.py")
-        RESULT.write_text(json.dumps(found, indent=2) + "\n")
+        save("learner_memory", {"cases": cases})
 
 
 if __name__ == "__main__":

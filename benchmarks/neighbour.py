@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
 import shutil
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
-from tlt.observe.provenance import provenance
+from common import p99, save
 
-RESULT = Path(__file__).parent / "results" / "neighbour.json"
 MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
 NUM_SAMPLES = 24
 MIN_STEPS = 8
@@ -153,12 +150,11 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
         await trainer.kill()
         await engine.stop(graceful=True)
         shutil.rmtree(folder, ignore_errors=True)
-    ordered = sorted(stops)
     result["stop_s"] = {
-        "count": len(ordered),
-        "median": statistics.median(ordered),
-        "p99": ordered[int(0.99 * len(ordered))],
-        "max": ordered[-1],
+        "count": len(stops),
+        "median": statistics.median(stops),
+        "p99": p99(stops),
+        "max": max(stops),
     }
     return result
 
@@ -172,7 +168,7 @@ def main() -> None:
     options = parser.parse_args()
     start_ray(2)
     result = asyncio.run(measure(options.rounds, options.seconds))
-    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
+    save("neighbour", result)
     for name, found in result.items():
         print(name, found.get("slow_down", found))
 

@@ -13,8 +13,8 @@ Six engines, each in its own process on the same core, one working at a time:
     tlt+capture    the same, keeping the hidden states of all samples, as harvest does
 
 Each round runs all of them on the same prompts, starting with another one each time; ratios are
-taken within a round. Greedy, so that all do the same work. Without --drafter, a new one with 2,048
-draft tokens, whose drafts are never accepted: that is the most verification for the least gain.
+taken within a round. Greedy, so that all do the same work. Without --drafter, a new one, whose
+drafts are never accepted: that is the most verification for the least gain.
 
 At the end, what it takes to compare an engine's policy with the learner's (its fingerprint), in a
 drafter swap and in a policy update. Writes benchmarks/results/overhead.json.
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import shutil
@@ -34,11 +33,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common import ratios, save
 from tlt.hardware import compute_dtype
-from tlt.observe.provenance import provenance
 
 CORE = max(os.sched_getaffinity(0))
-RESULT = Path(__file__).parent / "results" / "overhead.json"
 
 
 def serve(kind: str, options: argparse.Namespace, pipe: Any) -> None:
@@ -58,19 +56,18 @@ def serve(kind: str, options: argparse.Namespace, pipe: Any) -> None:
         pipe.send((done, time.perf_counter() - started))
 
 
-def common(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "enforce_eager": not options.compiled,
-        "max_model_len": 512,
-        "max_num_seqs": 32,
-        "dtype": compute_dtype(),
-    }
+COMMON = {
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 32,
+    "dtype": compute_dtype(),
+}
 
 
 def bare(kind: str, options: argparse.Namespace) -> Any:
     from vllm import LLM, SamplingParams
 
-    arguments = common(options) | {"kv_cache_memory_bytes": 2**30}
+    arguments = COMMON | {"kv_cache_memory_bytes": 2**30}
     if kind == "bare+eagle3":
         arguments["speculative_config"] = {
             "method": "eagle3",
@@ -99,27 +96,19 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.rollout.engine import RolloutEngine
 
-    strategy: dict[str, Any] = {"kind": "off"}
-    if kind == "tlt+eagle3":
-        strategy = {
-            "kind": "fixed",
-            "drafter": "eagle3",
-            "num_draft_tokens": options.num_draft_tokens,
-        }
-    states = {
-        "folder": f"{options.states}/{kind}",
-        "capacity_bytes": 2**30,
-        "max_sample_tokens": 4096,
-    }
+    length = options.num_draft_tokens
+    fixed = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": length}
+    folder = f"{options.states}/{kind}"
+    states = {"folder": folder, "capacity_bytes": 2**30, "max_sample_tokens": 4096}
     engine = RolloutEngine(
         EngineConfig(
             model=options.model,
             drafter=None if kind == "tlt" else options.drafter,
-            strategy=strategy,
-            max_draft_tokens=None if kind == "tlt" else options.num_draft_tokens,
+            strategy=fixed if kind == "tlt+eagle3" else {"kind": "off"},
+            max_draft_tokens=None if kind == "tlt" else length,
             core_group=f"overhead-{kind}",
             capture=states if kind == "tlt+capture" else None,
-            engine_args=common(options),
+            engine_args=COMMON,
         )
     )
     engine.start()
@@ -164,20 +153,6 @@ def fingerprint_s(engine: Any, options: argparse.Namespace, method: str) -> list
     return seconds[1:]
 
 
-def new_drafter(model: str) -> str:
-    """A drafter that knows nothing yet, as a run without one starts with."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.trainer import fresh_drafter
-
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    head = policy.get_output_embeddings().weight.detach()
-    drafter = fresh_drafter(policy.config, head, torch.arange(2048))
-    return str(save_drafter(drafter, Path(tempfile.mkdtemp()) / "drafter"))
-
-
 KINDS = ("bare+eagle3", "tlt+eagle3", "bare", "tlt", "tlt+idle", "tlt+capture")
 COMPARED = (
     ("tlt+eagle3", "bare+eagle3"),
@@ -195,10 +170,12 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--compiled", action="store_true", help="torch.compile; slow to start")
     options = parser.parse_args()
-    drafter = options.drafter or "a new one, 2,048 draft tokens"
-    options.drafter = options.drafter or new_drafter(options.model)
+    drafter = options.drafter or "a new one"
+    if not options.drafter:
+        from tlt.integrations.training import new_drafter
+
+        options.drafter = new_drafter(options.model, f"{tempfile.mkdtemp()}/drafter")
     options.states = tempfile.mkdtemp(prefix="tlt-overhead-", dir="/dev/shm")
 
     from tlt.tasks.chat import Chat
@@ -233,17 +210,10 @@ def main() -> None:
                 speed = measure(kind, batch)
                 if index:  # the first round warms up
                     speeds[kind].append(speed)
-        ratios = {
-            f"{a} / {b}": [x / y for x, y in zip(speeds[a], speeds[b], strict=True)]
-            for a, b in COMPARED
-        }
-        results.append({"batch_size": size, "tokens_per_s": speeds, "ratios": ratios})
-        print(f"\nbatch {size}")
-        for kind in KINDS:
-            print(f"  {kind:12} {statistics.median(speeds[kind]):7.1f} tokens/s")
-        for name, values in ratios.items():
-            low, high = min(values), max(values)
-            print(f"  {name:24} {statistics.median(values):.3f} ({low:.3f} to {high:.3f})")
+        compared = {f"{a} / {b}": ratios(speeds[a], speeds[b]) for a, b in COMPARED}
+        results.append({"batch_size": size, "tokens_per_s": speeds, "ratios": compared})
+        for name, values in compared.items():
+            print(f"batch {size}: {name:24} {statistics.median(values):.3f}")
     compared_s = {}
     for method in ("update_drafter", "update_policy"):
         pipes["tlt+idle"].send(method)
@@ -254,13 +224,8 @@ def main() -> None:
     shutil.rmtree(options.states)
     del options.states
     options.drafter = drafter
-    result = {
-        "provenance": provenance(),
-        "options": vars(options) | {"dtype": compute_dtype()},
-        "results": results,
-        "fingerprint_s": compared_s,
-    }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    settings = vars(options) | {"dtype": compute_dtype()}
+    save("overhead", {"options": settings, "results": results, "fingerprint_s": compared_s})
 
 
 if __name__ == "__main__":

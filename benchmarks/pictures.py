@@ -8,43 +8,28 @@ pictures have no background, and can be read on light and dark pages.
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
-import dispatch
-import drafter_speed
-import following
 import published
-import quality
 import simulator
 import soak
+from common import RESULTS
+from common import load as result
 from tlt.bench.plot import plot_decisions, plot_replay, plot_running
 from tlt.drafter.plot import plot_training
 from tlt.observe.record import read
 from tlt.report.plot import plot_run
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-
-
-def result(name: str) -> Any:
-    return json.loads((RESULTS / name).with_suffix(".json").read_text())
 
 
 def main() -> None:
     simulator.plot(result("simulator")["runs"], RESULTS / "simulator.png")
-    dispatch.plot(result("dispatch")["rows"], RESULTS / "dispatch.png")
     published.plot(result("published")["rows"])
-    quality.plot(result("quality")["runs"], RESULTS / "quality.png")
     soak.plot(result("soak"), RESULTS / "soak.png")
-    following.draw(result("following"), RESULTS / "following.png")
-    speed = result("drafter_speed")
-    options = argparse.Namespace(**speed["options"])
-    drafter_speed.plot(speed["results"], options, RESULTS / "drafter_speed.png")
     plot_training(result("drafter/report"), RESULTS / "drafter" / "report.png")
     records = list(read(RESULTS / "train" / "metrics.jsonl"))
     plot_run(records, RESULTS / "train" / "run.png", "SmolLM2-135M learns sums")
@@ -57,8 +42,7 @@ def main() -> None:
             if picture.exists():
                 plot_decisions(decisions, mode, picture)
     sys.path.insert(0, str(HERE / "e2e"))  # as if each script ran alone
-    for name in ("picture", "workers"):
-        runpy.run_path(str(HERE / "e2e" / f"{name}.py"), run_name="__main__")
+    runpy.run_path(str(HERE / "e2e" / "workers.py"), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ shown. Writes results/published.json and .png.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from common import RESULTS, save
 from tlt.config.load import apply_overrides, check
 from tlt.contracts import Arm
-from tlt.observe.provenance import provenance
 from tlt.simulate import clock
 from tlt.simulate.answer import figures, speed_ups
 from tlt.simulate.cluster import Mode, Simulation
@@ -28,7 +26,6 @@ from tlt.simulate.profiles import MODELS, h100
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, workload_of
 from tlt.strategy.spec import build_strategy
 
-RESULT = Path(__file__).parent / "results" / "published.json"
 PUBLISHED = {
     "qwen2.5-7b": {1: 1.21, 2: 1.45, 4: 1.62, 8: 1.76},
     "qwen2.5-32b": {4: 1.83, 8: 2.12},
@@ -104,7 +101,6 @@ def scenario(model: str, nodes: int, parallel: int) -> ScenarioConfig:
     changes += [
         "num_steps=20",
         f'cluster.model="{model}"',
-        'cluster.dispatch="arrival"',
         f"cluster.tensor_parallel={parallel}",
         f"cluster.num_engines={nodes * GPUS_PER_NODE // parallel}",
     ]
@@ -176,8 +172,7 @@ def main() -> None:
                 )
                 print(rows[-1], flush=True)
     assumed = [{"what": each.what, "why": each.why} for each in ASSUMED]
-    result = {"provenance": provenance(), "assumed": assumed, "rows": rows}
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    save("published", {"assumed": assumed, "rows": rows})
     plot(rows)
 
 
@@ -205,7 +200,7 @@ def plot(rows: list[dict[str, Any]]) -> None:
     panel.set(xlabel="nodes of 8 H100s", ylabel="end-to-end speed-up")
     panel.set_title("Modelled speed-ups of 7B depend on the GPUs an engine has")
     panel.legend(fontsize=8, loc="upper left")
-    figure.savefig(RESULT.with_suffix(".png"), dpi=120)
+    figure.savefig(RESULTS / "published.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,15 @@ results/simulated_size.json.
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import replace
-from pathlib import Path
 
+from common import save
 from tlt.config.load import apply_overrides, check
-from tlt.observe.provenance import provenance
 from tlt.simulate import clock
 from tlt.simulate.cluster import Mode, Simulation
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, workload_of
 
-RESULT = Path(__file__).parent / "results" / "simulated_size.json"
 SIZES = ((64, 100), (256, 100), (1024, 100), (4096, 20), (10_000, 10))
 """Workers and steps."""
 
@@ -53,7 +50,7 @@ def main() -> None:
             }
         )
         print(rows[-1], flush=True)
-    RESULT.write_text(json.dumps({"provenance": provenance(), "rows": rows}, indent=2) + "\n")
+    save("simulated_size", {"rows": rows})
 
 
 if __name__ == "__main__":

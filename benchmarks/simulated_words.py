@@ -14,15 +14,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common import ROOT, load, save
 from tlt.config.load import apply_overrides, check
-from tlt.observe.provenance import provenance
 from tlt.report.view import look_at
 from tlt.simulate.calibrate import calibrate
 from tlt.simulate.scenario import ScenarioConfig, simulate
 
-ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs" / "e2e" / "words"
-RESULTS = Path(__file__).parent / "results"
 MODES = {"ngram": "ngram", "fixed": "static", "frozen": "frozen", "tlt": "tlt"}
 """Mode of the simulator, by arm."""
 CALIBRATING = ("off", "fixed", "ngram")
@@ -36,7 +34,7 @@ def run_of(doc: dict[str, Any], arm: str) -> Path:
 
 
 def main() -> None:
-    measured = json.loads((RESULTS / "e2e" / "pairs" / "words.json").read_text())
+    measured = load("e2e/pairs/words")
     calibration = RUNS / "calibration.json"
     calibrate([look_at(run_of(measured, arm)) for arm in CALIBRATING]).save(calibration)
     steps = measured["scenario"]["steps"] + measured["scenario"]["warm_up"]
@@ -67,8 +65,7 @@ def main() -> None:
         }
         for arm, mode in MODES.items()
     }
-    result = {"provenance": provenance(), "calibrated_by": CALIBRATING, "arms": rows}
-    (RESULTS / "simulated_words.json").write_text(json.dumps(result, indent=2) + "\n")
+    save("simulated_words", {"calibrated_by": CALIBRATING, "arms": rows})
     for arm, row in rows.items():
         for measure, of in row.items():
             print(arm, measure, f"{of['measured']['median']:.2f}", f"{of['predicted']:.2f}")

@@ -14,25 +14,19 @@ results/simulator.json and .png.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common import RESULTS, ROOT, save, trained
 from tlt.config.load import apply_overrides, check
-from tlt.observe.provenance import provenance
 from tlt.report.view import RunView, look_at
 from tlt.simulate.calibrate import Calibration, calibrate, observations
 from tlt.simulate.model import PARTS, EngineModel
 from tlt.simulate.scenario import ScenarioConfig, simulate
 
-ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "runs" / "simulator"
-RESULT = Path(__file__).parent / "results" / "simulator.json"
 
 LENGTHS = {
     "tail": (30, 600, 1800),
@@ -83,18 +77,15 @@ def folder(case: Case, turn: str = "") -> Path:
 
 def run(case: Case, steps: int, turn: str = "") -> Path:
     lengths, prompts, mode = case
-    out = folder(case, turn)
-    if not (out / "summary.json").exists():
-        shutil.rmtree(out, ignore_errors=True)
-        median, p95, longest = LENGTHS[lengths]
-        command = [sys.executable, "-m", "tlt", "train", "configs/tiny_tail_cpu.toml"]
-        command += [f'run.out="{out}"', f"run.num_steps={steps}"]
-        command += [f"sampling.prompts_per_step={prompts}", *MODES[mode][0]]
-        command += [
-            f"debug.forced_lengths={{median={median}, p95={p95}, longest={longest}}}",
-        ]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return out
+    median, p95, longest = LENGTHS[lengths]
+    return trained(
+        folder(case, turn),
+        "configs/tiny_tail_cpu.toml",
+        f"run.num_steps={steps}",
+        f"sampling.prompts_per_step={prompts}",
+        f"debug.forced_lengths={{median={median}, p95={p95}, longest={longest}}}",
+        *MODES[mode][0],
+    )
 
 
 def predicted(case: Case, steps: int, calibration: Path) -> list[dict[str, float]]:
@@ -165,8 +156,8 @@ def main() -> None:
                 "worst_error": max(errors),
             }
             print(name + kind, result[name + kind])
-    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
-    plot(rows, RESULT.with_suffix(".png"))
+    save("simulator", result)
+    plot(rows, RESULTS / "simulator.png")
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:

@@ -1,6 +1,6 @@
 """A tiny run under one random fault after the other: nothing hangs, grows, or changes the policy.
 
-    python benchmarks/soak.py [--minutes 90] [--every 20] [--seed 0] [--band 2] [--band-steps 200]
+    python benchmarks/soak.py [--minutes 90] [--every 20] [--seed 0]
 
 `tlt train` of the tiny recipe, with harvest, in a child process. Every `--every` seconds a fault
 comes: a process of the run is killed or stopped (SIGSTOP), the driver is killed, stopped for a
@@ -13,47 +13,36 @@ of the run.
 
 An undisturbed run of the same seed goes on beside it, with low priority. In the end they are
 compared: samples, rewards and every bit of the policy. The disturbed run is resumed from every
-checkpoint that is left, and compared again. `--band` undisturbed runs of other seeds, of at most
-`--band-steps` RL steps, show how far rewards differ by chance.
-Writes benchmarks/results/soak.json and soak.png.
+checkpoint that is left, and compared again. Writes benchmarks/results/soak.json and soak.png.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from common import RESULTS, ROOT, save
+from runs import LIMIT_S, Run, make_tiny_policy, same
 from tlt.colours import GREY, ORANGE, RED
-from tlt.observe.provenance import provenance
 
-ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
-RESULT = Path(__file__).parent / "results" / "soak.json"
 SAMPLE_S = 5.0
-LIMIT_S = 300.0
-"""Seconds without an RL step after which the run counts as hung."""
 END_S = 15.0
 """Seconds after the end of a driver in which all other processes of its run end."""
-MARK = "TLT_SOAK"
-"""Environment variable by which processes of a run are known, also when their driver is dead."""
 SETTINGS = (
     *("sampling.prompts_per_step=8", "sampling.group_size=4", "eval.every_steps=0"),
     *("checkpoint.every_steps=2", "checkpoint.keep=4", "run.checkpoint_on_term=true"),
@@ -75,126 +64,10 @@ def score(problem, text):
         raise ValueError("no reward for this one")
     return exact_score(problem, text)
 '''
-TIMES = (
-    *("time/", "rollout/tokens_per_s", "rollout/idle", "rollout/engine_restarts", "harvest/"),
-    "rollout/broken_samples",
-    *("learner/tokens_per_s", "learner/restarts", "rollout/fingerprint_s", "recheck/"),
-    *("rollout/acceptance", "rollout/drafter", "drafter_version", "capture/", "checkpoint/"),
-)
-"""Metrics that follow from time, restarts or drafts."""
 
 
-# --- the run --------------------------------------------------------------------------------------
-
-
-class Run:
-    """A run in a child process, which can be started again."""
-
-    def __init__(self, home: Path, name: str, *settings: str, nice: int = 0) -> None:
-        self.home, self.name, self.folder = home, name, home / "runs" / name
-        self._nice = nice
-        self._settings = [f"run.out=runs/{name}", f"debug.core_group={name}", *SETTINGS, *settings]
-        self.process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
-        self.told_to_end = False
-        """Whether a fault has ended the driver, or asked it to end."""
-        self._first_step = 0
-        self.mark = uuid.uuid4().hex
-
-    def start(self, *settings: str) -> None:
-        self.starts += 1
-        self.told_to_end = False
-        self._first_step = self.last_step()
-        resume = ["--resume"] if (self.folder / "config.toml").exists() else []
-        command = [sys.executable, "-m", "tlt", "train", str(RECIPE), *self._settings, *settings]
-        with (self.home / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, *resume],
-                cwd=self.home,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {MARK: self.mark},
-                preexec_fn=lambda: os.nice(self._nice),
-            )
-
-    def finish(self, *settings: str) -> None:
-        """Run to the end; fail if that does not work."""
-        self.start(*settings)
-        assert self.process is not None
-        if self.process.wait() != 0:
-            log = (self.home / f"{self.name}.log").read_text()
-            sys.exit(f"{self.name} ended with {self.process.returncode}:\n{log[-2000:]}")
-
-    def end(self, number: int) -> None:
-        """Send the driver a signal, and wait until it has ended."""
-        assert self.process is not None
-        self.told_to_end = True
-        self.process.send_signal(number)
-        try:
-            self.process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            sys.exit(f"the driver has not ended {LIMIT_S:.0f} s after signal {number}")
-
-    def rewind(self, step: int) -> None:
-        """Forget what comes after an RL step: the next start goes on from there."""
-        for newer in [path for path in self.checkpoints() if path.name > f"step-{step:06d}"]:
-            shutil.rmtree(newer)
-
-    def kill(self) -> None:
-        """Kill all processes of the run."""
-        for process in self.tree():
-            with suppress(psutil.Error):
-                process.kill()
-
-    def records(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-
-    def last_step(self) -> int:
-        """Return the last RL step with a record, by the end of the file alone."""
-        try:
-            with (self.folder / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 2**14))
-                lines = file.read().splitlines(keepends=True)[-2:]
-        except FileNotFoundError:
-            return 0
-        whole = [line for line in lines if line.endswith(b"\n") and line.startswith(b"{")]
-        return int(json.loads(whole[-1])["step"]) if whole else 0
-
-    def moved(self) -> bool:
-        """Return whether the run has made an RL step since its last start."""
-        return self.last_step() > self._first_step
-
-    def tree(self) -> list[psutil.Process]:
-        """Return the living processes of this run, also those that outlived their driver."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def driver(self) -> psutil.Process | None:
-        if self.process is None or self.process.poll() is not None:
-            return None
-        return psutil.Process(self.process.pid)
-
-    def processes(self, title: str) -> list[psutil.Process]:
-        found = []
-        for process in self.tree():
-            try:
-                alive = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
-                if alive and title in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def checkpoints(self) -> list[Path]:
-        return sorted((self.folder / "checkpoints").glob("step-??????"))
+def soaked(home: Path, name: str, *settings: str, nice: int = 0) -> Run:
+    return Run(home, name, RECIPE, *SETTINGS, *settings, nice=nice)
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -373,35 +246,11 @@ def soak(run: Run, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
 # --- comparison -----------------------------------------------------------------------------------
 
 
-def lasting(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a record that follow from samples and updates alone."""
-    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
-
-
-def same(one: Run, other: Run) -> dict[str, Any]:
-    """Compare the steps, metrics, samples and policies of two runs."""
-    from safetensors.torch import load_file
-
-    a, b = one.records(), other.records()
-    kept = [
-        {path.name: path.read_text() for path in (run.folder / "samples").iterdir()}
-        for run in (one, other)
-    ]
-    weights = [load_file(run.folder / "policy" / "model.safetensors") for run in (one, other)]
-    return {
-        "steps": [int(record["step"]) for record in a] == [int(record["step"]) for record in b],
-        "metrics": [lasting(record) for record in a] == [lasting(record) for record in b],
-        "samples": kept[0] == kept[1],
-        "policy": weights[0].keys() == weights[1].keys()
-        and all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items()),
-    }
-
-
 def resumed_from_each(run: Run, num_steps: int) -> dict[str, bool]:
     """Resume copies of a finished run from every checkpoint; return whether each ends the same."""
     found = {}
     for checkpoint in run.checkpoints()[:-1]:
-        copy = Run(run.home, f"{run.name}-{checkpoint.name}")
+        copy = soaked(run.home, f"{run.name}-{checkpoint.name}")
         shutil.copytree(run.folder, copy.folder)
         shutil.rmtree(copy.folder / "policy")
         copy.rewind(int(checkpoint.name.removeprefix("step-")))
@@ -417,20 +266,12 @@ def rewards(run: Run) -> list[float]:
     return [record["reward/mean"] for record in run.records() if "reward/mean" in record]
 
 
-def make_policy(home: Path) -> None:
-    """Make the policy of the recipe, by its own commands."""
-    lines = [line.lstrip("# ") for line in RECIPE.read_text().splitlines() if line.startswith("#")]
-    text = " ".join(lines).replace("\\ ", "")
-    for command in text[text.index("tlt models") : text.index("tlt train")].split("tlt ")[1:]:
-        subprocess.run([sys.executable, "-m", "tlt", *command.split()], cwd=home, check=True)
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(5, 1, figsize=(8, 10), constrained_layout=True)
     for number, curve in enumerate(result["band"]):
-        label = "undisturbed, three seeds" if not number else None
+        label = "undisturbed" if not number else None
         axes[0].plot(range(1, len(curve) + 1), curve, color=GREY, linewidth=0.8, label=label)
     curve = result["reward"]
     axes[0].plot(range(1, len(curve) + 1), curve, color=ORANGE, linewidth=0.8, label="under faults")
@@ -461,24 +302,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=90.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--band", type=int, default=2, help="undisturbed runs of other seeds")
-    parser.add_argument("--band-steps", type=int, default=200, help="most RL steps of these runs")
-    parser.add_argument(
-        "--home",
-        type=Path,
-        help="folder for models and runs; kept, and used again to go on after the faults",
-    )
-    parser.add_argument("--result", type=Path, default=RESULT)
+    parser.add_argument("--home", type=Path, help="folder for models and runs; kept, and reused")
     options = parser.parse_args()
     home = options.home or Path(tempfile.mkdtemp(prefix="tlt-soak-"))
     home.mkdir(parents=True, exist_ok=True)
     (home / "soak_reward.py").write_text(REWARD)
-    if not (home / "models" / "tiny-sft").exists():
-        make_policy(home)
-    disturbed = Run(home, "disturbed", "run.num_steps=100000")
+    make_tiny_policy(home)
+    disturbed = soaked(home, "disturbed", "run.num_steps=100000")
     record = home / "soak.json"
     forever = ("run.num_steps=100000", "checkpoint.keep=100000")
-    undisturbed = Run(home, "undisturbed", *forever, nice=10)
+    undisturbed = soaked(home, "undisturbed", *forever, nice=10)
     if not record.exists():
         undisturbed.start()
         try:
@@ -494,10 +327,6 @@ def main() -> None:
     disturbed.finish(steps)  # writes the policy
     undisturbed.rewind(num_steps)
     undisturbed.finish(steps)
-    short = f"run.num_steps={min(num_steps, options.band_steps)}"
-    band = [Run(home, f"seed-{n}", f"run.seed={n}") for n in range(1, options.band + 1)]
-    for run in band:
-        run.finish(short)
     result |= {
         "minutes": options.minutes,
         "every_s": options.every,
@@ -507,11 +336,10 @@ def main() -> None:
         "growth": grown(result["samples"], 9),
         "growth_of_median": grown(result["samples"], 5),
         "reward": rewards(disturbed),
-        "band": [rewards(run) for run in (undisturbed, *band)],
-        "provenance": provenance(),
+        "band": [rewards(undisturbed)],
     }
-    options.result.write_text(json.dumps(result, indent=1) + "\n")
-    plot(result, options.result.with_suffix(".png"))
+    save("soak", result)
+    plot(result, RESULTS / "soak.png")
     for name in ("counts", "ended_by_itself", "processes_left", "same", "resumed_from", "growth"):
         print(name, result[name])
     print("longest without an RL step:", result["longest_without_step_s"], "s")

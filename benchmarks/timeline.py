@@ -2,7 +2,7 @@
 
     python benchmarks/timeline.py [--repeats 3] [--steps 8]
 
-By itself: time to note an engine step, and to write an RL step of many engines. And in runs of
+By itself: time to note an engine step. And in runs of
 configs/tiny_tail_cpu.toml with and without it, in turns: whole steps, whose time varies by far more
 than the timeline can cost; and what of a step belongs to no stage, where the timeline is put
 together and written. Its share is that, and the noting, of a step. The recipe's engine steps are
@@ -13,24 +13,15 @@ Writes results/timeline.json.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.metrics import spread
-from tlt.observe.provenance import provenance
+from common import ratios, save, spread, trained
 from tlt.observe.record import read
-from tlt.observe.timeline import TimelineLog, max_engine_spans, step_timeline
 from tlt.spans import Span, SpanLog
-
-ROOT = Path(__file__).parents[1]
-RESULT = Path(__file__).parent / "results" / "timeline.json"
 
 
 def noting_us(count: int = 200_000) -> float:
@@ -47,27 +38,15 @@ def noting_us(count: int = 200_000) -> float:
     return (time.perf_counter() - started_s) / count * 1e6
 
 
-def writing_ms(num_engines: int, folder: Path) -> float:
-    """Milliseconds to put together and write an RL step with as many spans as there may be."""
-    spans = max_engine_spans(num_engines)
-    workers = [f"engine-{n}" for n in range(num_engines)]
-    log = TimelineLog(folder / "timeline.json", workers)
-    log.rewind(-1)
-    engines = {
-        worker: [Span("generating", n, n + 0.9, n % 7, "ngram:2", 9, 5, 3) for n in range(spans)]
-        for worker in workers
-    }
-    started_s = time.perf_counter()
-    log.append(step_timeline(1, 0, spans, [("rollout", 0, spans)], engines, {}))
-    return (time.perf_counter() - started_s) * 1e3
-
-
 def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     out = folder / f"{timeline}-{repeat}"
-    command = [sys.executable, "-m", "tlt", "train", "configs/tiny_tail_cpu.toml"]
-    command += [f'run.out="{out}"', f"run.num_steps={steps}", f"run.seed={repeat}"]
-    command += [f"metrics.timeline={str(timeline).lower()}", "engine.strategy={kind='off'}"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    settings = [f"run.num_steps={steps}", f"run.seed={repeat}", "engine.strategy={kind='off'}"]
+    trained(
+        out,
+        "configs/tiny_tail_cpu.toml",
+        f"metrics.timeline={str(timeline).lower()}",
+        *settings,
+    )
     return read(out / "metrics.jsonl")[1:]  # the first step warms up
 
 
@@ -79,18 +58,17 @@ def main() -> None:
     result: dict[str, Any] = {"noting_us": statistics.median(noting_us() for _ in range(3))}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        result["writing_ms"] = {n: writing_ms(n, folder) for n in (2, 64, 1024)}
         print(result, flush=True)
-        ratios: list[float] = []
+        medians: list[float] = []
         records: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for repeat in range(options.repeats):
             order = (False, True) if repeat % 2 else (True, False)
             found = {on: run(on, repeat, options.steps, folder) for on in order}
-            pairs = zip(found[True], found[False], strict=True)
-            ratios.append(statistics.median(a["time/step_s"] / b["time/step_s"] for a, b in pairs))
+            on_s, off_s = ([each["time/step_s"] for each in found[on]] for on in (True, False))
+            medians.append(statistics.median(ratios(on_s, off_s)))
             for on, own in found.items():
                 records[on] += own
-            print(f"{ratios[-1]:.4f}", flush=True)
+            print(f"{medians[-1]:.4f}", flush=True)
     step_s, with_s, without_s, engine_steps = (
         statistics.median(values)
         for values in (
@@ -104,10 +82,10 @@ def main() -> None:
         "step_s": step_s,
         "other_ms": {"with": 1e3 * with_s, "without": 1e3 * without_s},
         "share": (with_s - without_s + 1e-6 * result["noting_us"] * engine_steps) / step_s,
-        "with_over_without": asdict(spread(ratios)),
+        "with_over_without": spread(medians),
     }
-    RESULT.write_text(json.dumps({"provenance": provenance()} | result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    save("timeline", result)
+    print(result)
 
 
 if __name__ == "__main__":

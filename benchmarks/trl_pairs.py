@@ -12,7 +12,6 @@ after every pair, and begins no pair that would end after the given minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -21,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from common import ROOT, save
+
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
-RESULT = Path(__file__).parent / "results" / "trl_pairs.json"
 
 Step = dict[str, float]
 
@@ -47,7 +46,6 @@ def run(arguments: list[str], without: bool) -> list[Step]:
 
 
 def main(words: list[str] | None = None) -> None:
-    from tlt.observe.provenance import provenance
     from tlt.tasks.gym import problems
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -57,13 +55,11 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=20, help="RL steps of a run")
     parser.add_argument("--minutes", type=float, default=12, help="time for all pairs")
     parser.add_argument("--busy", action="store_true", help="note that the machine was not quiet")
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(words)
     questions = [problem.question for problem in problems("word_problems", 64, purpose="trl")]
     arguments = [options.model, "--drafter", options.drafter, "--steps", str(options.steps)]
     arguments += ["--ask", *questions]
     result: dict[str, Any] = {
-        "provenance": provenance(),
         "model": Path(options.model).name,
         "drafter": Path(options.drafter).name,
         "busy": options.busy,
@@ -78,7 +74,7 @@ def main(words: list[str] | None = None) -> None:
         order = ["tlt", "without"] if number % 2 else ["without", "tlt"]
         pair = {name: run(arguments, name == "without") for name in order}
         result["pairs"].append({"first": order[0], **pair})
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        save("trl_pairs", result)
         same = [s["reward"] for s in pair["without"]] == [s["reward"] for s in pair["tlt"]]
         print(f"pair {number + 1}: {'the same' if same else 'OTHER'} rewards", flush=True)
 

@@ -19,10 +19,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from common import ROOT, save
+
 EXAMPLE = ROOT / "examples" / "verl_grpo.py"
 PATCHES = ROOT / "tests" / "frameworks"
-RESULT = Path(__file__).parent / "results" / "verl.json"
 
 SAMPLES_PER_STEP = 16
 LIMIT_S = 3000.0
@@ -103,8 +103,6 @@ def recorded(step: Step) -> Step:
 
 
 def main() -> None:
-    from tlt.observe.provenance import provenance
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("models/tiny"))
     parser.add_argument("--pairs", type=int, default=2)
@@ -121,8 +119,7 @@ def main() -> None:
             seconds = sum(step["timing_s/step"] for step in steps)
             print(f"pair {number + 1}, {'without' if without else 'with'} TLT: {seconds:.1f} s")
         pairs.append(found)
-        result = {"provenance": provenance(), "model": options.model.name, "pairs": pairs}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        save("verl", {"model": options.model.name, "pairs": pairs})
 
 
 if __name__ == "__main__":

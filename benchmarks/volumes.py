@@ -1,32 +1,27 @@
 """What moves in an RL step of a large cluster: bytes, messages, and which limit comes first.
 
     python benchmarks/volumes.py                                   # Markdown tables
-    python benchmarks/volumes.py --json
     python benchmarks/volumes.py samples_per_engine=16 step_s=300  # other assumptions
-    python benchmarks/volumes.py --measure --tokenizer models/smollm2/tokenizer.json
 
 Arithmetic, nothing else: no cluster of this size was at hand. Sizes come from the shapes of the
 models and from what the code sends; everything else is a field of `Assumed`, with its source.
-Limits of the code are imported, or copied where an import would bring Ray along. `--measure` times
-what the driver does with a sample, on this machine. docs/scaling.md explains.
+Limits of the code are imported, or copied where an import would bring Ray along.
+docs/scaling.md explains.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import pickle
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from statistics import fmean
 from typing import Any
 
+from models import MODELS, Model
 from tlt.config.train import TltConfig
-from tlt.contracts import Sample
 from tlt.harvest.release import moved_bytes, stop_timeout_s
 from tlt.harvest.rounds import EXPORT_S
 from tlt.observe.timeline import max_engine_spans
@@ -38,14 +33,11 @@ Values = dict[str, float]
 TLT = TltConfig()
 """Harvest's settings as they are by default."""
 
-# --- limits of modules that import Ray, which this script should not ------------------------------
-
+# Limits of modules that import Ray, which this script should not.
 POLL_S = 2.0
 """`rollout/actor.py`: an engine answers at least so often."""
 SWAP_S = 60.0
 """`harvest/session.py`: engines that take longer to load a drafter switch harvest off."""
-
-# --- what the code sends, per token, parameter and call -------------------------------------------
 
 BFLOAT16, FLOAT32 = 2, 4
 STATES = 4
@@ -107,59 +99,15 @@ class Assumed:
     span_bytes: float = assumed(200, "begin, end and counter in timeline.json: assumed")
     metrics_bytes: float = assumed(2000, "of a line of metrics.jsonl: assumed")
     length_bytes: float = assumed(6, "of a number in lengths.jsonl: assumed")
-    load_us: float = assumed(0.04, "to unpickle a token in the driver: --measure")
-    text_us: float = assumed(0.10, "to turn it into text: --measure")
-    dump_us: float = assumed(0.03, "to pickle it for a rank: --measure")
+    load_us: float = assumed(0.04, "to unpickle a token in the driver: one CPU core")
+    text_us: float = assumed(0.10, "to turn it into text: one CPU core")
+    dump_us: float = assumed(0.03, "to pickle it for a rank: one CPU core")
     ray_calls_per_s: float = assumed(8038, "one caller, many actors: Ray's release tests")
     ray_nodes: float = assumed(250, "nodes in Ray's release tests")
     ray_actors: float = assumed(10000, "actors in Ray's release tests")
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A dense Llama- or Qwen-type model, as its public config.json says."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    qkv_bias: bool
-    gpus_per_engine: int
-    head_dim: int = 128
-
-    @property
-    def parameters(self) -> int:
-        """Return the number of parameters; embedding and head are not tied."""
-        queries, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * queries + keys) + self.qkv_bias * (queries + keys)
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return 2 * self.vocab * self.hidden + self.layers * layer + self.hidden
-
-    def drafter_parameters(self, draft_vocab: int) -> int:
-        """Return the drafter's parameters: fusion, one layer over two inputs, norms, head."""
-        queries, keys = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * (queries + keys) + queries * self.hidden
-        layer = attention + 3 * self.hidden * self.intermediate + 4 * self.hidden
-        return 3 * self.hidden**2 + layer + draft_vocab * self.hidden
-
-
-MODELS = (
-    Model("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 152064, True, gpus_per_engine=1),
-    Model("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 152064, True, gpus_per_engine=4),
-    Model("Llama-3-70B", 8192, 28672, 80, 64, 8, 128256, False, gpus_per_engine=8),
-)
-"""Shapes: config.json of Qwen/Qwen2.5-7B, Qwen/Qwen2.5-32B and meta-llama/Meta-Llama-3-70B on
-Hugging Face. GPUs of an engine: the recipes for the first two, assumed for the last."""
 GPUS = (8, 128, 1024, 10_000)
-
-
-# --- one cluster ----------------------------------------------------------------------------------
 
 
 def volumes(model: Model, num_gpus: int, given: Assumed) -> Values:
@@ -174,12 +122,10 @@ def volumes(model: Model, num_gpus: int, given: Assumed) -> Values:
         "actors": 2 * engines + num_gpus,  # a trainer beside every engine
         "parameters": model.parameters,
     }
-    found |= of_samples(found, given)
-    found |= of_driver(found, given)
-    found |= of_policy(found, model, given)
-    found |= of_capture(found, model, given)
-    found |= of_drafter(found, model, given)
-    found |= of_records(found, given)
+    for part in (of_samples, of_driver, of_records):
+        found |= part(found, given)
+    for of_model in (of_policy, of_capture, of_drafter):
+        found |= of_model(found, model, given)
     return found
 
 
@@ -331,9 +277,6 @@ def responses(given: Assumed) -> tuple[int, ...]:
     return tuple(tail.spread(10_000, random.Random(0)))
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 def size(num_bytes: float) -> str:
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
@@ -456,46 +399,6 @@ def markdown(given: Assumed, gpus: Sequence[int]) -> str:
     return "\n\n".join(parts)
 
 
-def as_json(given: Assumed, gpus: Sequence[int]) -> str:
-    clusters = [(model.name, volumes(model, n, given)) for model in MODELS for n in gpus]
-    found = [{"model": name, **c, "shares": shares(c, given)} for name, c in clusters]
-    return json.dumps({"assumed": asdict(given), "clusters": found}, indent=2)
-
-
-# --- the driver's work, on this machine -----------------------------------------------------------
-
-
-def measure(tokenizer: str | None) -> str:
-    """Measure the driver's microseconds per token."""
-    rng, number = random.Random(0), 4000
-    ids = tuple(rng.randrange(152_064) for _ in range(number))
-    logprobs = tuple(-rng.random() for _ in range(number))
-    sample = Sample("1/00001/0001", ids, logprobs, "stop", "engine-1", 1, 0.0, 1.0, 2.0)
-    pickled = pickle.dumps(sample, 5)
-    lines = [
-        f"load_us={fastest_us(lambda: pickle.loads(pickled), number):.3f}",
-        f"dump_us={fastest_us(lambda: pickle.dumps(sample, 5), number):.3f}",
-        f"bytes of a pickled token: {len(pickled) / number:.1f}",
-    ]
-    if tokenizer is not None:
-        from tokenizers import Tokenizer
-
-        loaded = Tokenizer.from_file(tokenizer)
-        words = loaded.encode("So 12 + 7 is 19, and then we carry the one. " * 400).ids[:number]
-        lines.append(f"text_us={fastest_us(lambda: loaded.decode(words), len(words)):.3f}")
-    return "\n".join(lines)
-
-
-def fastest_us(work: Callable[[], object], number: int) -> float:
-    """Return the microseconds per item in the fastest round."""
-    rounds = []
-    for _ in range(30):
-        started_s = time.perf_counter()
-        work()
-        rounds.append(time.perf_counter() - started_s)
-    return 1e6 * min(rounds) / number
-
-
 def with_changes(given: Assumed, changes: Sequence[str]) -> Assumed:
     kinds = {f.name: type(f.default) for f in fields(given)}
     found: dict[str, Any] = {}
@@ -512,15 +415,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("assumptions", nargs="*", metavar="name=value")
     parser.add_argument("--gpus", type=int, nargs="+", default=GPUS)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--tokenizer", help="tokenizer.json, for --measure")
     options = parser.parse_args()
     given = with_changes(Assumed(), options.assumptions)
-    if options.measure:
-        print(measure(options.tokenizer))
-    else:
-        print((as_json if options.json else markdown)(given, options.gpus))
+    print(markdown(given, options.gpus))
 
 
 if __name__ == "__main__":

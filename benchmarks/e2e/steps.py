@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tlt.observe.record import read
-from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline
 
 NOT_TRAINING = ("time/eval_s", "time/checkpoint_s")
 """Stages that measure or save; end to end is the RL step without them."""
 
 
 def record(out: Path, step: int) -> dict[str, Any]:
-    """Return seconds, lengths, engine steps, leases, metrics and a digest of the samples."""
+    """Return seconds, lengths, metrics and a digest of the samples."""
     metrics = _line(out / "metrics.jsonl", step)
-    timelines = {each.step: each for each in read_timeline(out / "timeline.json")}
     found = {
         "end_to_end_s": metrics["time/step_s"] - sum(metrics[name] for name in NOT_TRAINING),
         "rollout_s": metrics["time/rollout_s"],
@@ -27,8 +25,6 @@ def record(out: Path, step: int) -> dict[str, Any]:
         "lengths": _line(out / "lengths.jsonl", step)["tokens"],
         "metrics": {name: value for name, value in metrics.items() if name != "step"},
     }
-    if step in timelines:
-        found |= {"decoding": decoding(timelines[step]), "leases": leases(timelines[step])}
     return rounded(found)
 
 
@@ -47,40 +43,6 @@ def policy(out: Path) -> str:
     for path in sorted((out / "policy").glob("*.safetensors")):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
-
-
-def decoding(timeline: StepTimeline) -> list[dict[str, Any]]:
-    """Return the engine steps of an RL step by arm and batch size, the longest time first.
-
-    A request gets one token per engine step and those accepted, so the counts give the engine
-    steps. Batch sizes are grouped: 1, 2, up to 4, up to 8, and so on.
-    """
-    found: dict[tuple[str, int], dict[str, float]] = {}
-    for worker, spans in timeline.rows.items():
-        for span in spans:
-            if worker == LEARNER or span.state != "generating" or span.running <= 0:
-                continue
-            batch = 1 << max(0, round(span.running) - 1).bit_length()
-            of = found.setdefault(
-                (span.arm, batch),
-                dict.fromkeys(("seconds", "engine_steps", "tokens", "drafts", "accepted"), 0.0),
-            )
-            of["seconds"] += span.seconds
-            of["engine_steps"] += (span.tokens - span.accepted) / span.running
-            for name in ("tokens", "drafts", "accepted"):
-                of[name] += getattr(span, name)
-    rows = [{"arm": arm, "batch_up_to": batch, **of} for (arm, batch), of in found.items()]
-    return sorted(rows, key=lambda row: -row["seconds"])
-
-
-def leases(timeline: StepTimeline) -> dict[str, list[float]]:
-    """Return the seconds of every lease, by worker."""
-    found = {
-        worker: [span.seconds for span in spans if span.state == "training"]
-        for worker, spans in timeline.rows.items()
-        if worker != LEARNER
-    }
-    return {worker: seconds for worker, seconds in found.items() if seconds}
 
 
 def rounded(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from registry.core import Doc, Rows, count, figures, ms, percent, table
-from registry.pairs import comparison, interval, same_policy, turns
+from registry.pairs import comparison, drift, interval, same_policy, turns
 
 SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 """Scenarios in which all arms are compared with no speculation, and their titles."""
@@ -13,7 +13,7 @@ SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
 """Results of the natural lengths, by seed."""
 
-for each in (*SCENARIOS, "words_again", "equal", "identical", "beyond", "queue", "epochs"):
+for each in (*SCENARIOS, "words_again", "equal", "identical"):
     comparison(f"e2e.{each}", f"e2e/pairs/{each}")
 
 
@@ -94,26 +94,5 @@ of_scenario("words")
 of_scenario("words_again")
 of_scenario("tail")
 
-figures(
-    "e2e.beyond",
-    "e2e/pairs/beyond",
-    {
-        f"{arm}.rollout": lambda d, arm=arm: interval(d["speed_up"][arm]["every_pair"]["rollout"])
-        for arm in ("mixed", "shared", "ahead")
-    },
-)
-
-for each in ("queue", "epochs"):
-    figures(
-        f"e2e.{each}.idle",
-        f"e2e/pairs/{each}",
-        {
-            "arrival": lambda d: percent(mean(d, "arrival", "rollout/idle_share")),
-            "longest": lambda d: percent(mean(d, "longest", "rollout/idle_share")),
-        },
-    )
-    figures(
-        f"e2e.{each}",
-        f"e2e/pairs/{each}",
-        {"longest": lambda d: interval(d["speed_up"]["longest"]["every_pair"]["rollout"])},
-    )
+figures("e2e.tail", "e2e/pairs/tail", {"drift": lambda d: f"{drift(d, 'off'):.2f}x"})
+figures("e2e.identical", "e2e/pairs/identical", {"steps": lambda d: str(d["scenario"]["steps"])})

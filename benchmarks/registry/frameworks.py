@@ -138,8 +138,6 @@ figures(
     {
         "pairs": lambda d: str(len(d["pairs"])),
         "steps": lambda d: str(len(d["pairs"][0]["tlt"])),
-        "generation": trl_gain("tlt/generation_s"),
-        "step": trl_gain("step_time"),
         "stalls": trl_stalls,
     },
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, Rows, count, figures, ms, spread, table
+from registry.core import Doc, Rows, count, figures, ms, table
 from registry.e2e import mean
 
 
-@table("harvest", "e2e/pairs/tail", "neighbour", "learner")
-def measured(tail: Doc, neighbour: Doc, learner: Doc) -> Rows:
+@table("harvest", "e2e/pairs/tail", "neighbour")
+def measured(tail: Doc, neighbour: Doc) -> Rows:
     beside = [f"{neighbour[f'batch_{size}']['slow_down']['mean']:.3f}x" for size in (1, 4)]
     rows = {
         "idle worker seconds per RL step (`harvest/idle_s`)": (
@@ -16,68 +16,8 @@ def measured(tail: Doc, neighbour: Doc, learner: Doc) -> Rows:
         "duration of an engine step beside a trainer, 1 running request": beside[0],
         "duration of an engine step beside a trainer, 4 running requests": beside[1],
         "a trainer that is called back stops, 99th percentile": ms(neighbour["stop_s"]["p99"]),
-        "the learner's update with its capture of hidden states, against without": spread(
-            learner["capture_against_tlt"]
-        ),
     }
     return [["what", "measured"], *([name, value] for name, value in rows.items())]
-
-
-@table("harvest_budget", "harvest_budget")
-def harvest_budget(d: Doc) -> Rows:
-    rows = [
-        [
-            "draft vocabulary",
-            "optimizer step",
-            "steps in 300 s",
-            "evaluating 1,000 tokens",
-            "coverage",
-        ]
-    ]
-    rows += [
-        [
-            count(row["vocabulary"]),
-            f"{row['step_s']:.2f} s",
-            count(round(300 / row["step_s"])),
-            f"{1000 * row['evaluate_token_s']:.1f} s",
-            f"{row['coverage']:.0%}",
-        ]
-        for row in d["profile"]["rows"]
-    ]
-    return rows
-
-
-@table("harvest_budget.settings", "harvest_budget")
-def harvest_budget_settings(d: Doc) -> Rows:
-    marks = sorted({p["at_s"] for found in d["settings"].values() for p in found["points"]})
-    rows = [["setting", "optimizer steps", *(f"after {mark:g} s" for mark in marks)]]
-    for name, found in d["settings"].items():
-        points = {point["at_s"]: point for point in found["points"]}
-        lengths = [f"{points[mark]['length']:.2f}" if mark in points else "" for mark in marks]
-        rows.append([f"`{name}`", count(found["points"][-1]["steps"]), *lengths])
-    return rows
-
-
-figures(
-    "harvest_budget",
-    "harvest_budget",
-    {
-        "samples": lambda d: count(d["samples"]["num_samples"]),
-        "held_out": lambda d: count(d["samples"]["held_out"]),
-    },
-)
-
-
-@table("neighbour", "neighbour")
-def neighbour(d: Doc) -> Rows:
-    rows = [["running requests", "engine step beside a trainer", "95% interval", "intervals"]]
-    for size in (1, 4):
-        found = d[f"batch_{size}"]["slow_down"]
-        low, high = found["interval_95"]
-        rows.append(
-            [str(size), f"{found['mean']:.3f}x", f"{low:.3f} to {high:.3f}", count(found["count"])]
-        )
-    return rows
 
 
 figures(
@@ -88,36 +28,5 @@ figures(
         "stop.p99": lambda d: ms(d["stop_s"]["p99"]),
         "stop.max": lambda d: ms(d["stop_s"]["max"]),
         "stop.count": lambda d: count(d["stop_s"]["count"]),
-    },
-)
-
-
-@table("coordinator", "coordinator")
-def coordinator(d: Doc) -> Rows:
-    rows = [
-        [
-            *("workers", "coordinator's events a second", "longest pause"),
-            *("device free after, 99th percentile", "samples handled a second"),
-            *("sample handled after, 99th percentile", "with 8 leases", "without the coordinator"),
-        ]
-    ]
-    for row in d["rows"]:
-        pause, free = ms(row["pause_max_s"]), ms(row["needed_to_free_p99_s"])
-        samples = count(row["dispatches_per_s"])
-        names = ("dispatch_late", "dispatch_late_few_leases", "dispatch_late_alone")
-        late = [ms(row[name]["p99_s"]) for name in names]
-        events = count(row["events_per_s"])
-        rows.append([count(row["workers"]), events, pause, free, samples, *late])
-    return rows
-
-
-figures(
-    "coordinator",
-    "coordinator",
-    {
-        "workers": lambda d: count(d["rows"][-1]["workers"]),
-        "events": lambda d: count(d["rows"][-1]["events_per_s"]),
-        "pause": lambda d: ms(d["rows"][-1]["pause_max_s"]),
-        "dispatch": lambda d: ms(d["rows"][-1]["dispatch_late_few_leases"]["p99_s"]),
     },
 )

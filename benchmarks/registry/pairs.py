@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from registry.core import Doc, Rows, figures, table
+from registry.core import Doc, Rows, table
 
 
 def interval(found: Doc, of: str = "median") -> str:
@@ -63,13 +63,5 @@ def drift(d: Doc, arm: str) -> float:
 
 
 def comparison(name: str, file: str) -> None:
-    """Declare the table `name` and the figures `name.*` of one result file."""
+    """Declare the table of one result file."""
     table(name, file)(speed_ups)
-    figures(
-        name,
-        file,
-        {
-            "steps": lambda d: str(d["scenario"]["steps"]),
-            "drift": lambda d: f"{drift(d, d['scenario']['reference']):.2f}x",
-        },
-    )

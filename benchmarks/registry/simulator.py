@@ -99,7 +99,6 @@ figures(
         "assumptions": lambda d: str(len(d["assumed"])),
         "7b.one_gpu": lambda d: off_by(d, "qwen2.5-7b", 1),
         "7b.four_gpus": lambda d: off_by(d, "qwen2.5-7b", 4),
-        "32b.four_gpus": lambda d: off_by(d, "qwen2.5-32b", 4),
     },
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from registry.core import Doc, Rows, figures, limits, several, spread, table
+from registry.core import Doc, Rows, figures, several, spread, table
 
 ADAPTIVE = "adaptive"
 BEG_MAB = "beg_mab"
@@ -71,26 +71,12 @@ def above(d: Doc, other: str) -> str:
     return f"{won} of {len(SCENARIOS)}"
 
 
-def reached(d: Doc, name: str) -> str:
-    found = shares(d, recorded=True)
-    rival = BEG_MAB if name == "BEG-MAB" else name
-    return limits(list(found[rival].values()), "{:.3f}")
-
-
 figures(
     "strategy.replay",
     "strategy/strategy",
     {
-        "adaptive": lambda d: reached(d, ADAPTIVE),
-        "beg_mab": lambda d: reached(d, "BEG-MAB"),
         "above_beg_mab": lambda d: above(d, "BEG-MAB"),
         "above_best_fixed": lambda d: above(d, "best fixed"),
-    }
-    | {
-        f"adaptive.{how}": lambda d, scenario=scenario: (
-            f"{shares(d, recorded=True)[ADAPTIVE][scenario]:.3f}"
-        )
-        for scenario, how in SCENARIOS.items()
     },
 )
 
@@ -127,7 +113,6 @@ figures(
     "strategy.live",
     LIVE,
     {
-        "adaptive": lambda d: spread(summary(d)[ADAPTIVE]["speed_vs_first"]),
         "best": lambda d: f"`{best_live(d)}`",
         "against_best": lambda d: against(d, ADAPTIVE, best_live(d)),
         "against_beg_mab": lambda d: against(d, ADAPTIVE, BEG_MAB),

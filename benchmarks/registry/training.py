@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import Any
 
-from registry.core import Doc, Rows, count, figures, percent, several, spread, table
+from registry.core import Doc, Rows, count, figures, several, table
 
 Record = dict[str, Any]
-
-figures(
-    "learner",
-    "learner",
-    {
-        "update": lambda d: spread(d["tlt_against_plain"]),
-        "capture": lambda d: spread(d["capture_against_tlt"]),
-        "tokens_per_s": lambda d: f"{d['tokens_per_s']['tlt']:.0f} tokens/s",
-        "plain_tokens_per_s": lambda d: f"{d['tokens_per_s']['plain']:.0f} tokens/s",
-        "samples": lambda d: count(d["num_samples"]),
-        "rounds": lambda d: str(len(d["seconds"]["tlt"])),
-    },
-)
 
 
 @table("learner_memory", "learner_memory")
@@ -44,56 +30,6 @@ def learner_memory(d: Doc) -> Rows:
 
 
 figures(
-    "train_rollout",
-    "train_rollout",
-    {
-        "loop": lambda d: spread(d["loop_against_bare"]),
-        "rounds": lambda d: str(len(d["rounds"])),
-    },
-)
-
-STAGES = {
-    "rollout": "rollout",
-    "update": "update",
-    "eval": "evaluation",
-    "sync": "weight sync",
-    "checkpoint": "checkpoint (stall)",
-    "reward_wait": "waiting for rewards",
-}
-
-
-def steps(d: Doc) -> list[Record]:
-    """The records of RL steps; step 0 is an evaluation before the first."""
-    return [record for record in d["lines"] if record["step"] > 0]
-
-
-@table("train.stages", "train/metrics", "train/summary")
-def stages(d: Doc, _: Doc) -> Rows:
-    records = steps(d)
-    total_s = sum(record["time/step_s"] for record in records)
-    rows = [["stage", "median seconds", "share of the run"]]
-    for key, label in STAGES.items():
-        spent = [record[f"time/{key}_s"] for record in records]
-        share = sum(spent) / total_s
-        taken = [s for s in spent if s > 0] or [0.0]
-        often = f" ({len(taken)} of {len(spent)} RL steps)" if key == "eval" else ""
-        cell = percent(share) if share >= 0.01 else "<1%"
-        rows.append([label + often, f"{statistics.median(taken):.1f}", cell])
-    return rows
-
-
-def slope(d: Doc) -> tuple[float, float]:
-    """How much the reward rises in an RL step, and the standard error of that."""
-    y = [record["reward/mean"] for record in steps(d)]
-    x = range(1, len(y) + 1)
-    fit = statistics.linear_regression(x, y)
-    middle = statistics.fmean(x)
-    squares = sum((b - fit.intercept - fit.slope * a) ** 2 for a, b in zip(x, y, strict=True))
-    error = math.sqrt(squares / (len(y) - 2) / sum((a - middle) ** 2 for a in x))
-    return fit.slope, error
-
-
-figures(
     "train",
     "train/summary",
     {
@@ -104,60 +40,24 @@ figures(
         "held_out.first": lambda d: f"{d['eval_reward']['first']:.2f}",
         "held_out.last": lambda d: f"{d['eval_reward']['last']:.2f}",
         "gap": lambda d: f"{d['median']['learner/gap_mean']:.3f}",
-        "engine_restarts": lambda d: str(d["total"]["rollout/engine_restarts"]),
     },
 )
 
-
-def held_out(d: Doc) -> list[str]:
-    return [f"{r['eval/reward_mean']:.3f}" for r in d["lines"] if "eval/reward_mean" in r]
-
-
-def tail(d: Doc) -> str:
-    """The 99th percentile of response lengths over their median; median over the RL steps."""
-    found = [r["response/p99_tokens"] / r["response/median_tokens"] for r in steps(d)]
-    return f"{statistics.median(found):.1f}x"
-
-
-figures(
-    "train.run",
-    "train/metrics",
-    {
-        "tail": tail,
-        "slope": lambda d: f"{slope(d)[0]:.4f}",
-        "slope_error": lambda d: f"{slope(d)[1]:.4f}",
-        "held_out": lambda d: ", ".join(held_out(d)),
-        "signal": lambda d: percent(
-            statistics.fmean(r["reward/groups_with_signal_share"] for r in steps(d))
-        ),
-    },
-)
 
 figures(
     "quality",
     "quality",
     {
         "seeds": lambda d: str(d["seeds"]),
-        "steps": lambda d: str(d["steps"]),
-        "off": lambda d: f"{statistics.fmean(d['mean_reward']['off']):.3f}",
-        "tlt": lambda d: f"{statistics.fmean(d['mean_reward']['tlt']):.3f}",
-        "difference": lambda d: f"{d['mean_reward']['difference']:.3f}",
-        "interval": lambda d: f"{d['mean_reward']['low']:.3f} to {d['mean_reward']['high']:.3f}",
-        "p": lambda d: f"{d['mean_reward']['p']:.2f}",
-        "verdict": lambda d: (
-            "differ significantly"
-            if d["mean_reward"]["p"] < 0.05
-            else "do not differ significantly"
-        ),
-        "held_out.off": lambda d: f"{statistics.fmean(d['last_held_out']['off']):.3f}",
-        "held_out.tlt": lambda d: f"{statistics.fmean(d['last_held_out']['tlt']):.3f}",
-        "held_out.p": lambda d: f"{d['last_held_out']['p']:.2f}",
-        "held_out.before": lambda d: (
-            f"{statistics.fmean(run['held_out'][0] for run in d['runs']['off']):.3f}"
-        ),
-        "accepted": lambda d: f"{d['acceptance_length']:.1f}",
+        "held_out.before": lambda d: held_out(d, 0),
+        "held_out.off": lambda d: held_out(d, -1),
     },
 )
+
+
+def held_out(d: Doc, place: int) -> str:
+    return f"{statistics.fmean(run['held_out'][place] for run in d['runs']['off']):.3f}"
+
 
 figures(
     "timeline",
@@ -202,8 +102,6 @@ figures(
         "samples": lambda d: f"{d['arms']['tlt-2']['against_off']['samples']:,}",
         "tokens": lambda d: f"{d['arms']['tlt-2']['against_off']['tokens']:,}",
         "metrics": lambda d: f"{d['arms']['tlt-2']['against_off']['metrics']:,}",
-        "accepted": lambda d: f"{d['arms']['tlt-2']['accepted_tokens']:,.0f}",
-        "published": lambda d: f"{d['arms']['tlt-2']['published']:.0f}",
         "verdict": lambda d: (
             "are equal in every bit"
             if all(differs(arm) in ("", "nowhere") for arm in d["arms"].values())

@@ -25,7 +25,7 @@ def thread_environment() -> dict[str, str]:
 
     The process must have them before it loads torch. Threads of GNU OpenMP spin while they wait for
     each other. When another process takes one of their cores, the spinning threads use up the time
-    in which the delayed thread could catch up (`benchmarks/cpu.py`). A value of the user wins.
+    in which the delayed thread could catch up. A value of the user wins.
     """
     return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0")}
 

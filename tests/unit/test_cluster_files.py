@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +109,6 @@ def test_a_run_that_fails_fails_the_job(cluster: dict[str, str]) -> None:
     assert job.returncode == 7
 
 
-def test_slurm_without_a_config_says_what_to_name(cluster: dict[str, str]) -> None:
-    job = start(cluster)
-    printed, _ = job.communicate(timeout=60)
-    assert job.returncode == 2
-    assert "sbatch slurm.sh /shared/run.toml" in printed
-
-
 def settings(command: str) -> dict[str, str]:
     return dict(word.split("=") for word in command.split() if "=" in word)
 
@@ -155,45 +147,3 @@ def test_the_cluster_has_the_gpus_of_the_recipe(job: dict[str, Any]) -> None:
         num_gpus += count * int(limits["nvidia.com/gpu"])
     recipe = load_config(TrainConfig, RECIPE)
     assert num_gpus == recipe.pool.num_engines * recipe.engine.num_gpus
-
-
-def test_pods_mount_what_they_declare(job: dict[str, Any]) -> None:
-    cluster = job["rayClusterSpec"]
-    recipe = load_config(TrainConfig, RECIPE)
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        assert set(mounts.values()) == set(volumes)
-        memory = volumes[mounts["/dev/shm"]]["emptyDir"]
-        assert memory["medium"] == "Memory"
-        room = int(memory["sizeLimit"].removesuffix("Gi")) * 2**30
-        store = int(group["rayStartParams"]["object-store-memory"])
-        assert room > store + recipe.capture.capacity_gib * 2**30
-        assert pod["securityContext"]["runAsNonRoot"]
-        assert pod["terminationGracePeriodSeconds"] > recipe.run.term_timeout_s
-        names = {variable["name"] for variable in container["env"]}
-        page = (ROOT / "docs" / "cluster.md").read_text()
-        assert set(re.findall(r"(RAY_\w+)=0", page)) <= names
-
-
-def test_the_job_runs_a_command_that_exists(job: dict[str, Any]) -> None:
-    words = job["entrypoint"].split()
-    assert words[:3] == ["tlt", "train", "/shared/run.toml"]
-    assert all(map(exists, settings(job["entrypoint"])))
-
-
-def test_ray_and_image_are_those_of_the_package(job: dict[str, Any]) -> None:
-    from packaging.requirements import Requirement
-
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (ray,) = (
-        Requirement(text)
-        for text in project["optional-dependencies"]["gpu"]
-        if text.startswith("ray")
-    )
-    cluster = job["rayClusterSpec"]
-    assert ray.specifier.contains(cluster["rayVersion"])
-    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
-    assert container["image"].endswith(f":{project['version']}")

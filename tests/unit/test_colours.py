@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tlt import colours
-from tlt.colours import COLOURS, INK, MODES, arm_colour
+from tlt.colours import COLOURS, INK
 from tlt.observe.metrics import STAGES
 from tlt.spans import STATES
 
@@ -44,13 +44,6 @@ def test_every_stage_and_state_has_a_colour() -> None:
     assert tuple(colours.STATES) == tuple(STATES)
     assert colours.STAGES["rollout"] == colours.STATES["generating"]
     assert colours.STAGES["update"] == colours.STATES["updating"]
-
-
-def test_an_arm_has_the_colour_of_its_drafter_and_is_stronger_with_longer_drafts() -> None:
-    assert arm_colour("off", 0) == MODES["off"]
-    assert arm_colour("ngram", 8) == MODES["ngram"]
-    shades = [luminance(arm_colour("eagle3", k)) for k in range(1, 6)]
-    assert shades == sorted(shades, reverse=True)
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda p: str(p.relative_to(ROOT)))

