@@ -107,7 +107,9 @@ def _check_device(
 
     def show(check: report.Check, result: Result | None) -> None:
         if result is None:
-            console.print(f"{check.name}: {check.function.__doc__}", highlight=False)
+            console.print(
+                f"{check.name}: {check.function.__doc__}", highlight=False, soft_wrap=True
+            )
             return
         color = "red" if result.is_bad else "green" if result.status == "passed" else "blue"
         line = f"  [{color}]{result.status}[/] after {result.seconds:.1f} s"
