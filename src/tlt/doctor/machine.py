@@ -102,9 +102,9 @@ def _engine() -> Iterator[Finding]:
     """Load vLLM as an engine process does."""
     result = isolated.run(probe, limit_s=PROBE_S)
     if result.is_bad:
-        is_busy = result.status == "timed out"
-        busy = "the machine is busy: try again when other programs have ended"
-        fix = busy if is_busy else "reinstall: make setup"
+        fix = "reinstall: make setup"
+        if result.status == "timed out":
+            fix = "the machine is busy: try again when other programs have ended"
         yield Finding("bad", "vLLM import", result.error, fix)
         return
     notes = result.notes

