@@ -22,7 +22,7 @@ from tlt.doctor.isolated import Result
 from tlt.errors import ConfigError
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
