@@ -6,10 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from tlt.doctor.place import Place
+from tlt.doctor.engines import Place
 
 
 def pass_(place: Place) -> dict[str, Any]:
@@ -21,12 +20,15 @@ def fail(place: Place) -> dict[str, Any]:
 
 
 def crash(place: Place) -> dict[str, Any]:
+    """Abort as C++ does, with its message."""
+    what = "  what():  Only a single TORCH_LIBRARY\nframe #0: RuntimeError: another\n"
+    os.write(2, f"UserWarning: x\nterminate called\n{what}".encode())
     os.abort()
 
 
 def hang(place: Place) -> dict[str, Any]:
     """Hang, with a child process that hangs too."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (Path(place.folder) / "child").write_text(str(child.pid))
+    (place.folder / "child").write_text(str(child.pid))
     time.sleep(600)
     return {}

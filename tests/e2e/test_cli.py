@@ -18,12 +18,6 @@ def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    assert "self-test passed: lossless" in tlt("doctor", tmp_path)
-
-
-@pytest.mark.vllm
 def test_drafts_do_not_change_samples(tmp_path: Path) -> None:
     """The command of the page on losslessness, with the tiny model that it makes itself."""
     lines = [f"What is {number} + {number}?" for number in range(12)]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from speed import limit
-from tlt.doctor import isolated, report
-from tlt.doctor.checks import CHECKS
-from tlt.doctor.place import Place
+from tlt.doctor.engines import Place
+from tlt.doctor.report import CHECKS, Check, chosen
 
 pytestmark = pytest.mark.vllm
 
@@ -28,8 +27,8 @@ def models(tiny: Path, tiny_drafter: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("check", ON_CPU, ids=[check.name for check in ON_CPU])
-def test_a_cpu_engine_passes(check: isolated.Check, models: Path) -> None:
-    result = isolated.run(check, Place(str(models), 0), LIMIT_S)
+def test_a_cpu_engine_passes(check: Check, models: Path) -> None:
+    result = check.run(Place(models, 0), LIMIT_S)
     assert result.status == "passed", f"{result.error}\n{result.trace}\n{result.printed}"
     assert result.notes
 
@@ -37,8 +36,8 @@ def test_a_cpu_engine_passes(check: isolated.Check, models: Path) -> None:
 def test_a_wrong_sampler_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own sampler of CPU engines draws from a wrong distribution with drafts."""
     monkeypatch.setenv("TLT_COMPAT_SKIP", "keyed")
-    (start,) = report.chosen(["start"])
-    result = isolated.run(start, Place(str(models), 0), LIMIT_S)
+    (start,) = chosen(["start"])
+    result = start.run(Place(models, 0), LIMIT_S)
     assert result.status == "failed"
     assert "the self-test found" in result.error
 
@@ -48,8 +47,8 @@ def test_a_drafter_that_drafts_nonsense_is_found(
 ) -> None:
     (tmp_path / "policy").symlink_to(tiny)
     (tmp_path / "drafter").symlink_to(fresh_drafter)
-    (swap,) = report.chosen(["drafter_swap"])
-    result = isolated.run(swap, Place(str(tmp_path), 0), LIMIT_S)
+    (swap,) = chosen(["drafter_swap"])
+    result = swap.run(Place(tmp_path, 0), LIMIT_S)
     assert result.status == "failed"
     assert "accepted shares do not follow the drafter" in result.error
 

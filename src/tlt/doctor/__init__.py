@@ -1,4 +1,6 @@
-"""Checks of a device with real engines, each in a process of its own, and their report.
+"""What works on this machine: `tlt doctor`, and with `--gpu` checks of real engines on a device.
 
-`tlt doctor --gpu` runs them. Tests run the same checks on CPU engines.
+`machine` finds out about hardware and packages. `sameness`, `lifecycle` and `training` check
+engines, and tests run these checks on CPU engines. `isolated` gives each check a process of its
+own. `report` runs all checks and writes their results.
 """

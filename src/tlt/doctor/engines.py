@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
-from tlt.doctor.place import Place
 from tlt.rollout.offline import ChildEngine
 from tlt.rollout.recheck import first_difference
 
@@ -18,30 +19,52 @@ SWITCHING = {
     "arms": [["off", 0], *([d, k] for d in ("ngram", "eagle3") for k in (1, 3, 7))],
     "seed": 1,
 }
+KV_CACHE_BYTES = 2**28
 ROUNDED_SHARE = 0.25
 """Share of the samples that may differ on a GPU where weights are compared, not drafts."""
 LEAST_ACCEPTED = 0.1
 """Share of the trained drafter's tokens that the tiny policy accepts at least."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a check runs: the models and the device of its engines."""
+
+    folder: Path
+    """Folder with `policy`, its `drafter`, and whatever a check writes."""
+    num_gpus: int
+    """GPUs of this machine; 0 runs all checks on CPU engines."""
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The folders of the policy and its drafter, as settings of an engine."""
+        return {"model": str(self.folder / "policy"), "drafter": str(self.folder / "drafter")}
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of an engine that is not tensor-parallel."""
+        return min(1, self.num_gpus)
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """The arguments of vLLM that let two small engines share a GPU."""
+        limits = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+        return limits if self.num_gpus else {}
+
+
 def engine_config(place: Place, **settings: Any) -> EngineConfig:
     """Return a small engine with a drafter and all arms of `SWITCHING`."""
     args = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
-    defaults: dict[str, Any] = {
-        "model": str(place.policy),
-        "drafter": str(place.drafter),
-        "strategy": SWITCHING,
-        "num_gpus": place.engine_gpus,
-        "core_group": "doctor",
-    }
-    added = settings.pop("engine_args", {})
-    return EngineConfig(**(defaults | settings), engine_args=args | place.room() | added)
+    args |= place.room | settings.pop("engine_args", {})
+    defaults: dict[str, Any] = {"strategy": SWITCHING, "num_gpus": place.engine_gpus}
+    defaults |= {"core_group": "doctor", "engine_args": args}
+    return EngineConfig(**(place.models | defaults | settings))
 
 
 @contextmanager
-def started(config: EngineConfig, name: str = "engine") -> Iterator[ChildEngine]:
+def started(config: EngineConfig) -> Iterator[ChildEngine]:
     """Yield an engine that has started."""
-    with ChildEngine(config, name) as engine:
+    with ChildEngine(config, "engine") as engine:
         engine.report()
         yield engine
 
@@ -85,7 +108,6 @@ def expect_same(
         sample, at = differing[0]
         raise AssertionError(
             f"{when}: {len(differing)} of {len(got)} samples differ, the first in sample {sample} "
-            f"at token {at}: {list(got[sample])[at : at + 4]} instead of "
-            f"{list(expected[sample])[at : at + 4]}"
+            f"at token {at}: {got[sample][at : at + 4]} instead of {expected[sample][at : at + 4]}"
         )
     return len(differing)

@@ -1,48 +1,37 @@
-"""Runs a check in a process group of its own, under a time limit.
+"""Calls a function in a process group of its own, under a time limit.
 
-Whatever a check does (fail, abort, hang, leave processes behind), the caller gets a result and a
-device without leftovers. A check that hangs is told to print the stacks of all its threads and
-engines before it is killed.
+Whatever the function does (raise, abort, hang, leave processes behind), the caller gets a result
+and a device without leftovers. A function that hangs is told to print the stacks of all its threads
+and engines before it is killed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tlt.doctor.place import Place
-
 Status = Literal["passed", "failed", "timed out", "crashed", "skipped"]
 STACKS_S = 5.0
-"""Seconds that a check gets to print its stacks."""
+"""Seconds that a function which hangs gets to print its stacks."""
 PRINTED_CHARS = 20_000
-"""Characters of a check's output that a result keeps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A function `(Place) -> notes` that raises if something is wrong."""
-
-    name: str
-    what: str
-    """The claim that the check tests, in one sentence."""
-    target: str
-    """The function as `module:name`."""
-    min_gpus: int = 0
-    """GPUs without which the check is skipped."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the check's process on GPUs."""
+"""Characters of the output that a result keeps."""
+_MESSAGES = (r"what\(\): *(.+)", r"(Fatal Python error.+)", r"^(\S*Error: .+)", r"(.*\S)")
+"""Messages in the output of a process that crashed, the most telling one first."""
+CHILD = "import sys; from tlt.doctor.isolated import answer; answer(sys.argv[1])"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +40,7 @@ class Result:
 
     name: str
     what: str
+    """The claim that the check tests, in one sentence."""
     status: Status
     seconds: float = 0.0
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -62,59 +52,54 @@ class Result:
     printed: str = ""
     """End of the output of a check that did not pass."""
 
+    @property
+    def is_bad(self) -> bool:
+        """Whether the check ran and did not pass."""
+        return self.status not in ("passed", "skipped")
 
-def skipped(check: Check, why: str) -> Result:
-    """Return the result of a check that was not run."""
-    return Result(check.name, check.what, "skipped", error=why)
 
+def run(
+    function: Callable[..., Mapping[str, Any]],
+    *arguments: Any,
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> Result:
+    """Call a function in a process of its own, and kill the process after `limit_s` seconds.
 
-def run(check: Check, place: Place, limit_s: float) -> Result:
-    """Run a check in a process of its own; kill it after `limit_s` seconds."""
-    if place.num_gpus < check.min_gpus:
-        return skipped(check, f"needs {check.min_gpus} GPUs, found {place.num_gpus}")
+    The function returns facts, or raises if something is wrong. Its docstring is the claim.
+    """
     with tempfile.TemporaryDirectory(prefix="tlt-doctor-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
-        place.write(folder / "place.json")
-        started_s = time.monotonic()
-        code = _run_process(check, place, folder, limit_s)
-        seconds = time.monotonic() - started_s
-        answer = folder / "answer.json"
-        found = json.loads(answer.read_text()) if answer.exists() else {}
-        if "notes" in found:
-            return Result(check.name, check.what, "passed", seconds, found["notes"])
-        status: Status = "failed"
-        if not found:
-            status = "timed out" if code is None else "crashed"
-            why = f"no answer within {limit_s:g} s" if code is None else f"exit code {code}"
-            found = {"error": f"{why}; see `printed`", "trace": ""}
-        return Result(
-            check.name,
-            check.what,
-            status,
-            seconds,
-            error=found["error"],
-            trace=found["trace"],
-            printed=_printed(folder),
-        )
+        (folder / "call").write_bytes(pickle.dumps((function, arguments)))
+        began_s = time.monotonic()
+        code = _run_process(folder, limit_s, environment or {})
+        found: dict[str, Any] = {"seconds": time.monotonic() - began_s}
+        if (folder / "answer").exists():
+            found |= json.loads((folder / "answer").read_text())
+        elif code is None:
+            found |= {"status": "timed out", "error": f"no answer within {limit_s:g} s"}
+        else:
+            why = _first_message((folder / "printed.log").read_text(errors="replace"))
+            found |= {"status": "crashed", "error": f"exit code {code}: {why}"}
+        if found["status"] != "passed":
+            logs = [folder / "printed.log", *sorted(folder.glob("tlt-*/printed.log"))]  # of engines
+            texts = [log.read_text(errors="replace").strip() for log in logs]
+            found["printed"] = "\n".join(text[-PRINTED_CHARS:] for text in texts)
+    return Result(function.__name__, function.__doc__ or "", **found)
 
 
-def _run_process(check: Check, place: Place, folder: Path, limit_s: float) -> int | None:
-    """Return the exit code of the check's process, or None after the time limit."""
-    environment = {"VLLM_LOGGING_LEVEL": "INFO", "RAY_TMPDIR": "/tmp"} | dict(os.environ)
-    environment |= {"TMPDIR": str(folder), "PYTHONFAULTHANDLER": "1"}
-    if place.num_gpus:
-        environment |= check.environment
-    command = [sys.executable, "-m", "tlt.doctor", check.target]
-    files = [str(folder / name) for name in ("place.json", "answer.json")]
+def _run_process(folder: Path, limit_s: float, environment: Mapping[str, str]) -> int | None:
+    """Return the exit code of the process, or None after the time limit."""
+    defaults = {"VLLM_LOGGING_LEVEL": "INFO", "RAY_TMPDIR": "/tmp"}
+    own = {"TMPDIR": str(folder), "PYTHONFAULTHANDLER": "1"}
     with (folder / "printed.log").open("wb") as printed:
         process = subprocess.Popen(
-            [*command, *files],
+            [sys.executable, "-c", CHILD, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={**defaults, **os.environ, **own, **environment},
             start_new_session=True,
-            preexec_fn=_no_core_dumps,
         )
     try:
         return process.wait(limit_s)
@@ -129,16 +114,25 @@ def _run_process(check: Check, place: Place, folder: Path, limit_s: float) -> in
         process.wait()
 
 
-def _no_core_dumps() -> None:
+def answer(folder: str) -> None:
+    """Call the function in this process, write its result, and end the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        function, arguments = pickle.loads((Path(folder) / "call").read_bytes())
+        found = {"status": "passed", "notes": function(*arguments)}
+    except BaseException as error:
+        # The process ends here, so that the report gets every kind of error.
+        said = f"{type(error).__name__}: {error}"
+        found = {"status": "failed", "error": said, "trace": traceback.format_exc()}
+    partial = Path(folder) / "partial"
+    partial.write_text(json.dumps(found, default=str))
+    partial.rename(Path(folder) / "answer")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an engine that hangs must not hold up the answer
 
 
-def _printed(folder: Path) -> str:
-    """Return what the check and the engines that it left behind have printed."""
-    parts = [_tail(folder / "printed.log")]
-    left = sorted(folder.glob("tlt-*/printed.log"))
-    return "\n".join([*parts, *(f"--- {path.parent.name}\n{_tail(path)}" for path in left)])
-
-
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace").strip()[-PRINTED_CHARS:]
+def _first_message(output: str) -> str:
+    """Return the line that says why a process crashed; later errors follow from the first one."""
+    found = (re.search(pattern, output, re.MULTILINE) for pattern in _MESSAGES)
+    return next((match[1] for match in found if match), "no output")

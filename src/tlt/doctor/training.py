@@ -1,8 +1,9 @@
-"""The check of a whole run: `tlt train` with TLT on, for three RL steps."""
+"""The models of the checks, and the check of a whole run: `tlt train` for three RL steps."""
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,40 +11,81 @@ from typing import Any
 
 import tomli_w
 
-from tlt.doctor.place import Place
+from tlt.doctor.engines import Place
+from tlt.models import tiny
 
+NUM_SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 8, 96
+ROW_SAMPLES, NUM_ROWS = 20, 60
+"""Samples and number of the drafter's optimizer steps: the policy accepts many of its drafts."""
 NUM_STEPS = 3
 SHOWN = ("learner/gap_mean", "rollout/acceptance_length", "time/rollout_s", "time/sync_s")
 """Metrics of the last RL step that the report shows."""
 
 
+def models(place: Place) -> dict[str, Any]:
+    """A tiny random policy and a trained drafter are made on the CPU."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tlt.drafter.checkpoint import save_drafter
+    from tlt.drafter.row import Row
+    from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
+    from tlt.states.captured import capture
+
+    folder = tiny.make(place.folder / "policy")
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    prompts = torch.randint(4, 260, (NUM_SAMPLES, PROMPT_TOKENS))
+    sampling = {"do_sample": True, "temperature": 0.85, "pad_token_id": 0, "eos_token_id": None}
+    texts = policy.generate(prompts, max_new_tokens=RESPONSE_TOKENS, **sampling).tolist()
+    head = policy.get_output_embeddings().weight.detach()
+    drafter = fresh_drafter(policy.config, head, None)
+    layers = drafter.config.aux_layer_ids
+    samples = [capture(policy, text, PROMPT_TOKENS, layers, torch.float32) for text in texts]
+    settings = TrainerSettings(
+        num_draft_tokens=4, row_tokens=2048, lr=6e-3, temperature=1.0, seed=0, bfloat16=False
+    )
+    trainer = DrafterTrainer(drafter, head, policy.get_input_embeddings().weight.detach(), settings)
+    rng = random.Random(0)
+    for step in range(NUM_ROWS):
+        row = Row(rng.sample(samples, ROW_SAMPLES))
+        trainer.micro_step(row, lr_scale=1.0 - 0.9 * step / NUM_ROWS)
+    save_drafter(trainer.drafter, place.folder / "drafter", torch.float32)
+    return place.models
+
+
+def train(place: Place) -> dict[str, Any]:
+    """`tlt train` runs three RL steps with TLT on, engines and learner on the same GPUs."""
+    return _train(place, "colocated")
+
+
+def train_separate(place: Place) -> dict[str, Any]:
+    """`tlt train` runs three RL steps with TLT on, engine and learner on their own GPUs."""
+    return _train(place, "separate")
+
+
 def settings(place: Place, out: Path, kind: str) -> dict[str, Any]:
     """Return the settings of a run on up to two GPUs, or on this machine's cores."""
-    num_engines = 1 if kind == "separate" else min(2, place.num_gpus) or 1
+    on_gpus, num_gpus = place.num_gpus > 0, place.engine_gpus
+    num_engines = 2 if place.num_gpus > 1 and kind == "colocated" else 1
     args: dict[str, Any] = {"enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32}
-    if place.num_gpus:
+    if on_gpus:
         args["gpu_memory_utilization"] = 0.3
+    policy, drafter = place.models.values()
     return {
         "run": {"out": str(out), "num_steps": NUM_STEPS},
-        "policy": {
-            "model": str(place.policy),
-            "dtype": "bfloat16" if place.num_gpus else "float32",
-        },
+        "policy": {"model": policy, "dtype": "bfloat16" if on_gpus else "float32"},
         "task": {"name": "gcd", "parameters": {"max_value": 9}},
         "reward": {"function": "exact"},
         "sampling": {"prompts_per_step": 4, "group_size": 4, "max_tokens": 200},
         "engine": {
-            "drafter": str(place.drafter),
-            "num_gpus": place.engine_gpus,
+            "drafter": drafter,
+            "num_gpus": num_gpus,
             "kv_cache_gib": 0.25,
             "engine_args": args,
         },
         "pool": {"num_engines": num_engines},
-        "learner": {
-            "num_ranks": num_engines if place.num_gpus else 1,
-            "num_gpus": place.engine_gpus,
-            "row_tokens": 2048,
-        },
+        "learner": {"num_ranks": num_engines, "num_gpus": num_gpus, "row_tokens": 2048},
         "placement": {"kind": kind},
         "tlt": {"enabled": True, "min_lease_s": 0.2, "session_s": 1.0},
         "debug": {
@@ -53,19 +95,9 @@ def settings(place: Place, out: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def colocated(place: Place) -> dict[str, Any]:
-    """Run engines and learner on the same devices, in turn."""
-    return _train(place, "colocated")
-
-
-def separate(place: Place) -> dict[str, Any]:
-    """Run engine and learner on a GPU each."""
-    return _train(place, "separate")
-
-
 def _train(place: Place, kind: str) -> dict[str, Any]:
-    """Run `tlt train`, and read what the run has measured."""
-    out = Path(place.folder) / f"run-{kind}"
+    """Run `tlt train`, and return what the run has measured."""
+    out = place.folder / f"run-{kind}"
     recipe = out.with_suffix(".toml")
     recipe.write_text(tomli_w.dumps(settings(place, out, kind)))
     done = subprocess.run(

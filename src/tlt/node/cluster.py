@@ -40,12 +40,8 @@ def start_ray(num_engines: int) -> None:
         return
     _stay_on_loopback()
     _make_token()
-    ray.init(
-        "local",
-        num_cpus=max(num_engines, os.cpu_count() or 1),
-        include_dashboard=False,
-        **quiet,
-    )
+    num_cpus = max(num_engines, os.cpu_count() or 1)
+    ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
 
 
 def _stay_on_loopback() -> None:

@@ -145,15 +145,11 @@ def _remove_unheld(name: str, parent: int) -> bool:
 
 def open_file(path: Path | str, mode: str, buffering: int = -1) -> IO[bytes]:
     """Open a binary file as `open` does, but refuse a symbolic link, and make private files."""
-    return cast(
-        IO[bytes],
-        open(
-            path,
-            mode,
-            buffering,
-            opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600),
-        ),
-    )
+
+    def open_private(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600)
+
+    return cast(IO[bytes], open(path, mode, buffering, opener=open_private))
 
 
 # --- folders that can be trusted ------------------------------------------------------------------

@@ -12,6 +12,7 @@ these weights.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import secrets
@@ -41,17 +42,11 @@ class SharedWeights:
         seed = secrets.randbits(31) if seed is None else seed
         for name, tensor in tensors:
             array = tensor.detach().to("cpu").contiguous()
-            entries.append(
-                {
-                    "name": name,
-                    "dtype": str(array.dtype).removeprefix("torch."),
-                    "shape": list(array.shape),
-                    "offset": offset,
-                    "fingerprint": fingerprint(array, seed),
-                }
-            )
+            dtype = str(array.dtype).removeprefix("torch.")
+            fields = {"name": name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
+            entries.append(fields | {"fingerprint": fingerprint(array, seed)})
             arrays.append(array)
-            offset += -(-array.numel() * array.element_size() // ALIGNMENT) * ALIGNMENT
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         header = json.dumps({"seed": seed, "tensors": entries}).encode()
         start = -(-(len(_MAGIC) + 8 + len(header)) // ALIGNMENT) * ALIGNMENT
         with self._new_file(start + offset) as file:
@@ -138,11 +133,8 @@ def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """
     mapping, header, start = _open(path)
     for entry in header["tensors"]:
-        dtype = getattr(torch, entry["dtype"])
-        shape = entry["shape"]
-        count = 1
-        for size in shape:
-            count *= size
+        dtype, shape = getattr(torch, entry["dtype"]), entry["shape"]
+        count = math.prod(shape)
         if count == 0:
             yield entry["name"], torch.empty(shape, dtype=dtype)
             continue
@@ -197,8 +189,8 @@ def check_shapes(shapes: Iterable[tuple[str, list[int]]], folder: Path, whole: b
                 f"weights hold {name!r} of shape {shape}, but the model in {folder} has "
                 f"{expected[name]}"
             )
-    missing = [n for n in expected if n not in given and n.endswith((".weight", ".bias"))]
-    missing = [name for name in missing if name != "lm_head.weight"]
+    needed = expected.keys() - given - {"lm_head.weight"}
+    missing = [name for name in needed if name.endswith((".weight", ".bias"))]
     if whole and missing:
         raise ValueError(
             f"weights lack {min(missing)!r} and {len(missing) - 1} others that the model in "

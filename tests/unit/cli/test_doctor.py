@@ -1,49 +1,44 @@
-"""The table of `tlt doctor` shows its commands as they must be typed."""
+"""`tlt doctor` prints findings as they must be typed, and the report of a GPU as JSON."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from called import tlt
-from typer.testing import CliRunner
 
-from tlt.cli import diagnosis, doctor
-from tlt.cli.diagnosis import Finding, Status
-from tlt.cli.main import app
+from tlt.doctor import machine, report
+from tlt.doctor.machine import Finding
 
 
-def test_the_extras_of_a_fix_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix = "pip install 'tlt-rl[cpu]' (or [gpu])"
-    missing = [Finding(Status.BAD, "Ray", "none", fix)]
-    monkeypatch.setattr(doctor, "_diagnose", lambda console: missing)
-    done = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
-    assert done.exit_code == 1
-    assert fix in done.stdout
-
-
-def test_a_busy_machine_is_not_told_to_install_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "PROBE_S", 0.01)
-    monkeypatch.setattr(diagnosis, "find_spec", lambda name: name)
-    (found,) = [each for each in diagnosis.diagnose() if each.what == "vLLM import"]
-    assert found.status == Status.BAD
-    assert "busy" in found.fix
-    assert "install" not in found.fix
+def test_findings_as_text_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix = "pip install 'tlt-rl[cpu]' (or [gpu])"  # no markup
+    found = [Finding("ok", "Python", "3.11"), Finding("bad", "Ray", "none", fix)]
+    monkeypatch.setattr(machine, "findings", lambda: found)
+    code, output, _ = tlt("doctor")
+    assert code == 1
+    assert fix in output
+    code, output, _ = tlt("doctor", "--json")
+    assert code == 1
+    data = json.loads(output)
+    assert data["to_fix"] == 1
+    assert data["findings"][1] == {"status": "bad", "what": "Ray", "found": "none", "fix": fix}
+    del found[1]
+    assert tlt("doctor")[0] == 0
 
 
 def test_the_report_of_a_gpu_is_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = {"devices": [{"name": "none"}]}
-    monkeypatch.setattr("tlt.doctor.machine.probe", lambda: found)
-    monkeypatch.setattr(doctor, "_diagnose", lambda console: [])
+    monkeypatch.setattr(machine, "facts", lambda: {"torch": {"devices": ["one"]}})
+    monkeypatch.setattr(machine, "findings", lambda: [])
 
     def run_checks(
-        checks: object, num_gpus: int, limit_s: float, out: Path, facts: dict[str, Any], *_: Any,
-        **__: Any,
-    ) -> list[Any]:  # fmt: skip
+        checks: object, num_gpus: int, limit_s: float, out: Path, facts: dict[str, Any], *_: Any
+    ) -> list[Any]:
         out.write_text(json.dumps({"facts": facts, "num_gpus": num_gpus}))
         return []
 
-    monkeypatch.setattr("tlt.doctor.report.run_checks", run_checks)
+    monkeypatch.setattr(report, "run_checks", run_checks)
     out = tmp_path / "report.json"
     code, output, errors = tlt("doctor", "--gpu", "--json", "--out", str(out))
     assert code == 0, errors
@@ -54,10 +49,10 @@ def test_the_report_of_a_gpu_is_json(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_missing_package_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, extra: str
 ) -> None:
-    def missing(console: object) -> list[Finding]:
+    def missing() -> Iterator[Finding]:
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    monkeypatch.setattr(doctor, "_diagnose", missing)
+    monkeypatch.setattr(machine, "findings", missing)
     code, _, errors = tlt("doctor")
     assert code == 2
-    assert f"this command needs {module}; run: pip install 'tlt-rl[{extra}]'" in errors
+    assert f"tlt-rl[{extra}]" in errors

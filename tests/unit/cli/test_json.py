@@ -10,7 +10,6 @@ from called import tlt
 from made_up import made_up_folder
 from typer.main import get_command
 
-from tlt.cli.diagnosis import Finding, Status
 from tlt.cli.main import app
 
 WITHOUT_TABLE = {"models smollm2", "models tiny", "drafter export"}
@@ -58,18 +57,6 @@ def test_the_findings_of_a_run(folder: Path) -> None:
     code, output, _ = tlt("doctor", "--run", str(folder), "--json")
     assert code == 0
     assert json.loads(output)["findings"][0]["change"]
-
-
-def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [Finding(Status.OK, "Python", "3.11"), Finding(Status.BAD, "Ray", "none", "pip ...")]
-    monkeypatch.setattr("tlt.cli.doctor.diagnose", lambda: found)
-    code, output, _ = tlt("doctor", "--json")
-    assert code == 1
-    data = json.loads(output)
-    assert data["to_fix"] == 1
-    assert data["findings"][1] == {
-        **{"status": "bad", "what": "Ray", "found": "none", "fix": "pip ..."}
-    }
 
 
 def test_a_replay_of_strategies(tmp_path: Path) -> None:

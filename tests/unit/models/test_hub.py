@@ -34,10 +34,7 @@ def download(monkeypatch: pytest.MonkeyPatch, result: Any) -> list[dict[str, Any
     ("name", "expected"),
     [
         ("Qwen/Qwen3-8B", ("Qwen/Qwen3-8B", None)),
-        (
-            "RedHatAI/Qwen3-8B-speculator.eagle3@v1.0",
-            ("RedHatAI/Qwen3-8B-speculator.eagle3", "v1.0"),
-        ),
+        ("RedHatAI/Qwen3-8B.eagle3@v1.0", ("RedHatAI/Qwen3-8B.eagle3", "v1.0")),
         ("smollm2", None),
         ("/models/policy", None),
         ("./Qwen/Qwen3-8B", None),
@@ -80,10 +77,10 @@ def of_hub(name: str) -> Exception:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("RepositoryNotFoundError", "the Hub shows no model of this name; check the spelling"),
-        ("GatedRepoError", "asks for consent to its licence"),
-        ("RevisionNotFoundError", "no revision 'abc' of it; e.g. Qwen/Qwen9@main"),
-        ("HfHubHTTPError", "the Hub cannot be reached"),
+        ("RepositoryNotFoundError", "spelling"),
+        ("GatedRepoError", "licence"),
+        ("RevisionNotFoundError", "Qwen/Qwen9@main"),
+        ("HfHubHTTPError", "reached"),
     ],
 )
 def test_what_the_hub_refuses_is_said_with_a_way_out(
@@ -91,15 +88,14 @@ def test_what_the_hub_refuses_is_said_with_a_way_out(
 ) -> None:
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     download(monkeypatch, of_hub(name))
-    with pytest.raises(ConfigError, match=why) as refused:
+    with pytest.raises(ConfigError, match=f"policy.model = 'Qwen/Qwen9@abc' .*{why}"):
         local_folder("Qwen/Qwen9@abc", "policy.model")
-    assert str(refused.value).startswith("policy.model = 'Qwen/Qwen9@abc' is no folder here, and ")
 
 
 def test_without_a_network_the_way_out_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     download(monkeypatch, ConnectionError("no route"))
-    with pytest.raises(ConfigError, match=r"cannot be reached .*no route.*hf download Qwen/Qwen9"):
+    with pytest.raises(ConfigError, match=r"--model .*no route.*hf download Qwen/Qwen9"):
         local_folder("Qwen/Qwen9", "--model")
 
 
@@ -114,7 +110,7 @@ def test_offline_the_cache_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert local_folder("owner/policy", "--model") == stored / "snapshots" / commit
-    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to download it"):
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE"):
         local_folder("owner/another", "--model")
 
 

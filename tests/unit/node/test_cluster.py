@@ -46,9 +46,8 @@ def test_a_ray_of_our_own_stays_on_loopback_and_has_a_private_token(
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     assert len(token.read_text()) == 64
-    assert [stat.S_IMODE(p.stat().st_mode) for p in (token, *list(token.parents)[:2])] == [
-        *(0o600, 0o700, 0o700)
-    ]
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (token, *list(token.parents)[:2])]
+    assert modes == [0o600, 0o700, 0o700]
 
 
 def test_the_user_s_token_and_interface_win(

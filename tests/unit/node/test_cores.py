@@ -41,6 +41,6 @@ def test_groups_may_share() -> None:
     release_cores(first)
 
 
-def test_more_than_there_is() -> None:
+def test_more_cores_than_there_are() -> None:
     with pytest.raises(EngineError, match=r"engine\.num_cores = "):
         claim_cores(10_000)

@@ -11,8 +11,6 @@ from safetensors.torch import save_file
 from tlt.node.fingerprint import columns, fingerprint, fingerprints, fused, of_columns
 from tlt.node.weights import SharedWeights, check_weights, read_fingerprints
 
-DTYPES = [torch.float32, torch.bfloat16]
-
 
 def matrix(
     rows: int, width: int, seed: int = 0, dtype: torch.dtype = torch.float32
@@ -21,7 +19,7 @@ def matrix(
     return torch.randn(rows, width, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_with_one_hot_vectors_shows_the_columns(dtype: torch.dtype) -> None:
     """The engine's products and the learner's tensors have the same fingerprint."""
     weight = matrix(96, 64, dtype=dtype)
@@ -44,8 +42,10 @@ def test_rows_and_columns_in_another_order_show() -> None:
     weight = matrix(96, 6)
     assert not fingerprint(weight.flip(0), 1).same(fingerprint(weight, 1))
     assert not fingerprint(weight.flip(1), 1).same(fingerprint(weight, 1))
-    vector = torch.randn(16)
-    assert not fingerprint(vector.flip(0), 1).same(fingerprint(vector, 1))
+    vector = torch.arange(16.0)
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        flipped = fingerprint(vector.flip(0), 1, dtype)
+        assert not flipped.same(fingerprint(vector, 1, dtype))
 
 
 @given(st.integers(0, 95), st.integers(0, 2**20))
@@ -69,12 +69,6 @@ def test_zeros_have_one_sign() -> None:
     assert fingerprint(torch.tensor([1e-40]), 0)[:2] == (0, 0)
 
 
-def test_narrow_types_have_one_too() -> None:
-    small = matrix(8, 8).to(torch.float8_e4m3fn)
-    assert fingerprint(small, 0).same(fingerprint(small.clone(), 0))
-    assert not fingerprint(small, 0).same(fingerprint(matrix(8, 8, 1).to(small.dtype), 0))
-
-
 def test_what_is_handed_out_is_what_is_expected_in_the_engines_dtype() -> None:
     tensors = {"a": matrix(8, 32), "b": torch.randn(7)}
     lower = {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -91,7 +85,7 @@ def test_a_policy_of_which_something_is_missing_is_refused(tmp_path: Path) -> No
     whole = {"q.weight": matrix(8, 8), "k.weight": matrix(4, 8), "lm_head.weight": matrix(9, 8)}
     save_file(whole | {"rotary.inv_freq": torch.ones(2)}, tmp_path / "model.safetensors")
     with SharedWeights([("q.weight", whole["q.weight"])]) as part:
-        with pytest.raises(ValueError, match=r"weights lack 'k\.weight' and 0 others"):
+        with pytest.raises(ValueError, match=r"k\.weight"):
             check_weights(str(part.path), tmp_path, whole=True)
         check_weights(str(part.path), tmp_path, whole=False)
     tied = {name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}
