@@ -65,6 +65,8 @@ def test_reward_rises(policy: Path, seed: int) -> None:
     for name in ("config.toml", "versions.json", "summary.json", "run.png", "samples"):
         assert (run / name).exists(), name
     assert (run / "policy" / "model.safetensors").exists()
+    for name in ("run.log", "logs/engine-0.log", "logs/rank-0.log"):
+        assert " INFO tlt." in (run / name).read_text(), name
 
 
 # --- other ways to run it -------------------------------------------------------------------------
