@@ -66,8 +66,6 @@ class LearnerActor:
     """Runs in a rank's process: one thread trains, another one waits for checkpoints."""
 
     def __init__(self, plan: LearnerPlan, rank: int) -> None:
-        if plan.log is not None:
-            log_to_file(plan.log.folder, f"rank-{rank}", plan.log.level)
         self._plan = plan
         self._rank_index = rank
         self._calls = InOrder()
@@ -123,6 +121,8 @@ class LearnerActor:
     def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
         """Meet the other ranks, load the policy, and return this process's id."""
         end_with_ray()
+        if (log := self._plan.log) is not None:
+            log_to_file(log.folder, f"rank-{self._rank_index}", log.level)
         if not self._plan.on_gpu:
             self._bind(ranks_here)
         import torch

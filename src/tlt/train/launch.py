@@ -89,7 +89,7 @@ def launch(
 @contextmanager
 def _run_log(folder: Path, log: LogSettings | None, command: str) -> Iterator[None]:
     """Log the run to `run.log`, from its command to how it ended."""
-    end_log = (lambda: None) if log is None else log_to_file(folder, "run", log.level)
+    end_log = None if log is None else log_to_file(folder, "run", log.level)
     libraries = ", ".join(f"{name} {version}" for name, version in versions().items())
     logger.info("started: %s; %s; settings: %s", command, libraries, folder / "config.toml")
     try:
@@ -102,7 +102,8 @@ def _run_log(folder: Path, log: LogSettings | None, command: str) -> Iterator[No
         logger.exception("the run failed")
         raise
     finally:
-        end_log()
+        if end_log is not None:
+            end_log()
 
 
 def _launch(

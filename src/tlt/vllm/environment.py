@@ -66,4 +66,5 @@ def log_engine() -> None:
     if LOG_VARIABLE in os.environ:
         is_ours = os.environ.get("VLLM_CONFIGURE_LOGGING") == "0"
         others = {"vllm": os.environ["VLLM_LOGGING_LEVEL"]} if is_ours else {}
-        log_to_file(*json.loads(os.environ[LOG_VARIABLE]), others)
+        folder, name, level = json.loads(os.environ[LOG_VARIABLE])
+        log_to_file(folder, name, level, others)
