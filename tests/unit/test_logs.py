@@ -46,7 +46,8 @@ def test_a_line_has_time_process_level_logger_message_and_traceback(tmp_path: Pa
     time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
     assert re.fullmatch(time + " engine-0 INFO tlt.test: 4 slots", first)
     assert second.endswith("engine-0 ERROR tlt.test: it failed")
-    assert rest[0].startswith("Traceback") and rest[-1] == "ValueError: broken"
+    assert rest[0].startswith("Traceback")
+    assert rest[-1] == "ValueError: broken"
 
 
 def test_a_successor_and_a_resumed_run_append(tmp_path: Path) -> None:
@@ -69,13 +70,16 @@ def test_only_lines_of_the_level_and_above_are_written(tmp_path: Path) -> None:
         warnings.warn("of Python", stacklevel=1)
     end()
     text = (tmp_path / "run.log").read_text()
-    assert "of vLLM" in text and "of Python" in text and "hidden" not in text
+    assert "of vLLM" in text
+    assert "of Python" in text
+    assert "hidden" not in text
 
 
 def test_the_root_logger_and_other_loggers_are_left_alone(tmp_path: Path) -> None:
     before = state()
     end = log_to_file(tmp_path, "run", "debug")
-    assert state()[0] == before[0] and state()[2] == before[2]
+    assert state()[0] == before[0]
+    assert state()[2] == before[2]
     end()
     assert state() == before
 
@@ -127,7 +131,9 @@ def test_settings_reach_all_processes_of_an_engine(
     logging.getLogger("vllm.core").info("hidden")
     logging.getLogger("vllm.core").warning("of vLLM")
     text = (tmp_path / "engine-1.log").read_text()
-    assert len(text.splitlines()) == 2 and "of TLT" in text and "of vLLM" in text
+    assert len(text.splitlines()) == 2
+    assert "of TLT" in text
+    assert "of vLLM" in text
 
 
 def test_without_settings_an_engine_leaves_logging_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +155,5 @@ def test_the_terminal_shows_warnings_in_one_line_without_traceback(tmp_path: Pat
     text = console.export_text()
     assert "warning [engine-0] is lost" in text
     assert f"error it failed (see {tmp_path}/run.log)" in text
-    assert "hidden" not in text and "Traceback" not in text
+    assert "hidden" not in text
+    assert "Traceback" not in text
