@@ -64,6 +64,8 @@ def test_reward_rises(policy: Path, seed: int) -> None:
     files = ("config.toml", "versions.json", "summary.json", "run.png", "samples")
     for name in (*files, "policy/model.safetensors"):
         assert (run / name).exists(), name
+    for name in ("run.log", "logs/engine-0.log", "logs/rank-0.log"):
+        assert " INFO tlt." in (run / name).read_text(), name
 
 
 # --- other ways to run it -------------------------------------------------------------------------

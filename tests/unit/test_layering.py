@@ -17,6 +17,7 @@ ALLOWED = {
     "pictures": {"colours"},
     "contracts": set(),
     "hardware": set(),
+    "logs": set(),
     "config": {"contracts", "errors", "hardware"},
     "strategy": {"contracts", "errors", "config", "spans"},
     "tasks": {"contracts", "errors", "config"},
@@ -24,17 +25,17 @@ ALLOWED = {
     "node": {"contracts", "errors", "config"},
     "states": {"contracts", "errors", "config", "node"},
     "drafter": {"contracts", "errors", "config", "hardware", "packing", "pictures", "states"},
-    "learner": {"contracts", "errors", "config", "hardware", "packing", "node", "states"},
+    "learner": {"contracts", "errors", "config", "hardware", "logs", "packing", "node", "states"},
     "vllm": {
-        *("contracts", "errors", "config", "hardware", "spans"),
+        *("contracts", "errors", "config", "hardware", "logs", "spans"),
         *("models", "node", "states", "strategy", "drafter"),
     },
     "rollout": {
-        *("contracts", "errors", "config", "hardware", "spans"),
+        *("contracts", "errors", "config", "hardware", "logs", "spans"),
         *("node", "states", "strategy", "vllm"),
     },
     "harvest": {
-        *("contracts", "errors", "config", "hardware", "spans"),
+        *("contracts", "errors", "config", "hardware", "logs", "spans"),
         *("node", "states", "drafter", "rollout"),
     },
     "observe": {"contracts", "errors", "config", "hardware", "spans"},
@@ -59,7 +60,7 @@ ALLOWED["train"] = PARTS
 ALLOWED["cli"] = {*ALLOWED}
 ALLOWED["__main__"] = {"cli"}
 
-STDLIB_ONLY = {"colours", "contracts", "errors", "hardware", "packing", "spans", "__init__"}
+STDLIB_ONLY = {"colours", "contracts", "errors", "hardware", "logs", "packing", "spans", "__init__"}
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
     *(

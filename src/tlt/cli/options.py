@@ -63,6 +63,11 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
 ]
 
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(help="Lowest level of the lines in the log files of run.out."),
+]
+
 Prompts = Annotated[
     Path | None,
     typer.Option(help="File of your own prompts: .jsonl with a 'prompt', or one per line."),

@@ -1,12 +1,18 @@
-"""The progress of long commands: a bar in a terminal, a line every 30 seconds in a log."""
+"""The progress of long commands: a bar in a terminal, a line every 30 seconds in a file.
+
+Warnings and errors of `tlt` appear above the bar.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from tlt.contracts import ShowProgress
@@ -15,8 +21,45 @@ LOG_EVERY_S = 30.0
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[ShowProgress]:
-    """Show the progress of a command while the context lasts."""
+def progress_bar(console: Console, log_file: Path | None = None) -> Iterator[ShowProgress]:
+    """Show the progress of a command while the context lasts; `log_file` has its tracebacks."""
+    warnings = _Warnings(console if console.is_terminal else Console(stderr=True), log_file)
+    logger = logging.getLogger("tlt")
+    logger.addHandler(warnings)
+    try:
+        with _progress(console) as show:
+            yield show
+    finally:
+        logger.removeHandler(warnings)
+
+
+class _Warnings(logging.Handler):
+    """Prints warnings and errors, each on one line."""
+
+    def __init__(self, console: Console, log_file: Path | None) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._log_file = log_file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text, _, more = record.getMessage().partition("\n")
+            error = record.exc_info[1] if record.exc_info else None
+            if self._log_file is None and error is not None:
+                text += f" ({error!r})"
+            elif self._log_file is not None and (error or more):
+                text += f" (see {self._log_file})"
+            level = record.levelname.lower()
+            colour = "red" if record.levelno >= logging.ERROR else "yellow"
+            self._console.print(
+                f"[{colour}]{level}[/] {escape(text)}", highlight=False, soft_wrap=True
+            )
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[ShowProgress]:
     if not console.is_terminal:
         yield _logged(console)
         return

@@ -10,7 +10,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tlt.cli.options import Json, command_line, print_json, result_table, say_written
+from tlt.cli.options import (
+    Json,
+    LogLevel,
+    command_line,
+    print_json,
+    result_table,
+    say_written,
+)
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -42,6 +49,7 @@ def train(
         bool,
         typer.Option("--check", "--dry-run", help="Check settings, model and data; start nothing."),
     ] = False,
+    log_level: LogLevel = "info",
     as_json: Json = False,
 ) -> None:
     """Train a policy with RL for run.num_steps RL steps."""
@@ -73,8 +81,8 @@ def train(
                 **LINE,
             )
 
-    with progress_bar(console) as show:
-        records = launch(settings, resume, command_line(), show, show_record)
+    with progress_bar(console, Path(settings.run.out) / "run.log") as show:
+        records = launch(settings, resume, command_line(), show, show_record, log_level)
     _report(console, settings.run.out, records, as_json)
 
 
@@ -175,4 +183,4 @@ def _report(
         f"{found['last_fifth']:.3f} (last fifth)",
         highlight=False,
     )
-    say_written(console, f"{folder}: metrics.jsonl, samples/, policy/, run.png")
+    say_written(console, f"{folder}: metrics.jsonl, samples/, policy/, run.log, run.png")

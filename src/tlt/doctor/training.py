@@ -114,5 +114,5 @@ def _train(place: Place, kind: str) -> dict[str, Any]:
     if len(steps) != NUM_STEPS:
         raise AssertionError(f"{len(steps)} of {NUM_STEPS} RL steps are in metrics.jsonl")
     if restarts := steps[-1].get("rollout/engine_restarts", 0):
-        raise AssertionError(f"{restarts} engines had to start again; see the log of Ray")
+        raise AssertionError(f"{restarts} engines had to start again; see {out}/run.log")
     return {name: steps[-1][name] for name in SHOWN if name in steps[-1]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ import torch
 from tlt.hardware import thread_environment
 from tlt.harvest.rounds import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
 from tlt.harvest.trainer import HarvestSettings, HarvestTrainer
+from tlt.logs import log_to_file
 from tlt.node.cluster import end_actors, end_with_ray
 from tlt.node.cores import bind_process
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,18 +54,25 @@ class TrainerPlace:
     on_gpu: bool
     options: dict[str, Any]
     """Options of the trainer's actor."""
+    name: str = "trainer"
+    """Name of the trainer and of its log file."""
 
 
 class TrainerActor(HarvestTrainer):
     """A trainer in a process of its own. `end` and the export run in threads beside training."""
 
-    def __init__(self, settings: HarvestSettings, cores: tuple[int, ...], on_gpu: bool) -> None:
+    def __init__(
+        self, settings: HarvestSettings, cores: tuple[int, ...], on_gpu: bool, name: str
+    ) -> None:
         end_with_ray()
+        if settings.log is not None:
+            log_to_file(settings.log.folder, name, settings.log.level)
         os.nice(19)  # the run comes first, also where the two meet
         if not on_gpu:
             bind_process(cores)
         torch.set_num_threads(max(1, len(cores)))
         super().__init__(settings, torch.device("cuda" if on_gpu else "cpu"))
+        logger.info("the drafter of %s is loaded, process %d", settings.drafter, os.getpid())
 
     def pid(self) -> int:
         return os.getpid()
@@ -106,7 +117,7 @@ class RayTrainer:
             max_restarts=0,
             runtime_env={"env_vars": environment},
             **options,
-        ).remote(settings, place.cores, place.on_gpu)
+        ).remote(settings, place.cores, place.on_gpu, place.name)
 
     async def start(self) -> None:
         await self._call(TrainerActor.pid)

@@ -354,7 +354,8 @@ class Harvest:
 
     def _spawn_trainer(self, worker: str) -> TrainerHandle:
         engine, cores = self._engines[worker]
-        place = TrainerPlace(cores, self._on_gpu, dict(self._place(engine)))
+        name = worker.replace("engine", "trainer")
+        place = TrainerPlace(cores, self._on_gpu, dict(self._place(engine)), name)
         return self._spawn(self._trainer, place)
 
     async def stop(self) -> None:

@@ -24,6 +24,7 @@ from tlt.drafter.passes import Interrupted
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.harvest.leases import Holder
 from tlt.harvest.rounds import Evaluation, Trained, Weights
+from tlt.logs import LogSettings
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 
@@ -65,6 +66,8 @@ class HarvestSettings:
     """Tokens of the policy on which a drafter is evaluated."""
     untrained: bool = False
     """Whether the drafter is new: its vocabulary is then chosen from the policy's samples."""
+    log: LogSettings | None = None
+    """Where trainers log; None leaves logging alone."""
 
 
 class _Scored:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ import ray
 from tlt.hardware import thread_environment
 from tlt.learner.batch import TrainSample
 from tlt.learner.calls import InOrder, RankFailed, RankGone
+from tlt.logs import LogSettings, log_to_file
 from tlt.node.cluster import end_actors, end_with_ray, this_node
 from tlt.node.cores import bind_process, claim_cores
 from tlt.node.shared import SharedFolder, run_environment
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     import torch
 
     from tlt.learner.rank import RankSettings, UpdateReport
+
+logger = logging.getLogger(__name__)
 
 Rows = list[list[TrainSample]]
 
@@ -54,6 +58,8 @@ class LearnerPlan:
     """The node's buffer of captured states, part of every checkpoint; None where none are kept."""
     captures: bool
     """Whether ranks fill the buffer from the update's own passes; otherwise engines fill it."""
+    log: LogSettings | None = None
+    """Where ranks log; None leaves logging alone."""
 
 
 class LearnerActor:
@@ -74,7 +80,11 @@ class LearnerActor:
     def do(self, number: int, method: str, *args: Any) -> Any:
         """Call a method that may change the policy: each call once, in the driver's order."""
         self._calls.check(number, method)
-        return getattr(self, method)(*args)
+        try:
+            return getattr(self, method)(*args)
+        except Exception:
+            logger.exception("%s failed", method)
+            raise
 
     def _bind(self, ranks_here: int) -> None:
         """Claim cores for this rank and all its threads."""
@@ -111,6 +121,8 @@ class LearnerActor:
     def start(self, meeting: str, restore: str | None, ranks_here: int) -> int:
         """Meet the other ranks, load the policy, and return this process's id."""
         end_with_ray()
+        if (log := self._plan.log) is not None:
+            log_to_file(log.folder, f"rank-{self._rank_index}", log.level)
         if not self._plan.on_gpu:
             self._bind(ranks_here)
         import torch
@@ -133,6 +145,8 @@ class LearnerActor:
         self._rank = LearnerRank(self._plan.rank, device, keep)
         if restore is not None:
             self._rank.restore(Path(restore))
+        source = restore or self._plan.rank.model
+        logger.info("the policy of %s is loaded, process %d", source, os.getpid())
         return os.getpid()
 
     def accumulate(self, rows: Rows, rl_step: int) -> None:

@@ -89,8 +89,8 @@ class GapAlarm:
         """Return how many updates of an RL step had an alarming gap, or raise to end the run."""
         then, alarms, text = self._config.then, 0, ""
         advice = (
-            "See the log for engines that were replaced; if engines and learner differ on purpose, "
-            f"raise alarm.gap_factor (now {self._config.gap_factor:g})"
+            "See run.log in run.out for engines that were replaced; if engines and learner differ "
+            f"on purpose, raise alarm.gap_factor (now {self._config.gap_factor:g})"
         )
         limit = self._watch.limit()
         for update in updates:
@@ -112,7 +112,7 @@ class GapAlarm:
                 f"step {step}: {num_faults} of the samples generated again without drafts came out "
                 "different: samples of this step may come from another distribution"
             )
-            advice = "See the log for these samples, and run `tlt doctor`"
+            advice = "See run.log in run.out for these samples, and run `tlt doctor`"
             self._log(text)
         in_a_row = self._watch.step_ended(bool(text))
         if text and then == "stop":

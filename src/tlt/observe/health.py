@@ -48,14 +48,14 @@ def signs(records: Sequence[Record]) -> Iterator[Sign]:
             "reward_faults",
             f"In {faulty} the reward function failed, timed out or returned no number, for up to "
             f"{worst:.0%} of the samples ({total:.0f} in all). They were not trained on.",
-            "See the log for the reward's errors, and `fault` in samples/. Raise reward.timeout_s "
-            "or reward.num_workers if it is too slow.",
+            "See run.log in run.out for the reward's errors, and `fault` in samples/. Raise "
+            "reward.timeout_s or reward.num_workers if it is too slow.",
         )
     if unwritten := _steps_with(records, "checkpoint/faults"):
         yield Sign(
             "checkpoint_faults",
             f"In {unwritten} a checkpoint could not be written.",
-            "Make room in run.out; the log says why it failed.",
+            "Make room in run.out; run.log says why it failed.",
         )
 
 

@@ -97,8 +97,9 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "gap_alarm",
             f"In {steps} engines and learner disagreed about the samples' probabilities far more "
             f"than before: the samples may come from another policy. They were {follows}.",
-            "See the log for engines that were repaired or replaced in these RL steps. If there "
-            "are none, compare engine.engine_args with stock vLLM's defaults, and file an issue.",
+            "See run.log in run.out for engines that were repaired or replaced in these RL steps. "
+            "If there are none, compare engine.engine_args with stock vLLM's defaults, and file an "
+            "issue.",
             2.0,
         )
     steps = _steps_with(view, "recheck/faults")
@@ -114,7 +115,7 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             f"draw by up to {worst:.2g} nats): speculation or the engine changes samples.",
             "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
             "turn speculation off (tlt.enabled = false, no engine.strategy) and file an issue with "
-            "the log's lines on rechecks.",
+            "the lines of run.log on rechecks.",
             1.8,
         )
     steps = _steps_with(view, "rollout/policy_mismatches")
@@ -315,8 +316,8 @@ def _losses(view: RunView) -> Iterator[Bottleneck]:
             "restarts",
             f"Engines were lost and restarted {engines:.0f} times, the learner {learners:.0f} "
             "times; their work was done twice.",
-            "See the log for the cause. It is usually memory (engine.kv_cache_gib, "
-            "learner.row_tokens).",
+            "See run.log and logs/ in run.out for the cause. It is usually memory "
+            "(engine.kv_cache_gib, learner.row_tokens).",
             0.1,
         )
 

@@ -14,11 +14,13 @@ import ray
 
 from tlt.config.rollout import EngineConfig
 from tlt.errors import ConfigError, EngineError, EngineGone
+from tlt.logs import LogSettings
 from tlt.node.cluster import end_with_ray
 from tlt.node.shared import run_environment
 from tlt.rollout.client import Engine, EngineProcess, Spawner
 from tlt.rollout.engine import RolloutEngine
 from tlt.vllm.core import PROCESS_ENVIRONMENT
+from tlt.vllm.environment import log_engine, log_environment
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +33,13 @@ class EngineActor(RolloutEngine):
 
     def __init__(self, config: EngineConfig, name: str) -> None:
         end_with_ray()
+        log_engine()
         super().__init__(config, name)
 
     def start(self) -> dict[str, Any]:
         """Start the engine, and return its report with its process id and node."""
         report = super().start()
+        logger.info("%s is ready, process %d", self.name, os.getpid())
         return report | {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     def load_shipped(self, raw: Any, version: int, draft: bool) -> float:
@@ -73,10 +77,14 @@ class RayEngine:
     """The pool's handle on an engine actor."""
 
     def __init__(
-        self, config: EngineConfig, name: str, place: Mapping[str, Any] | None = None
+        self,
+        config: EngineConfig,
+        name: str,
+        place: Mapping[str, Any] | None = None,
+        log: LogSettings | None = None,
     ) -> None:
         environment = {k: os.environ.get(k, v) for k, v in PROCESS_ENVIRONMENT.items()}
-        environment |= run_environment()
+        environment |= run_environment() | log_environment(log, name)
         if config.num_gpus == 0:
             environment["OMP_NUM_THREADS"] = str(config.num_cores)
         self.num_gpus = config.num_gpus
@@ -208,13 +216,16 @@ def policy_route(backend: str, processes: Mapping[str, EngineProcess]) -> Policy
 
 
 def ray_spawner(
-    config: EngineConfig, place: Callable[[str], Mapping[str, Any]] = lambda name: {}
+    config: EngineConfig,
+    place: Callable[[str], Mapping[str, Any]] = lambda name: {},
+    log: LogSettings | None = None,
 ) -> Spawner:
     """Return a spawner of engines, each a Ray actor. Refuse bad settings before any engine starts.
 
     `place` returns the options that put the actor of the engine of this name in its place.
+    `log` says where engines log; None leaves logging alone.
     """
     from tlt.vllm.args import engine_args
 
     engine_args(config)
-    return lambda name: RayEngine(config, name, place(name))
+    return lambda name: RayEngine(config, name, place(name), log)

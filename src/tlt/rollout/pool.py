@@ -317,7 +317,7 @@ class RolloutPool:
                     len(lost_s) == lost_s.maxlen and within_s <= self._config.restart_window_s
                 )
                 if is_often or useless > self._config.max_restarts:
-                    await self._give_up(slot, within_s)
+                    await self._give_up(slot, within_s, error)
                     return
 
     async def _run_engine(self, name: str, client: EngineClient) -> None:
@@ -365,11 +365,13 @@ class RolloutPool:
         except Exception:
             logger.exception("%s could not be stopped", name)
 
-    async def _give_up(self, slot: str, within_s: float) -> None:
+    async def _give_up(self, slot: str, within_s: float, error: Exception) -> None:
         times = self._config.max_restarts + 1
         logger.error("%s was lost %d times within %.0f s: given up", slot, times, within_s)
         if all(task.done() or task is asyncio.current_task() for task in self._servers):
-            await self._fail(EngineError("every engine was lost for good; see the log for why"))
+            await self._fail(
+                EngineError(f"every engine was lost for good, the last one by {error!r}")
+            )
 
     async def _fail(self, error: Exception) -> None:
         """Hand the error to everything that waits for samples or engines."""

@@ -82,6 +82,7 @@ class Checkpoints:
             self._failed(step, earlier, error)
             return
         self.restarts_since = self._in_a_row = 0
+        logger.info("the checkpoint of RL step %d is written", step)
 
     def _failed(self, step: int, earlier: Path | None, error: Exception) -> None:
         """Report a checkpoint that could not be written; end the run if it needs one."""

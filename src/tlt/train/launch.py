@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tlt.contracts import ShowProgress
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.speculators import plain_config
 from tlt.drafter.trainer import TrainerSettings
+from tlt.errors import Terminated
 from tlt.hardware import compute_dtype
 from tlt.harvest.contract import NoHarvest, RunHarvest
 from tlt.harvest.coordinator import coordinator_settings
@@ -35,6 +37,7 @@ from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
 from tlt.learner.group import LearnerGroup
 from tlt.learner.rank import RankSettings
+from tlt.logs import Level, LogSettings, log_to_file
 from tlt.node.cluster import start_ray
 from tlt.node.shared import SharedFolder, begin_run, remove_abandoned, run_id, user_folder
 from tlt.observe.live import Live
@@ -58,6 +61,8 @@ from tlt.train.records import Record, RunLog
 from tlt.train.signals import Termination
 from tlt.train.sync import weight_sync
 
+logger = logging.getLogger(__name__)
+
 BFLOAT16 = 2
 
 
@@ -67,14 +72,39 @@ def launch(
     command: str,
     show: ShowProgress,
     on_record: Callable[[Record], None],
+    log_level: Level | None = None,
 ) -> list[Record]:
     """Run everything and return the records; a wrong config raises before any engine starts.
 
-    `signals` says what SIGTERM and SIGINT do meanwhile.
+    `signals` says what SIGTERM and SIGINT do meanwhile. With `log_level`, all processes log to
+    files in run.out; None leaves logging alone.
     """
     config = resolve_defaults(config)
-    with Termination(config.run.term_timeout_s) as term:
-        return _launch(config, resume, command, show, on_record, term)
+    log = None
+    if log_level is not None:
+        log = LogSettings(str(Path(config.run.out).absolute() / "logs"), log_level)
+    with Termination(config.run.term_timeout_s) as term, ExitStack() as stack:
+        return _launch(config, resume, command, show, on_record, term, log, stack)
+
+
+@contextmanager
+def _run_log(folder: Path, log: LogSettings | None, command: str) -> Iterator[None]:
+    """Log the run to `run.log`, from its command to how it ended."""
+    end_log = None if log is None else log_to_file(folder, "run", log.level)
+    libraries = ", ".join(f"{name} {version}" for name, version in versions().items())
+    logger.info("started: %s; %s; settings: %s", command, libraries, folder / "config.toml")
+    try:
+        yield
+        logger.info("finished")
+    except Terminated as end:
+        logger.info("%s", end)
+        raise
+    except Exception:
+        logger.exception("the run failed")
+        raise
+    finally:
+        if end_log is not None:
+            end_log()
 
 
 def _launch(
@@ -84,6 +114,8 @@ def _launch(
     show: ShowProgress,
     on_record: Callable[[Record], None],
     term: Termination,
+    log: LogSettings | None,
+    stack: ExitStack,
 ) -> list[Record]:
     folder = RunFolder(Path(config.run.out))
     folder.check(config, resume)
@@ -94,6 +126,7 @@ def _launch(
     if resume:
         check_inputs(folder.path, config)
     folder.open(named, versions(), command)
+    stack.enter_context(_run_log(folder.path, log, command))
     write_inputs(folder.path, config)
     _, done = folder.last_checkpoint() if resume else (None, 0)
     sinks = Sinks(open_sinks(config.metrics, folder.path, done))
@@ -103,7 +136,7 @@ def _launch(
             remove_abandoned()
             start_ray(config.pool.num_engines)
             term.install()  # Ray has a handler of its own
-            work = _run(config, prepared, folder, resume, sinks, show, on_record, term)
+            work = _run(config, prepared, folder, resume, sinks, show, on_record, term, log)
             asyncio.run(_unless_ended(work, term))
         records = read(folder.metrics)
         result = summary(records) | {"provenance": provenance(command)}
@@ -133,6 +166,7 @@ async def _run(
     show: ShowProgress,
     on_record: Callable[[Record], None],
     term: Termination,
+    log: LogSettings | None,
 ) -> None:
     """Start all parts and train."""
     async with AsyncExitStack() as stack:
@@ -149,7 +183,7 @@ async def _run(
         engine, version = _with_drafter(config, prepared.engine, folder, checkpoint)
         if config.capture.by == "engines":
             engine = engine.model_copy(update={"capture": asdict(buffer_settings(config))})
-        pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine))
+        pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine, log))
         # GPU kernels may round by the batch in any dtype.
         dtype = "bfloat16" if config.engine.num_gpus else config.policy.dtype
         rechecks = Rechecks(config.alarm.recheck_share, config.alarm.recheck_tokens, dtype)
@@ -163,7 +197,7 @@ async def _run(
                     _stop_timeout_s(config, Path(str(engine.drafter))),
                 ),
                 trainer_settings(
-                    config, str(engine.drafter), config.engine.drafter is None and not version
+                    config, str(engine.drafter), config.engine.drafter is None and not version, log
                 ),
                 pool,
                 reservation.beside,
@@ -173,7 +207,7 @@ async def _run(
             )
             pool.listen(harvest)
         learner = LearnerGroup(
-            learner_plan(config, engine.drafter),
+            learner_plan(config, engine.drafter, log),
             lambda rank: reservation.rank(
                 rank, bool(config.learner.num_gpus), config.learner.num_cores
             ),
@@ -191,12 +225,12 @@ async def _run(
             else NoTimekeeper(folder.timeline)
         )
         live = Live(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show)
-        log = RunLog(config, folder, sinks, times, live, on_record)
+        records = RunLog(config, folder, sinks, times, live, on_record)
         async with live:
             weights = weight_sync(config, pool, learner)
             stack.callback(weights.close)
             parts = Components(pool, learner, rewards, harvest, rechecks, weights)
-            await Training(config, prepared, folder, parts, log, term).run(resume)
+            await Training(config, prepared, folder, parts, records, term).run(resume)
         await harvest.save(folder.path / "drafter", to_resume=False)
         show("writing the policy", 0, 1)
         await learner.save_policy(folder.path / "policy", config.policy.dtype)
@@ -222,7 +256,9 @@ async def _start(
         reservation.gpus_of_engines(await pool.call_all(Engine.devices))
 
 
-def learner_plan(config: TrainConfig, drafter: str | None = None) -> LearnerPlan:
+def learner_plan(
+    config: TrainConfig, drafter: str | None = None, log: LogSettings | None = None
+) -> LearnerPlan:
     """Return the learner's plan; `drafter` is the folder that says which states to capture."""
     algorithm, learner = config.algorithm, config.learner
     colocated = config.placement.kind == "colocated"
@@ -251,6 +287,7 @@ def learner_plan(config: TrainConfig, drafter: str | None = None) -> LearnerPlan
         timeout_s=learner.timeout_s,
         buffer=buffer,
         captures=not by_engines,
+        log=log,
     )
 
 
@@ -303,7 +340,9 @@ def _adopt_drafter(config: TrainConfig, source: Path, folder: Path) -> None:
     adopt(source, folder, getattr(torch, config.policy.dtype), num_layers)
 
 
-def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestSettings:
+def trainer_settings(
+    config: TrainConfig, drafter: str, untrained: bool, log: LogSettings | None = None
+) -> HarvestSettings:
     tlt, is_new = config.tlt, config.engine.drafter is None
     return HarvestSettings(
         drafter=drafter,
@@ -320,6 +359,7 @@ def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> Harv
         ),
         held_out_tokens=tlt.held_out_tokens,
         untrained=untrained,
+        log=log,
     )
 
 

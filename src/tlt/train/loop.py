@@ -237,6 +237,7 @@ class Training:
         """Load the learner's policy into all engines."""
         await self._parts.harvest.update_ended()
         weights = await self._parts.weights.sync(self._update.version)
+        logger.info("all engines have policy %d", self._update.version)
         self._parts.harvest.policy_changed(weights, self._update.version)
 
     # --- going on after a loss ----------------------------------------------------------------

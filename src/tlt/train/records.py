@@ -6,6 +6,7 @@ writer of them all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,14 @@ from tlt.train.folder import RunFolder
 if TYPE_CHECKING:
     from tlt.learner.rank import UpdateReport
 
+logger = logging.getLogger(__name__)
+
 Record = dict[str, float]
+LOGGED = (
+    *("reward/mean", "eval/reward_mean", "response/mean_tokens", "rollout/tokens_per_s"),
+    *("rollout/acceptance_length", "learner/gap_mean", "time/step_s"),
+)
+"""Metrics of an RL step that are also in run.log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +221,8 @@ class RunLog:
         record = {"step": step, **record, **watch.record()}
         self._metrics.append(record)
         self._sinks.log(record)
+        numbers = ", ".join(f"{name} {record[name]:.4g}" for name in LOGGED if name in record)
+        logger.info("RL step %d is done: %s", step, numbers)
         self.live.record = record
         self._on_record(record)
 

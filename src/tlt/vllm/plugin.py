@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlt.vllm.environment import SWITCH_VARIABLE
+from tlt.vllm.environment import SWITCH_VARIABLE, log_engine
 
 _CLASSES = {
     "tlt_shm": ("tlt.vllm.transfer", "SharedMemoryTransfer"),
@@ -29,6 +29,7 @@ def register() -> None:
 
     from tlt.vllm import compat
 
+    log_engine()  # vLLM's workers are processes of their own
     compat.apply()
     if not active:
         for backend, (module, name) in _CLASSES.items():
