@@ -66,7 +66,6 @@ PURE = {
         ROOT / "harvest" / f"{name}.py"
         for name in ("contract", "leases", "forecast", "record", "release", "rounds", "coordinator")
     ),
-    ROOT / "learner" / "memory.py",
     *(
         ROOT / "rollout" / f"{name}.py"
         for name in ("dispatch", "lengths", "work", "recheck", "texts", "ahead")

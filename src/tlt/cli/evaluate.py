@@ -247,7 +247,7 @@ def _held_out(
 def _of_file(path: str, run: TrainConfig | None) -> TaskConfig:
     """Return how to read a file's problems and ask them: as a run does, or as is usual."""
     from tlt.config.train import TaskConfig
-    from tlt.train.recipe import columns, task_of
+    from tlt.tasks.file import columns, task_of
 
     if run is None:
         return TaskConfig(**task_of(path, "--task")["task"])

@@ -16,6 +16,12 @@ from tlt.tasks.gym import Problem
 
 LARGEST = 1e100
 """Numbers below this have a printed form to compare an answer with."""
+BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+COLUMNS = {
+    "question": ("question", "problem", "prompt", "input"),
+    "answer": ("answer", "final_answer", "target", "output"),
+}
+"""Names of the columns of a file, the most usual first."""
 
 Row = tuple[str, Mapping[str, Any]]
 """The row's place in the file ("line 3", "row 3"), and its columns."""
@@ -163,3 +169,46 @@ def _parquet_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
         ) from error
     for number, row in enumerate(rows, start=1):
         yield f"row {number}", row
+
+
+def task_of(data: str, option: str = "--data") -> dict[str, Any]:
+    """Return the `task` and `reward` sections for a file of problems or a task's name.
+
+    Errors name the option that gave it.
+    """
+    path = Path(data)
+    if path.suffix.lower() not in (".jsonl", ".parquet"):
+        if path.exists() or "/" in data:
+            raise ConfigError(
+                f"{option} {data} is no file of problems; give a .jsonl or .parquet file, which "
+                "`tlt data` writes, or the name of a reasoning-gym task such as gcd"
+            )
+        return {"task": {"name": data}, "reward": {"function": "exact"}}
+    task: dict[str, Any] = {"path": data}
+    names = columns(path)
+    for key, usual in COLUMNS.items():
+        name = next((each for each in usual if each in names), None)
+        if name is None and names:
+            raise ConfigError(
+                f"{option} {data} has no column of the {key}, only {', '.join(sorted(names))}; "
+                f"rename one to {key!r}, or run `tlt data jsonl {data} --{key} COLUMN`"
+            )
+        task[f"{key}_key"] = name or key
+    return {"task": task | {"instruction": BOXED}, "reward": {"function": "math"}}
+
+
+def columns(path: Path) -> list[str]:
+    """Return the columns of a file's first row; empty if the check of the run must say why not."""
+    if path.suffix.lower() == ".parquet":
+        try:
+            from pyarrow import parquet
+
+            return [str(name) for name in parquet.ParquetFile(path).schema_arrow.names]
+        except Exception:  # the file's own check says what is wrong with it
+            return []
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            found = json.loads(next((line for line in file if line.strip()), "{}"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return list(found) if isinstance(found, dict) else []

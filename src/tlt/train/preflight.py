@@ -28,7 +28,7 @@ from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
 from tlt.tasks.source import Source, open_source
 from tlt.train.fit import check_memory
-from tlt.train.memory import GIB, Place, Sizes, memory_plan
+from tlt.train.memory import GIB, Place, Sizes
 from tlt.train.placement import PlacementPlan, plan_placement, transfer
 from tlt.vllm.args import engine_args, max_draft_tokens
 
@@ -298,10 +298,8 @@ def _plan_memory(
     if os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(engine):
         # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
         machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
-    sizes = Sizes(config, engine, model, machine, longest_sample)
-    places = memory_plan(sizes)
-    check_memory(sizes, places)
-    return places
+    prompt_tokens = longest_sample - config.sampling.max_tokens
+    return check_memory(Sizes(config, model, machine, prompt_tokens, max_draft_tokens(engine)))
 
 
 def _has_gpus_elsewhere(engine: EngineSettings) -> bool:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tlt.learner.memory import ModelShape, learner_memory
+from tlt.train.memory import ModelShape, learner_memory
 
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "learner_memory.json"

@@ -14,7 +14,8 @@ pytest.importorskip("reasoning_gym")
 
 from tlt.errors import ConfigError
 from tlt.models import tiny
-from tlt.train.recipe import Hardware, as_toml, choose, parse_hardware, task_of
+from tlt.tasks.file import task_of
+from tlt.train.recipe import Hardware, choose, parse_hardware
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -196,14 +197,11 @@ def test_of_a_model_on_the_hub_only_its_settings_are_read(
     assert "only planned" in output
 
 
-def test_names_with_quotes_are_toml() -> None:
-    tree: dict[str, Any] = {"run": {"out": 'a "b" \\ ü', "num_steps": 3}, "tlt": {"enabled": True}}
-    assert tomllib.loads(as_toml(tree, ["a", "", "b"])) == tree
-
-
 def test_a_short_context_gets_short_responses(outline: Path) -> None:
     (outline / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 2048}))
-    tree, places = choose("m", outline, task_of("gcd"), GPU_NODE, "runs/x", 5)
+    text, places = choose("m", outline, task_of("gcd"), GPU_NODE, 'a "b" \\ ü', 5)
+    tree = tomllib.loads(text)
+    assert tree["run"]["out"] == 'a "b" \\ ü'
     assert tree["sampling"]["max_tokens"] <= 1024
     assert tree["engine"]["engine_args"]["max_model_len"] <= 2048
     assert places
