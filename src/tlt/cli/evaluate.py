@@ -136,7 +136,7 @@ def evaluate(
 
 def _model(target: str) -> tuple[Path, TrainConfig | None]:
     """Return the model folder of a run or a model, and the settings of the run."""
-    from tlt.config.load import check, read_toml, renewed
+    from tlt.config.load import check, read_toml
     from tlt.config.train import TrainConfig
     from tlt.errors import ConfigError
     from tlt.models.folder import read_model
@@ -153,7 +153,7 @@ def _model(target: str) -> tuple[Path, TrainConfig | None]:
         read_model(folder, "RUN_OR_MODEL")
         return folder, None
     path = folder / "config.toml"
-    run = check(TrainConfig, renewed(read_toml(path)), str(path))
+    run = check(TrainConfig, read_toml(path), str(path))
     if not (folder / "policy").exists():
         raise ConfigError(
             f"{target} holds no policy yet: the run has not ended; wait for it, or give the model "

@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import tomli_w
 
-from tlt.config.load import read_toml, renewed
+from tlt.config.load import read_toml
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.train.manifest import damage, held_step, seal, sync_folder, write_synced
@@ -102,7 +102,7 @@ class RunFolder:
                 f"run.out = {str(self.path)!r} holds no run to resume; start without --resume"
             )
         try:
-            before = _flat(renewed(read_toml(self.path / "config.toml")))
+            before = _flat(read_toml(self.path / "config.toml"))
         except ConfigError as error:
             raise ConfigError(
                 f"{self.path / 'config.toml'}, which the run was started with, is damaged "

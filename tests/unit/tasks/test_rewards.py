@@ -29,7 +29,6 @@ from tlt.tasks.rewards import (  # noqa: E402
     RewardPool,
     exact_score,
     math_score,
-    named_function,
     reward_function,
 )
 
@@ -115,10 +114,10 @@ PARENT = """
 import asyncio
 import psutil
 from tlt.tasks.gym import Problem
-from tlt.tasks.rewards import RewardPool, named_function
+from tlt.tasks.rewards import RewardPool, reward_function
 
 async def main():
-    pool = RewardPool(named_function("local_reward:score"), num_workers=2, timeout_s=60.0)
+    pool = RewardPool(reward_function("local_reward:score", True), num_workers=2, timeout_s=60.0)
     problem = Problem("p", "?", "1")
     assert (await pool.score(problem, "0.5")).value == 0.5
     hung = asyncio.ensure_future(pool.score(problem, "hang"))
@@ -280,4 +279,4 @@ def test_unknown_functions_are_refused(
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        named_function(name)
+        reward_function(name, from_file=True)

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tlt.errors import ConfigError
-from tlt.tasks.time_limit import time_limit
+from tlt.user_code import time_limit
 
 
 def forever() -> None:
@@ -34,7 +34,7 @@ def test_what_takes_too_long_is_refused() -> None:
 
 
 def test_what_catches_the_end_is_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.tasks.time_limit.AGAIN_S", 0.05)
+    monkeypatch.setattr("tlt.user_code.AGAIN_S", 0.05)
     with pytest.raises(ConfigError, match="too slow"), time_limit(0.05, "too slow"):
         twice_forever()
 
