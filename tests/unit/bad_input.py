@@ -188,13 +188,10 @@ def refresh(run: Path) -> None:
 
 RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
     lambda run, folder: ["report", str(run), "--json"],
-    lambda run, folder: ["report", str(run), "--out", str(folder / "page.html")],
-    lambda run, folder: ["report", str(run), str(run), "--pictures", str(folder / "pictures")],
+    lambda run, folder: ["report", str(run), str(run), "--out", str(folder / "page.html")],
     lambda run, folder: ["calibrate", str(run), "--out", str(folder / "made.json")],
-    lambda run, folder: ["doctor", "--run", str(run)],
     lambda run, folder: ["doctor", "--run", str(run), "--json"],
     lambda run, folder: ["watch", str(run), "--once"],
-    lambda run, folder: ["watch", str(run), "--json"],
     lambda run, folder: [
         *("simulate", "num_steps=2", "--from-run", str(run), "--json", "--out", str(folder / "s")),
     ],
@@ -303,26 +300,21 @@ def config_file(draw: random.Random, world: World, folder: Path) -> Attempt:
     return Attempt(["train", str(path), "--check"], (path.name, *sections))
 
 
-def scenario_file(draw: random.Random, world: World, folder: Path) -> Attempt:
-    path = folder / "scenario.toml"
-    lengths = {"median": 50, "p95": 100, "longest": 200}
-    workload = {"prompts_per_step": 4, "group_size": 4, "lengths": lengths}
-    path.write_text(tomli_w.dumps({"workload": workload, "cluster": {"num_engines": 2}}))
+def scenario_files(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil a scenario, a calibration or a trace."""
+    scenario = folder / "given.toml"
+    scenario.write_text("[cluster]\nnum_engines = 2\n\n[workload.lengths]\nmedian = 50\n")
+    kinds = {scenario: "", world.calibration: "cluster.calibration="}
+    kinds[world.run / "lengths.jsonl"] = "workload.trace="
+    source = draw.choice(list(kinds))
+    path = Path(shutil.copy(source, folder / f"copy{source.suffix}"))
     harm_file(draw, path)
-    return Attempt(["simulate", str(path), "num_steps=2", "--json"], (path.name, "workload"))
-
-
-def scenario_inputs(draw: random.Random, world: World, folder: Path) -> Attempt:
-    """Spoil a calibration or a trace."""
-    source, key = draw.choice(
-        (
-            (world.calibration, "cluster.calibration"),
-            (world.run / "lengths.jsonl", "workload.trace"),
-        )
+    arguments = (
+        [f"{kinds[source]}{path}", *SHORT]
+        if source == scenario
+        else [*SHORT, f"{kinds[source]}{path}"]
     )
-    path = Path(shutil.copy(source, folder))
-    harm_file(draw, path)
-    return Attempt(["simulate", *SHORT, f"{key}={path}", "--json"], (path.name, "cluster"))
+    return Attempt(["simulate", *arguments, "--json"], (path.name, "cluster", "workload"))
 
 
 def model_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
@@ -337,19 +329,9 @@ def model_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
 
 
 TEMPLATES = (
-    "{{ raise_exception('no') }}",
-    "{% for m in messages %}",
-    "{{ 1 / 0 }}",
-    "{{ messages.nothing.at.all }}",
-    "{{ messages[7]['content'] }}",
-    "",
-    " ",
-    "{{ messages + 3 }}",
-    "{% for i in range(999999999) %}x{% endfor %}",
-    "{{ 'x' * 100000 }}",
-    "{{ messages | no_such_filter }}",
-    "{% include 'x' %}",
-    "{{ ''.__class__.__mro__ }}",
+    *("{{ raise_exception('no') }}", "{% for m in messages %}", "{{ messages.nothing.at.all }}"),
+    *("", "{% for i in range(999999999) %}x{% endfor %}", "{{ 'x' * 100000 }}"),
+    *("{{ messages | no_such_filter }}", "{% include 'x' %}", "{{ ''.__class__.__mro__ }}"),
 )
 
 
@@ -378,26 +360,16 @@ def strange_cell(draw: random.Random) -> Any:
 
 def reward_module(draw: random.Random, world: World, folder: Path) -> Attempt:
     name = f"fuzzed_{draw.randrange(10**9)}"
-    body, function = draw.choice(
+    body = draw.choice(
         (
-            ("import sys; sys.exit(0)", "score"),
-            ("raise SystemExit", "score"),
-            ("class Odd(BaseException): pass\nraise Odd", "score"),
-            ("1 / 0", "score"),
-            ("def score(", "score"),
-            ("score = 3", "score"),
-            ("", "score"),
-            ("", ""),
-            ("def score(problem, text): return 1", "score.x"),
-            ("import no_such_module", "score"),
-            ("score = lambda problem, text: 1", "score"),
-            ("\0", "score"),
-            ("score = type('X', (), {'__call__': 1})()", "score"),
+            *("raise SystemExit", "class Odd(BaseException): pass\nraise Odd", "def score("),
+            *("score = 3", "", "import no_such_module", "score = lambda problem, text: 1"),
+            *("\0", "score = type('X', (), {'__call__': 1})()"),
         )
     )
     Path.cwd().joinpath(f"{name}.py").write_text(body)
     function = draw.choice(
-        (f"{name}:{function}", f"{name}:{function}", f":{name}", ".:x", "a..b:c")
+        (*(f"{name}:score",) * 3, f"{name}:", f"{name}:score.x", ".:x", "a..b:c")
     )
     path = world.settings(folder, reward={"function": function})
     return Attempt(["train", str(path), "--check"], ("reward.function",))
@@ -437,7 +409,6 @@ def odd_paths(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["train", text, "--check"],
             ["simulate", text, "--json"],
             ["report", str(world.run), "--out", text],
-            ["report", str(world.run), "--pictures", str(made)],
             ["calibrate", str(world.run), "--out", text],
             ["simulate", *SHORT, "--json", "--out", str(made)],
             ["drafter", "export", text, "--model", str(world.model), "--out", str(folder / "d")],
@@ -466,12 +437,9 @@ def starters(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["init", "--model", model, "--data", odd, *INIT, "--out", out],
             ["init", "--model", model, "--data", str(table), *INIT, "--out", out],
             ["data", "jsonl", str(table), "--out", rows],
-            ["data", "jsonl", str(table), "--extract", "boxed", "--out", rows],
             ["data", "jsonl", str(table), "--question", odd, "--out", rows],
             ["eval", model, "--task", str(table), *EVAL],
-            ["eval", model, "--task", odd, *EVAL],
             ["eval", model, "--task", "gcd", "--parameter", f"max_value={odd}", *EVAL],
-            ["eval", model, "--task", "gcd", "--sizes", odd, *EVAL],
             ["eval", model, "--task", "gcd", "--reward", odd, *EVAL],
         )
     )
@@ -501,28 +469,6 @@ def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
     out = str(folder / "exported")
     arguments = ["drafter", "export", str(drafter), "--model", str(world.model), "--out", out]
     return Attempt(arguments, (str(drafter),))
-
-
-def recorded_table(draw: random.Random, world: World, folder: Path) -> Attempt:
-    """Spoil the recorded step times of `tlt bench strategy`."""
-    path = folder / "rollout.json"
-    table = {
-        "arms": [
-            {
-                "drafter": drafter,
-                "num_draft_tokens": length,
-                "seconds": [[batch, 0.01 * batch] for batch in (1, 2, 4, 8)],
-            }
-            for drafter, length in (("off", 0), ("eagle3", 2), ("eagle3", 4))
-        ],
-        "accepted": {"eagle3": [0.8, 0.6, 0.5, 0.4]},
-        "drafted_share": {"eagle3": 1.0},
-    }
-    path.write_text(json.dumps({"steps": table}))
-    harm_file(draw, path)
-    small = ["--requests", "4", "--rollouts", "1", "--seeds", "1", "--longest", "500"]
-    arguments = ["bench", "strategy", str(path), *small, "--out", str(folder / "out")]
-    return Attempt(arguments, (path.name,))
 
 
 OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -558,11 +504,9 @@ KINDS: dict[str, tuple[Callable[[random.Random, World, Path], Attempt], float]] 
     "odd_overrides": (odd_overrides, 0.05),
     "engine": (engine, 0.05),
     "config_file": (config_file, 0.05),
-    "scenario_file": (scenario_file, 0.04),
-    "scenario_inputs": (scenario_inputs, 0.06),
+    "scenario_files": (scenario_files, 0.08),
     "model_folder": (model_folder, 0.08),
     "drafter_folder": (drafter_folder, 0.04),
-    "recorded_table": (recorded_table, 0.02),
     "options": (options, 0.04),
     "data_file": (data_file, 0.06),
     "reward_module": (reward_module, 0.04),

@@ -126,7 +126,7 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         close = difflib.get_close_matches(location[-1], list(fields), 1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
         return f"{key} is not a setting; {hint}"
-    section = _schema_of(field.annotation) if field is not None else None
+    section = schema_of(field.annotation) if field is not None else None
     if section is not None and problem["type"] in ("missing", "model_type"):
         wrong = "is missing" if problem["type"] == "missing" else "is a section, not a value"
         return f"{key} {wrong}; e.g. [{key}]{_required(section)}"
@@ -190,14 +190,14 @@ def _find(
         field = fields.get(part)
         if depth == len(location) - 1 or field is None:
             break
-        inner = _schema_of(field.annotation)
+        inner = schema_of(field.annotation)
         if inner is None:
             break
         fields = inner.model_fields
     return fields, field
 
 
-def _schema_of(annotation: Any) -> type[BaseModel] | None:
+def schema_of(annotation: Any) -> type[BaseModel] | None:
     """Return the schema of a section, also of an optional one; None for a plain value."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

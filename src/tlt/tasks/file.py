@@ -31,7 +31,6 @@ def read_problems(config: TaskConfig) -> list[Problem]:
     """Return the problems of `task.path` in the order of the file."""
     assert config.path is not None
     path = Path(config.path)
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     try:
         if path.is_dir():
             raise ConfigError(
@@ -39,12 +38,12 @@ def read_problems(config: TaskConfig) -> list[Problem]:
             )
         if not path.exists():
             raise ConfigError(f"task.path: {path} does not exist; give a .jsonl or .parquet file")
-        if path.suffix.lower() not in readers:
+        if path.suffix.lower() not in READERS:
             raise ConfigError(
                 f"task.path: {path} ends in {path.suffix or 'no suffix'!r}; "
                 "give a .jsonl or .parquet file"
             )
-        made = _problems(path, readers[path.suffix.lower()](path, config), config)
+        made = _problems(path, READERS[path.suffix.lower()](path, config), config)
     except OSError as error:
         raise ConfigError(
             f"task.path: {path} cannot be read ({error.strerror or error}); give a .jsonl or "
@@ -177,7 +176,7 @@ def task_of(data: str, option: str = "--data") -> dict[str, Any]:
     Errors name the option that gave it.
     """
     path = Path(data)
-    if path.suffix.lower() not in (".jsonl", ".parquet"):
+    if path.suffix.lower() not in READERS:
         if path.exists() or "/" in data:
             raise ConfigError(
                 f"{option} {data} is no file of problems; give a .jsonl or .parquet file, which "
@@ -199,16 +198,11 @@ def task_of(data: str, option: str = "--data") -> dict[str, Any]:
 
 def columns(path: Path) -> list[str]:
     """Return the columns of a file's first row; empty if the check of the run must say why not."""
-    if path.suffix.lower() == ".parquet":
-        try:
-            from pyarrow import parquet
-
-            return [str(name) for name in parquet.ParquetFile(path).schema_arrow.names]
-        except Exception:  # the file's own check says what is wrong with it
-            return []
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            found = json.loads(next((line for line in file if line.strip()), "{}"))
-    except (OSError, ValueError, RecursionError):
+        _, row = next(READERS[path.suffix.lower()](path, TaskConfig()))
+    except (ConfigError, OSError, StopIteration):
         return []
-    return list(found) if isinstance(found, dict) else []
+    return list(row)
+
+
+READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}

@@ -42,15 +42,8 @@ LOCK = ".lock"
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
-    *(
-        "run.out",
-        "run.num_steps",
-        "run.checkpoint_on_term",
-        "run.term_timeout_s",
-        "checkpoint",
-        "eval",
-    ),
-    *("metrics", "pool", "engine", "placement", "tlt", "capture", "alarm"),
+    *("run.out", "run.num_steps", "run.checkpoint_on_term", "run.term_timeout_s"),
+    *("checkpoint", "eval", "metrics", "pool", "engine", "placement", "tlt", "capture", "alarm"),
     *("debug.core_group", "debug.publish_drafters", "debug.gate"),
     *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),
     "learner.gradient_checkpointing",
@@ -64,25 +57,13 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.timeline = path / "timeline.json"
+        self.lengths = path / "lengths.jsonl"
+        self.live = path / "live.json"
         self._sound: set[Path] = set()
         """Checkpoints that this process has written or verified."""
         self._lock: IO[str] | None = None
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def lengths(self) -> Path:
-        return self.path / "lengths.jsonl"
-
-    @property
-    def live(self) -> Path:
-        return self.path / "live.json"
 
     # --- begin and resume ---------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,9 +60,6 @@ def test_functions_of_users_reach_the_update(tmp_path: Path) -> None:
     ("find", "key"),
     [(advantage_function, "algorithm.advantage"), (loss_function, "algorithm.loss")],
 )
-@pytest.mark.parametrize("name", ["ppo", "no_such_module_here:f", "algorithm_of_users:other"])
-def test_wrong_names_are_refused_with_the_key(find: object, key: str, name: str) -> None:
-    assert callable(find)
-    with pytest.raises(ConfigError, match=key) as refused:
-        find(name)
-    assert any(words in str(refused.value) for words in ("e.g. ", "install it", "it has: "))
+def test_a_wrong_name_is_refused_with_the_key(find: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: .*; e\.g\. my_algorithm:"):
+        find("ppo")
