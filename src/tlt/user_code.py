@@ -95,7 +95,7 @@ def chosen_function(key: str, name: str, known: Mapping[str, F], example: str) -
             f"{key}: {name!r}: {module_name} has no function {function_name}; "
             f"it has: {', '.join(there) or 'none'}"
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def import_from(folder: Path) -> str:

@@ -12,12 +12,11 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tomli_w
-from damage import copied, harm_bytes, harm_file, strange
+from damage import copied, harm_bytes, harm_file, keys, overrides, strange, written
 from made_up import made_up_folder
-from pydantic import BaseModel
 
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
@@ -28,14 +27,9 @@ from tlt.models import tiny
 from tlt.simulate.scenario import ScenarioConfig
 from tlt.train.folder import RunFolder
 
-ARMS = tuple(
-    (arm, 2.0 + 0.1 * number, running, 60 * running, accepted)
-    for number, (arm, running, accepted) in enumerate(
-        [
-            *(("off", 16, 0), ("off", 8, 0), ("off", 4, 0), ("ngram:2", 8, 100)),
-            *(("eagle3:3", 8, 200), ("eagle3:3", 2, 50), ("eagle3:4", 1, 20), ("off", 1, 0)),
-        ]
-    )
+ARMS = (
+    *(("off", 2.0, 16, 960, 0), ("off", 2.1, 4, 240, 0), ("ngram:2", 2.3, 8, 480, 100)),
+    *(("eagle3:3", 2.4, 8, 480, 200), ("eagle3:3", 2.5, 2, 120, 50), ("off", 2.7, 1, 60, 0)),
 )
 SHORT = [
     *("num_steps=2", "workload.prompts_per_step=4", "workload.group_size=4"),
@@ -169,18 +163,11 @@ def resumed(run: Path) -> Path:
 
 def refresh(run: Path) -> None:
     """Make the run look as if it were under way, as `tlt watch` wants it."""
+    workers = {"engine-0": {"state": "generating", "running": 8}}
     now = {
-        "at_s": time.time() + 3600,
-        "num_steps": 4,
-        "what": "step 2: generating",
-        "done": 3.0,
-        "total": 16.0,
-        "since_s": time.time(),
-        "remaining_s": 7.5,
-        "workers": {
-            "engine-0": {"state": "generating", "running": 8},
-            "engine-1": {"state": "training", "running": 0},
-        },
+        **{"at_s": time.time() + 3600, "num_steps": 4, "what": "step 2: generating"},
+        **{"done": 3.0, "total": 16.0, "since_s": time.time(), "remaining_s": 7.5},
+        **{"workers": workers},
         "record": json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]),
     }
     (run / "live.json").write_text(json.dumps(now))
@@ -201,50 +188,15 @@ RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
 # --- values ---------------------------------------------------------------------------------------
 
 
-def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the type of every setting."""
-    for name, field in schema.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        yield f"{prefix}{name}", field.annotation
-        for section in inner:
-            yield from fields(section, f"{prefix}{name}.")
-
-
-def written(value: Any) -> str:
-    """Return a value as a user would type it behind `key=`."""
-    try:
-        return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
-    except (TypeError, ValueError, AttributeError):
-        return str(value).encode(errors="replace").decode()
-
-
-def overrides(draw: random.Random, schema: type[BaseModel]) -> tuple[list[str], bool]:
-    """Return one or two strange settings, and whether one of them can never be right."""
-    chosen, wrong = [], False
-    for name, kind in draw.sample(list(fields(schema)), draw.choice((1, 1, 2))):
-        value = strange(draw)
-        chosen.append(f"{name}={written(value)}")
-        numeric = {int, float} & {kind, *get_args(kind)}
-        wrong |= bool(numeric) and isinstance(value, float) and not math.isfinite(value)
-    return chosen, wrong
-
-
-def keys(chosen: list[str]) -> tuple[str, ...]:
-    """Return what a message may call these settings: a setting, or the section with it."""
-    names = [each.partition("=")[0].split(".") for each in chosen]
-    return tuple(part for parts in names for part in parts[-2:])
-
-
-def train_values(draw: random.Random, world: World, folder: Path) -> Attempt:
-    chosen, wrong = overrides(draw, TrainConfig)
-    path = world.settings(folder)
-    return Attempt(["train", str(path), "--check", *chosen], keys(chosen), wrong)
-
-
-def scenario_values(draw: random.Random, world: World, folder: Path) -> Attempt:
-    chosen, wrong = overrides(draw, ScenarioConfig)
-    return Attempt(["simulate", *SHORT, *chosen, "--json"], keys(chosen), wrong)
+def values(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Give strange values to the settings of a run or of a scenario."""
+    of_run = draw.random() < 0.5
+    chosen, wrong = overrides(draw, TrainConfig if of_run else ScenarioConfig)
+    if of_run:
+        arguments = ["train", str(world.settings(folder)), "--check", *chosen]
+    else:
+        arguments = ["simulate", *SHORT, *chosen, "--json"]
+    return Attempt(arguments, keys(chosen), wrong)
 
 
 def odd_overrides(draw: random.Random, world: World, folder: Path) -> Attempt:
@@ -274,20 +226,16 @@ def engine(draw: random.Random, world: World, folder: Path) -> Attempt:
         "compilation_config",
     )
     kinds = ("off", "fixed", "by_batch_size", "random", "adaptive", "beg_mab", "often")
+    name = draw.choice(args)
+    chosen = [f"engine.engine_args.{name}={written(strange(draw))}"]
     if draw.random() < 0.5:
-        name = draw.choice(args)
-        value = written(strange(draw))
-        wrong = name == "no_such_argument"
-        chosen = [f"engine.engine_args.{name}={value}"]
-    else:
-        name, wrong = "strategy", False
+        name = "strategy"
         chosen = [f"engine.strategy.kind={draw.choice(kinds)}"]
         for key in draw.sample(("drafter", "num_draft_tokens", "arms", "schedule", "epsilon"), 2):
             chosen.append(f"engine.strategy.{key}={written(strange(draw))}")
         chosen += draw.choice(([], ["engine.num_gpus=1", "learner.num_gpus=1"]))
-    path = world.settings(folder)
-    names = (name, "strategy", "engine")
-    return Attempt(["train", str(path), "--check", *chosen], names, wrong)
+    arguments = ["train", str(world.settings(folder)), "--check", *chosen]
+    return Attempt(arguments, (name, "strategy", "engine"), name == "no_such_argument")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -336,26 +284,21 @@ TEMPLATES = (
 
 
 def data_file(draw: random.Random, world: World, folder: Path) -> Attempt:
-    rows = [{"question": f"{n} + 0?", "answer": n, "id": n} for n in range(20)]
     path = folder / draw.choice(("data.jsonl", "data.parquet"))
+    cells = (None, True, -1, 2.5, math.nan, "", " ", [1], {"a": 1}, b"\xff")
+    row = {"question": "1 + 0?", "answer": 1}
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text((json.dumps(row) + "\n") * 20)
     else:
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.Table.from_pylist(rows)
         if draw.random() < 0.4:
-            strange_rows = [{"question": strange_cell(draw), "answer": strange_cell(draw)}] * 5
-            table = pyarrow.Table.from_pylist(strange_rows)
-        pyarrow.parquet.write_table(table, path)
+            row = {"question": draw.choice(cells), "answer": draw.choice(cells)}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 20), path)
     harm_file(draw, path)
     settings = world.settings(folder, task={"path": str(path)})
     return Attempt(["train", str(settings), "--check"], (path.name, "task.path"))
-
-
-def strange_cell(draw: random.Random) -> Any:
-    return draw.choice((None, True, -1, 2.5, math.nan, "", " ", "x", [], [1], {"a": 1}, b"\xff"))
 
 
 def reward_module(draw: random.Random, world: World, folder: Path) -> Attempt:
@@ -410,12 +353,10 @@ def odd_paths(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["simulate", text, "--json"],
             ["report", str(world.run), "--out", text],
             ["calibrate", str(world.run), "--out", text],
-            ["simulate", *SHORT, "--json", "--out", str(made)],
             ["drafter", "export", text, "--model", str(world.model), "--out", str(folder / "d")],
             ["eval", text, "--task", "gcd", *EVAL],
             ["eval", str(world.model), "--task", f"{text}.jsonl", *EVAL],
             ["init", "--model", text, "--data", "gcd", *INIT, "--out", str(folder / "i.toml")],
-            ["init", "--model", str(world.model), "--data", text, *INIT],
             ["data", "jsonl", text, "--out", str(folder / "rows.jsonl")],
             ["demo", "--out", str(made)],
         )
@@ -472,18 +413,11 @@ def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
 
 
 OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("sft", "--out", "out"): (
-        *("--lr", "--steps", "--num-problems", "--row-tokens", "--seed", "--sizes"),
-    ),
+    ("sft", "--out", "out"): ("--lr", "--steps", "--num-problems", "--row-tokens", "--sizes"),
     ("drafter", "train", "--out", "out"): (
         *("--num-samples", "--max-tokens", "--temperature", "--draft-tokens", "--draft-vocab"),
         *("--lr", "--row-tokens", "--engines", "--gpus", "--seed", "--num-held-out"),
     ),
-    ("bench", "rollout"): (
-        *("--engines", "--gpus", "--repeats", "--requests", "--median", "--p95", "--longest"),
-        *("--temperature", "--top-p", "--seed", "--size", "--lengths", "--mode"),
-    ),
-    ("bench", "same"): ("--samples", "--max-tokens", "--temperature", "--top-p", "--top-k"),
 }
 """Options that take numbers or files, by command."""
 
@@ -499,8 +433,7 @@ def options(draw: random.Random, world: World, folder: Path) -> Attempt:
 
 
 KINDS: dict[str, tuple[Callable[[random.Random, World, Path], Attempt], float]] = {
-    "train_values": (train_values, 0.13),
-    "scenario_values": (scenario_values, 0.12),
+    "values": (values, 0.25),
     "odd_overrides": (odd_overrides, 0.05),
     "engine": (engine, 0.05),
     "config_file": (config_file, 0.05),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.config.train import TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
@@ -98,16 +98,12 @@ class ModelShape:
         return self.end_parameters + self.layers * self.layer_parameters
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerMemory:
-    """Bytes of one rank."""
+class LearnerMemory(NamedTuple):
+    """Bytes of one rank between updates and at the peak of one, and the moment of the peak."""
 
     resting: int
-    """Bytes between updates: weights and moments."""
     peak: int
-    """Bytes at the peak of an update."""
     moment: str
-    """The part of the update in which the peak lies."""
 
 
 def learner_memory(
