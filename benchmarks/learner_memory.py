@@ -10,7 +10,7 @@ gradients, moments and activations are all there. Large cases compute attention 
 tracked with `FEW_LAYERS`: every further layer adds the same bytes.
 
 `measured` trains the small model for real, two ranks on the CPU, and reads the peak of the process
-from the kernel: the two must agree. `tlt.learner.memory` is the formula that `tlt train --check`
+from the kernel: the two must agree. `tlt.train.memory` is the formula that `tlt train --check`
 uses instead, because the tracker takes minutes.
 
 Writes benchmarks/results/learner_memory.json.
@@ -31,7 +31,7 @@ from typing import Any
 
 from common import load, save
 from models import MODELS
-from tlt.learner.memory import ModelShape, learner_memory
+from tlt.train.memory import ModelShape, learner_memory
 
 PROMPT_TOKENS = 64
 FEW_LAYERS = (4, 6)

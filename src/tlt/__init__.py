@@ -7,7 +7,6 @@ are first used, so that `import tlt` stays light. All other modules may change a
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -150,21 +149,12 @@ _NAMES_THERE = {
     "Pool": "RolloutPool",
 }
 """Names that differ inside."""
-_RENAMED: dict[str, str] = {}
-"""Public names of the last minor version, and what they are called now."""
 
 
 if not TYPE_CHECKING:  # or type checkers would take any name for a public one
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used."""
-        if (new := _RENAMED.get(name)) is not None:
-            warnings.warn(
-                f"tlt.{name} is called tlt.{new} now, and will be gone in the next minor version",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            return getattr(importlib.import_module(__name__), new)
         for home, names in _HOMES.items():
             if name in names:
                 value = getattr(importlib.import_module(home), _NAMES_THERE.get(name, name))

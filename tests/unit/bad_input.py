@@ -12,12 +12,11 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import tomli_w
-from damage import copied, harm_bytes, harm_file, strange
+from damage import copied, harm_bytes, harm_file, keys, overrides, strange, written
 from made_up import made_up_folder
-from pydantic import BaseModel
 
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
@@ -28,14 +27,9 @@ from tlt.models import tiny
 from tlt.simulate.scenario import ScenarioConfig
 from tlt.train.folder import RunFolder
 
-ARMS = tuple(
-    (arm, 2.0 + 0.1 * number, running, 60 * running, accepted)
-    for number, (arm, running, accepted) in enumerate(
-        [
-            *(("off", 16, 0), ("off", 8, 0), ("off", 4, 0), ("ngram:2", 8, 100)),
-            *(("eagle3:3", 8, 200), ("eagle3:3", 2, 50), ("eagle3:4", 1, 20), ("off", 1, 0)),
-        ]
-    )
+ARMS = (
+    *(("off", 2.0, 16, 960, 0), ("off", 2.1, 4, 240, 0), ("ngram:2", 2.3, 8, 480, 100)),
+    *(("eagle3:3", 2.4, 8, 480, 200), ("eagle3:3", 2.5, 2, 120, 50), ("off", 2.7, 1, 60, 0)),
 )
 SHORT = [
     *("num_steps=2", "workload.prompts_per_step=4", "workload.group_size=4"),
@@ -169,18 +163,11 @@ def resumed(run: Path) -> Path:
 
 def refresh(run: Path) -> None:
     """Make the run look as if it were under way, as `tlt watch` wants it."""
+    workers = {"engine-0": {"state": "generating", "running": 8}}
     now = {
-        "at_s": time.time() + 3600,
-        "num_steps": 4,
-        "what": "step 2: generating",
-        "done": 3.0,
-        "total": 16.0,
-        "since_s": time.time(),
-        "remaining_s": 7.5,
-        "workers": {
-            "engine-0": {"state": "generating", "running": 8},
-            "engine-1": {"state": "training", "running": 0},
-        },
+        **{"at_s": time.time() + 3600, "num_steps": 4, "what": "step 2: generating"},
+        **{"done": 3.0, "total": 16.0, "since_s": time.time(), "remaining_s": 7.5},
+        **{"workers": workers},
         "record": json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]),
     }
     (run / "live.json").write_text(json.dumps(now))
@@ -188,13 +175,10 @@ def refresh(run: Path) -> None:
 
 RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
     lambda run, folder: ["report", str(run), "--json"],
-    lambda run, folder: ["report", str(run), "--out", str(folder / "page.html")],
-    lambda run, folder: ["report", str(run), str(run), "--pictures", str(folder / "pictures")],
+    lambda run, folder: ["report", str(run), str(run), "--out", str(folder / "page.html")],
     lambda run, folder: ["calibrate", str(run), "--out", str(folder / "made.json")],
-    lambda run, folder: ["doctor", "--run", str(run)],
     lambda run, folder: ["doctor", "--run", str(run), "--json"],
     lambda run, folder: ["watch", str(run), "--once"],
-    lambda run, folder: ["watch", str(run), "--json"],
     lambda run, folder: [
         *("simulate", "num_steps=2", "--from-run", str(run), "--json", "--out", str(folder / "s")),
     ],
@@ -204,50 +188,15 @@ RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
 # --- values ---------------------------------------------------------------------------------------
 
 
-def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the type of every setting."""
-    for name, field in schema.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        yield f"{prefix}{name}", field.annotation
-        for section in inner:
-            yield from fields(section, f"{prefix}{name}.")
-
-
-def written(value: Any) -> str:
-    """Return a value as a user would type it behind `key=`."""
-    try:
-        return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
-    except (TypeError, ValueError, AttributeError):
-        return str(value).encode(errors="replace").decode()
-
-
-def overrides(draw: random.Random, schema: type[BaseModel]) -> tuple[list[str], bool]:
-    """Return one or two strange settings, and whether one of them can never be right."""
-    chosen, wrong = [], False
-    for name, kind in draw.sample(list(fields(schema)), draw.choice((1, 1, 2))):
-        value = strange(draw)
-        chosen.append(f"{name}={written(value)}")
-        numeric = {int, float} & {kind, *get_args(kind)}
-        wrong |= bool(numeric) and isinstance(value, float) and not math.isfinite(value)
-    return chosen, wrong
-
-
-def keys(chosen: list[str]) -> tuple[str, ...]:
-    """Return what a message may call these settings: a setting, or the section with it."""
-    names = [each.partition("=")[0].split(".") for each in chosen]
-    return tuple(part for parts in names for part in parts[-2:])
-
-
-def train_values(draw: random.Random, world: World, folder: Path) -> Attempt:
-    chosen, wrong = overrides(draw, TrainConfig)
-    path = world.settings(folder)
-    return Attempt(["train", str(path), "--check", *chosen], keys(chosen), wrong)
-
-
-def scenario_values(draw: random.Random, world: World, folder: Path) -> Attempt:
-    chosen, wrong = overrides(draw, ScenarioConfig)
-    return Attempt(["simulate", *SHORT, *chosen, "--json"], keys(chosen), wrong)
+def values(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Give strange values to the settings of a run or of a scenario."""
+    of_run = draw.random() < 0.5
+    chosen, wrong = overrides(draw, TrainConfig if of_run else ScenarioConfig)
+    if of_run:
+        arguments = ["train", str(world.settings(folder)), "--check", *chosen]
+    else:
+        arguments = ["simulate", *SHORT, *chosen, "--json"]
+    return Attempt(arguments, keys(chosen), wrong)
 
 
 def odd_overrides(draw: random.Random, world: World, folder: Path) -> Attempt:
@@ -277,20 +226,16 @@ def engine(draw: random.Random, world: World, folder: Path) -> Attempt:
         "compilation_config",
     )
     kinds = ("off", "fixed", "by_batch_size", "random", "adaptive", "beg_mab", "often")
+    name = draw.choice(args)
+    chosen = [f"engine.engine_args.{name}={written(strange(draw))}"]
     if draw.random() < 0.5:
-        name = draw.choice(args)
-        value = written(strange(draw))
-        wrong = name == "no_such_argument"
-        chosen = [f"engine.engine_args.{name}={value}"]
-    else:
-        name, wrong = "strategy", False
+        name = "strategy"
         chosen = [f"engine.strategy.kind={draw.choice(kinds)}"]
         for key in draw.sample(("drafter", "num_draft_tokens", "arms", "schedule", "epsilon"), 2):
             chosen.append(f"engine.strategy.{key}={written(strange(draw))}")
         chosen += draw.choice(([], ["engine.num_gpus=1", "learner.num_gpus=1"]))
-    path = world.settings(folder)
-    names = (name, "strategy", "engine")
-    return Attempt(["train", str(path), "--check", *chosen], names, wrong)
+    arguments = ["train", str(world.settings(folder)), "--check", *chosen]
+    return Attempt(arguments, (name, "strategy", "engine"), name == "no_such_argument")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -303,26 +248,21 @@ def config_file(draw: random.Random, world: World, folder: Path) -> Attempt:
     return Attempt(["train", str(path), "--check"], (path.name, *sections))
 
 
-def scenario_file(draw: random.Random, world: World, folder: Path) -> Attempt:
-    path = folder / "scenario.toml"
-    lengths = {"median": 50, "p95": 100, "longest": 200}
-    workload = {"prompts_per_step": 4, "group_size": 4, "lengths": lengths}
-    path.write_text(tomli_w.dumps({"workload": workload, "cluster": {"num_engines": 2}}))
+def scenario_files(draw: random.Random, world: World, folder: Path) -> Attempt:
+    """Spoil a scenario, a calibration or a trace."""
+    scenario = folder / "given.toml"
+    scenario.write_text("[cluster]\nnum_engines = 2\n\n[workload.lengths]\nmedian = 50\n")
+    kinds = {scenario: "", world.calibration: "cluster.calibration="}
+    kinds[world.run / "lengths.jsonl"] = "workload.trace="
+    source = draw.choice(list(kinds))
+    path = Path(shutil.copy(source, folder / f"copy{source.suffix}"))
     harm_file(draw, path)
-    return Attempt(["simulate", str(path), "num_steps=2", "--json"], (path.name, "workload"))
-
-
-def scenario_inputs(draw: random.Random, world: World, folder: Path) -> Attempt:
-    """Spoil a calibration or a trace."""
-    source, key = draw.choice(
-        (
-            (world.calibration, "cluster.calibration"),
-            (world.run / "lengths.jsonl", "workload.trace"),
-        )
+    arguments = (
+        [f"{kinds[source]}{path}", *SHORT]
+        if source == scenario
+        else [*SHORT, f"{kinds[source]}{path}"]
     )
-    path = Path(shutil.copy(source, folder))
-    harm_file(draw, path)
-    return Attempt(["simulate", *SHORT, f"{key}={path}", "--json"], (path.name, "cluster"))
+    return Attempt(["simulate", *arguments, "--json"], (path.name, "cluster", "workload"))
 
 
 def model_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
@@ -337,67 +277,42 @@ def model_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
 
 
 TEMPLATES = (
-    "{{ raise_exception('no') }}",
-    "{% for m in messages %}",
-    "{{ 1 / 0 }}",
-    "{{ messages.nothing.at.all }}",
-    "{{ messages[7]['content'] }}",
-    "",
-    " ",
-    "{{ messages + 3 }}",
-    "{% for i in range(999999999) %}x{% endfor %}",
-    "{{ 'x' * 100000 }}",
-    "{{ messages | no_such_filter }}",
-    "{% include 'x' %}",
-    "{{ ''.__class__.__mro__ }}",
+    *("{{ raise_exception('no') }}", "{% for m in messages %}", "{{ messages.nothing.at.all }}"),
+    *("", "{% for i in range(999999999) %}x{% endfor %}", "{{ 'x' * 100000 }}"),
+    *("{{ messages | no_such_filter }}", "{% include 'x' %}", "{{ ''.__class__.__mro__ }}"),
 )
 
 
 def data_file(draw: random.Random, world: World, folder: Path) -> Attempt:
-    rows = [{"question": f"{n} + 0?", "answer": n, "id": n} for n in range(20)]
     path = folder / draw.choice(("data.jsonl", "data.parquet"))
+    cells = (None, True, -1, 2.5, math.nan, "", " ", [1], {"a": 1}, b"\xff")
+    row = {"question": "1 + 0?", "answer": 1}
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text((json.dumps(row) + "\n") * 20)
     else:
         import pyarrow
         import pyarrow.parquet
 
-        table = pyarrow.Table.from_pylist(rows)
         if draw.random() < 0.4:
-            strange_rows = [{"question": strange_cell(draw), "answer": strange_cell(draw)}] * 5
-            table = pyarrow.Table.from_pylist(strange_rows)
-        pyarrow.parquet.write_table(table, path)
+            row = {"question": draw.choice(cells), "answer": draw.choice(cells)}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 20), path)
     harm_file(draw, path)
     settings = world.settings(folder, task={"path": str(path)})
     return Attempt(["train", str(settings), "--check"], (path.name, "task.path"))
 
 
-def strange_cell(draw: random.Random) -> Any:
-    return draw.choice((None, True, -1, 2.5, math.nan, "", " ", "x", [], [1], {"a": 1}, b"\xff"))
-
-
 def reward_module(draw: random.Random, world: World, folder: Path) -> Attempt:
     name = f"fuzzed_{draw.randrange(10**9)}"
-    body, function = draw.choice(
+    body = draw.choice(
         (
-            ("import sys; sys.exit(0)", "score"),
-            ("raise SystemExit", "score"),
-            ("class Odd(BaseException): pass\nraise Odd", "score"),
-            ("1 / 0", "score"),
-            ("def score(", "score"),
-            ("score = 3", "score"),
-            ("", "score"),
-            ("", ""),
-            ("def score(problem, text): return 1", "score.x"),
-            ("import no_such_module", "score"),
-            ("score = lambda problem, text: 1", "score"),
-            ("\0", "score"),
-            ("score = type('X', (), {'__call__': 1})()", "score"),
+            *("raise SystemExit", "class Odd(BaseException): pass\nraise Odd", "def score("),
+            *("score = 3", "", "import no_such_module", "score = lambda problem, text: 1"),
+            *("\0", "score = type('X', (), {'__call__': 1})()"),
         )
     )
     Path.cwd().joinpath(f"{name}.py").write_text(body)
     function = draw.choice(
-        (f"{name}:{function}", f"{name}:{function}", f":{name}", ".:x", "a..b:c")
+        (*(f"{name}:score",) * 3, f"{name}:", f"{name}:score.x", ".:x", "a..b:c")
     )
     path = world.settings(folder, reward={"function": function})
     return Attempt(["train", str(path), "--check"], ("reward.function",))
@@ -437,14 +352,11 @@ def odd_paths(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["train", text, "--check"],
             ["simulate", text, "--json"],
             ["report", str(world.run), "--out", text],
-            ["report", str(world.run), "--pictures", str(made)],
             ["calibrate", str(world.run), "--out", text],
-            ["simulate", *SHORT, "--json", "--out", str(made)],
             ["drafter", "export", text, "--model", str(world.model), "--out", str(folder / "d")],
             ["eval", text, "--task", "gcd", *EVAL],
             ["eval", str(world.model), "--task", f"{text}.jsonl", *EVAL],
             ["init", "--model", text, "--data", "gcd", *INIT, "--out", str(folder / "i.toml")],
-            ["init", "--model", str(world.model), "--data", text, *INIT],
             ["data", "jsonl", text, "--out", str(folder / "rows.jsonl")],
             ["demo", "--out", str(made)],
         )
@@ -466,12 +378,9 @@ def starters(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["init", "--model", model, "--data", odd, *INIT, "--out", out],
             ["init", "--model", model, "--data", str(table), *INIT, "--out", out],
             ["data", "jsonl", str(table), "--out", rows],
-            ["data", "jsonl", str(table), "--extract", "boxed", "--out", rows],
             ["data", "jsonl", str(table), "--question", odd, "--out", rows],
             ["eval", model, "--task", str(table), *EVAL],
-            ["eval", model, "--task", odd, *EVAL],
             ["eval", model, "--task", "gcd", "--parameter", f"max_value={odd}", *EVAL],
-            ["eval", model, "--task", "gcd", "--sizes", odd, *EVAL],
             ["eval", model, "--task", "gcd", "--reward", odd, *EVAL],
         )
     )
@@ -503,41 +412,12 @@ def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
     return Attempt(arguments, (str(drafter),))
 
 
-def recorded_table(draw: random.Random, world: World, folder: Path) -> Attempt:
-    """Spoil the recorded step times of `tlt bench strategy`."""
-    path = folder / "rollout.json"
-    table = {
-        "arms": [
-            {
-                "drafter": drafter,
-                "num_draft_tokens": length,
-                "seconds": [[batch, 0.01 * batch] for batch in (1, 2, 4, 8)],
-            }
-            for drafter, length in (("off", 0), ("eagle3", 2), ("eagle3", 4))
-        ],
-        "accepted": {"eagle3": [0.8, 0.6, 0.5, 0.4]},
-        "drafted_share": {"eagle3": 1.0},
-    }
-    path.write_text(json.dumps({"steps": table}))
-    harm_file(draw, path)
-    small = ["--requests", "4", "--rollouts", "1", "--seeds", "1", "--longest", "500"]
-    arguments = ["bench", "strategy", str(path), *small, "--out", str(folder / "out")]
-    return Attempt(arguments, (path.name,))
-
-
 OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("sft", "--out", "out"): (
-        *("--lr", "--steps", "--num-problems", "--row-tokens", "--seed", "--sizes"),
-    ),
+    ("sft", "--out", "out"): ("--lr", "--steps", "--num-problems", "--row-tokens", "--sizes"),
     ("drafter", "train", "--out", "out"): (
         *("--num-samples", "--max-tokens", "--temperature", "--draft-tokens", "--draft-vocab"),
         *("--lr", "--row-tokens", "--engines", "--gpus", "--seed", "--num-held-out"),
     ),
-    ("bench", "rollout"): (
-        *("--engines", "--gpus", "--repeats", "--requests", "--median", "--p95", "--longest"),
-        *("--temperature", "--top-p", "--seed", "--size", "--lengths", "--mode"),
-    ),
-    ("bench", "same"): ("--samples", "--max-tokens", "--temperature", "--top-p", "--top-k"),
 }
 """Options that take numbers or files, by command."""
 
@@ -553,16 +433,13 @@ def options(draw: random.Random, world: World, folder: Path) -> Attempt:
 
 
 KINDS: dict[str, tuple[Callable[[random.Random, World, Path], Attempt], float]] = {
-    "train_values": (train_values, 0.13),
-    "scenario_values": (scenario_values, 0.12),
+    "values": (values, 0.25),
     "odd_overrides": (odd_overrides, 0.05),
     "engine": (engine, 0.05),
     "config_file": (config_file, 0.05),
-    "scenario_file": (scenario_file, 0.04),
-    "scenario_inputs": (scenario_inputs, 0.06),
+    "scenario_files": (scenario_files, 0.08),
     "model_folder": (model_folder, 0.08),
     "drafter_folder": (drafter_folder, 0.04),
-    "recorded_table": (recorded_table, 0.02),
     "options": (options, 0.04),
     "data_file": (data_file, 0.06),
     "reward_module": (reward_module, 0.04),

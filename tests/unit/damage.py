@@ -7,11 +7,12 @@ import math
 import random
 import shutil
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
+from pydantic import BaseModel
 
 DEEP = 5000
 """Nested brackets that exceed the recursion limit of any parser here."""
@@ -140,3 +141,38 @@ def harm_file(draw: random.Random, path: Path) -> None:
 def copied(folder: Path, to: Path) -> Path:
     """Return a copy of a folder, to be damaged."""
     return Path(shutil.copytree(folder, to))
+
+
+def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the type of every setting."""
+    for name, field in schema.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        yield f"{prefix}{name}", field.annotation
+        for section in inner:
+            yield from fields(section, f"{prefix}{name}.")
+
+
+def written(value: Any) -> str:
+    """Return a value as a user would type it behind `key=`."""
+    try:
+        return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()
+    except (TypeError, ValueError, AttributeError):
+        return str(value).encode(errors="replace").decode()
+
+
+def overrides(draw: random.Random, schema: type[BaseModel]) -> tuple[list[str], bool]:
+    """Return one or two strange settings, and whether one of them can never be right."""
+    chosen, wrong = [], False
+    for name, kind in draw.sample(list(fields(schema)), draw.choice((1, 1, 2))):
+        value = strange(draw)
+        chosen.append(f"{name}={written(value)}")
+        numeric = {int, float} & {kind, *get_args(kind)}
+        wrong |= bool(numeric) and isinstance(value, float) and not math.isfinite(value)
+    return chosen, wrong
+
+
+def keys(chosen: list[str]) -> tuple[str, ...]:
+    """Return what a message may call these settings: a setting, or the section with it."""
+    names = [each.partition("=")[0].split(".") for each in chosen]
+    return tuple(part for parts in names for part in parts[-2:])

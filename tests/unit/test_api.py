@@ -5,7 +5,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -113,15 +112,6 @@ def test_light_names_load_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-def test_a_renamed_name_works_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tlt._RENAMED, "Choice", "Arm")
-    with pytest.warns(DeprecationWarning, match=r"tlt\.Choice is called tlt\.Arm now"):
-        assert tlt.Choice is tlt.Arm  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert tlt.Arm() == tlt.OFF
 
 
 def test_the_reference_shows_every_name_and_all_that_is_promised() -> None:

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "tlt"
 ALLOWED = {
     "__init__": set(),
     "errors": set(),
+    "user_code": {"errors"},
     "packing": set(),
     "spans": set(),
     "colours": set(),
@@ -20,12 +21,15 @@ ALLOWED = {
     "logs": set(),
     "config": {"contracts", "errors", "hardware"},
     "strategy": {"contracts", "errors", "config", "spans"},
-    "tasks": {"contracts", "errors", "config"},
+    "tasks": {"contracts", "errors", "config", "user_code"},
     "models": {"contracts", "errors", "config"},
     "node": {"contracts", "errors", "config"},
     "states": {"contracts", "errors", "config", "node"},
     "drafter": {"contracts", "errors", "config", "hardware", "packing", "pictures", "states"},
-    "learner": {"contracts", "errors", "config", "hardware", "logs", "packing", "node", "states"},
+    "learner": {
+        *("contracts", "errors", "config", "hardware", "logs", "packing", "node", "states"),
+        "user_code",
+    },
     "vllm": {
         *("contracts", "errors", "config", "hardware", "logs", "spans"),
         *("models", "node", "states", "strategy", "drafter"),
@@ -60,14 +64,16 @@ ALLOWED["train"] = PARTS
 ALLOWED["cli"] = {*ALLOWED}
 ALLOWED["__main__"] = {"cli"}
 
-STDLIB_ONLY = {"colours", "contracts", "errors", "hardware", "logs", "packing", "spans", "__init__"}
+STDLIB_ONLY = {
+    *("colours", "contracts", "errors", "hardware", "logs", "packing", "spans", "user_code"),
+    "__init__",
+}
 NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
     *(
         ROOT / "harvest" / f"{name}.py"
         for name in ("contract", "leases", "forecast", "record", "release", "rounds", "coordinator")
     ),
-    ROOT / "learner" / "memory.py",
     *(
         ROOT / "rollout" / f"{name}.py"
         for name in ("dispatch", "lengths", "work", "recheck", "texts", "ahead")

@@ -136,7 +136,7 @@ def evaluate(
 
 def _model(target: str) -> tuple[Path, TrainConfig | None]:
     """Return the model folder of a run or a model, and the settings of the run."""
-    from tlt.config.load import check, read_toml, renewed
+    from tlt.config.load import check, read_toml
     from tlt.config.train import TrainConfig
     from tlt.errors import ConfigError
     from tlt.models.folder import read_model
@@ -153,7 +153,7 @@ def _model(target: str) -> tuple[Path, TrainConfig | None]:
         read_model(folder, "RUN_OR_MODEL")
         return folder, None
     path = folder / "config.toml"
-    run = check(TrainConfig, renewed(read_toml(path)), str(path))
+    run = check(TrainConfig, read_toml(path), str(path))
     if not (folder / "policy").exists():
         raise ConfigError(
             f"{target} holds no policy yet: the run has not ended; wait for it, or give the model "
@@ -247,7 +247,7 @@ def _held_out(
 def _of_file(path: str, run: TrainConfig | None) -> TaskConfig:
     """Return how to read a file's problems and ask them: as a run does, or as is usual."""
     from tlt.config.train import TaskConfig
-    from tlt.train.recipe import columns, task_of
+    from tlt.tasks.file import columns, task_of
 
     if run is None:
         return TaskConfig(**task_of(path, "--task")["task"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +52,7 @@ def init(
     from tlt.errors import ConfigError
     from tlt.models.folder import read_settings
     from tlt.models.hub import hub_id, local_folder
+    from tlt.tasks.file import task_of
     from tlt.train import recipe
 
     if out.suffix != ".toml":
@@ -69,33 +71,34 @@ def init(
     folder = local_folder(name, "--model", ("config.json",))
     way_out = "name a Hugging Face folder, or an id of the Hub such as Qwen/Qwen3-8B"
     read_settings(folder, "--model", way_out)
-    task = recipe.task_of(problems)
+    task = task_of(problems)
     with named_by_options(OPTIONS):
-        tree, places = recipe.choose(
-            name, folder, task, chosen, run_out or f"runs/{out.stem}", steps
-        )
+        run = run_out or f"runs/{out.stem}"
+        settings, places = recipe.choose(name, folder, task, chosen, run, steps)
     header = [
         f"{name} on {problems}, {chosen}. Made by `tlt init`; all settings: docs/configuration.md.",
         "",
         f"  tlt train {out} --check",
         f"  tlt train {out}",
-        f"  tlt watch {tree['run']['out']}",
+        f"  tlt watch {run}",
         "",
         *recipe.plan_lines(places),
     ]
-    text = recipe.as_toml(tree, header)
+    text = "".join(f"# {line}".rstrip() + "\n" for line in header) + settings
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         out.write_text(text)
-        settings = resolve_defaults(load_config(TrainConfig, out))
+        checked = resolve_defaults(load_config(TrainConfig, out))
         if not from_hub:
             with named_by_options(OPTIONS):
-                places = check_run(console, settings, resume=False, show=not as_json)
+                places = check_run(console, checked, resume=False, show=not as_json)
     except BaseException:
         out.unlink(missing_ok=True)
         raise
     if as_json:
-        print_json({"path": str(out), "settings": tree, "memory": memory_data(places)})
+        print_json(
+            {"path": str(out), "settings": tomllib.loads(text), "memory": memory_data(places)}
+        )
         return
     say_written(console, str(out))
     if from_hub:

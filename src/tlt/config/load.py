@@ -21,43 +21,6 @@ MAX_DEPTH = 8
 """Most parts of a dotted name."""
 MAX_SHOWN = 100
 """Characters of a wrong value that a message shows."""
-RENAMED = {
-    "engine.core_group": "debug.core_group",
-    "engine.policy": "engine.strategy",
-    "sampling.forced_lengths": "debug.forced_lengths",
-}
-"""Old name of a setting: its new name."""
-
-REMOVED = {
-    "sampling.seeded": "every sample has a seed of its own",
-}
-"""Setting that is no more: why it is not needed."""
-
-RENAMED_VALUES = {
-    ("tlt.harvest", "unpublished"): "debug.publish_drafters = false",
-}
-"""Old setting and value: the setting and value that replace them."""
-
-
-def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run of an earlier version by today's names."""
-    found = {key: dict(of) if isinstance(of, Mapping) else of for key, of in tree.items()}
-    if not all(isinstance(of, dict) for of in found.values()):
-        return found  # no settings of any version
-    for old, new in RENAMED.items():
-        section, key = old.split(".")
-        if key in found.get(section, {}):
-            into, name = new.split(".")
-            found.setdefault(into, {})[name] = found[section].pop(key)
-    for old in REMOVED:
-        section, key = old.split(".")
-        found.get(section, {}).pop(key, None)
-    harvest = found.get("tlt", {}).get("harvest")
-    if isinstance(harvest, str) and harvest in ("on", "off", "unpublished"):
-        found["tlt"]["harvest"] = harvest != "off"
-        if harvest == "unpublished":
-            found.setdefault("debug", {})["publish_drafters"] = False
-    return found
 
 
 def load_config(schema: type[S], path: Path, overrides: Sequence[str] = ()) -> S:
@@ -159,23 +122,17 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     fields, field = _find(schema, location)
-    if problem["type"] == "extra_forbidden" and key in RENAMED:
-        return f"{key} is called {RENAMED[key]} now; rename it"
-    if problem["type"] == "extra_forbidden" and key in REMOVED:
-        return f"{key} is no setting any more: {REMOVED[key]}; remove it"
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(location[-1], list(fields), 1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
         return f"{key} is not a setting; {hint}"
-    section = _schema_of(field.annotation) if field is not None else None
+    section = schema_of(field.annotation) if field is not None else None
     if section is not None and problem["type"] in ("missing", "model_type"):
         wrong = "is missing" if problem["type"] == "missing" else "is a section, not a value"
         return f"{key} {wrong}; e.g. [{key}]{_required(section)}"
     if problem["type"] == "missing":
         return f"{key} is missing{_help(field) or '; set it'}"
     given = problem.get("input")
-    if isinstance(given, str) and (key, given) in RENAMED_VALUES:
-        return f"{key} = {given!r} is called {RENAMED_VALUES[key, given]} now; set that instead"
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     shown = f" = {_shown(given)}" if isinstance(given, str | int | float | bool) else ""
     return f"{key}{shown} should be {message}{_help(field)}"
@@ -233,14 +190,14 @@ def _find(
         field = fields.get(part)
         if depth == len(location) - 1 or field is None:
             break
-        inner = _schema_of(field.annotation)
+        inner = schema_of(field.annotation)
         if inner is None:
             break
         fields = inner.model_fields
     return fields, field
 
 
-def _schema_of(annotation: Any) -> type[BaseModel] | None:
+def schema_of(annotation: Any) -> type[BaseModel] | None:
     """Return the schema of a section, also of an optional one; None for a plain value."""
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from tlt.config import train
-from tlt.config.rollout import EngineSettings, NgramConfig, PoolConfig
-
-SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("run", train.RunSection),
-    ("policy", train.PolicyConfig),
-    ("task", train.TaskConfig),
-    ("task.sizes", train.SizesConfig),
-    ("reward", train.RewardConfig),
-    ("sampling", train.SamplingConfig),
-    ("engine", EngineSettings),
-    ("engine.ngram", NgramConfig),
-    ("pool", PoolConfig),
-    ("algorithm", train.AlgorithmConfig),
-    ("learner", train.LearnerConfig),
-    ("alarm", train.AlarmConfig),
-    ("tlt", train.TltConfig),
-    ("capture", train.CaptureConfig),
-    ("eval", train.EvalConfig),
-    ("checkpoint", train.CheckpointConfig),
-    ("placement", train.PlacementConfig),
-    ("node", train.NodeConfig),
-    ("metrics", train.MetricsConfig),
-    ("debug", train.DebugConfig),
-)
+from tlt.config.load import schema_of
+from tlt.config.train import TrainConfig
 
 HEADER = """# Configuration
 
@@ -48,6 +25,21 @@ This page is generated from the schemas in `src/tlt/config`
 def reference() -> str:
     """Return the page as Markdown."""
     return HEADER + tables(SECTIONS)
+
+
+def _sections(
+    schema: type[BaseModel], prefix: str, seen: set[type[BaseModel]]
+) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield the name and schema of every section, each schema once."""
+    for key, field in schema.model_fields.items():
+        inner = schema_of(field.annotation)
+        if inner is not None and inner not in seen:
+            seen.add(inner)
+            yield f"{prefix}{key}", inner
+            yield from _sections(inner, f"{prefix}{key}.", seen)
+
+
+SECTIONS = tuple(_sections(TrainConfig, "", set()))
 
 
 def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:

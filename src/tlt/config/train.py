@@ -105,10 +105,15 @@ class SamplingConfig(Schema):
 class AlgorithmConfig(Schema):
     """The RL algorithm: from rewards to a loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    advantage: str = "grpo"
     """Advantage of a sample within its group. `grpo`: distance from the group's mean in standard
     deviations. `dr_grpo`: distance from the group's mean. `rloo`: distance from the mean of the
-    other samples."""
+    other samples. `module:function`: your own function, called with the rewards of a group. The
+    learner leaves out samples whose advantage is 0."""
+    loss: str = "clipped"
+    """Loss of each token. `clipped`: PPO's clipped ratio. `module:function`: your own function,
+    called with each token's new and old log-probability and advantage as tensors, and with these
+    settings. Importance weights and the KL term are applied to its result."""
     mean_over: Literal["tokens", "samples", "limit"] = "tokens"
     """Mean that the loss takes. `tokens`: over all tokens. `samples`: over samples, each the mean
     over its tokens (the GRPO paper). `limit`: over samples, each the sum over its tokens divided by

@@ -31,6 +31,7 @@ from tlt.node.weights import SharedWeights, file_bytes
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 from tlt.states.writer import StateWriter, Stored
+from tlt.user_code import import_from
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,8 @@ class LearnerPlan:
 class LearnerActor:
     """Runs in a rank's process: one thread trains, another one waits for checkpoints."""
 
-    def __init__(self, plan: LearnerPlan, rank: int) -> None:
+    def __init__(self, plan: LearnerPlan, rank: int, code_folder: str = ".") -> None:
+        import_from(Path(code_folder))  # where a user's loss may lie
         self._plan = plan
         self._rank_index = rank
         self._calls = InOrder()
@@ -297,7 +299,7 @@ class RayRank:
         actor = ray.remote(concurrency_groups={"io": 2})(LearnerActor)
         self._actor = actor.options(
             max_restarts=0, runtime_env={"env_vars": environment}, **options
-        ).remote(plan, rank)
+        ).remote(plan, rank, str(Path.cwd()))
         self._number = 0
 
     async def call(self, method: str, *args: Any) -> Any:

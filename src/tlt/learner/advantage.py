@@ -10,6 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from tlt.user_code import chosen_function
+
+Advantage = Callable[[Sequence[float]], list[float]]
+
 STD_FLOOR = 1e-6
 
 
@@ -38,8 +42,9 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [r - (total - r) / (len(rewards) - 1) for r in rewards]
 
 
-ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-}
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+
+
+def advantage_function(name: str) -> Advantage:
+    """Return the function that `algorithm.advantage` names."""
+    return chosen_function("algorithm.advantage", name, ADVANTAGES, "my_algorithm:advantage")

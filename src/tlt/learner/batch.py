@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from tlt.contracts import Scored
 from tlt.packing import pack
 
+HEAD_CHUNK_TOKENS = 2048
+"""Largest number of tokens whose logits are in memory at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:

@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tlt.learner.batch import TrainSample
-from tlt.learner.memory import HEAD_CHUNK_TOKENS
+from tlt.learner.batch import HEAD_CHUNK_TOKENS, TrainSample
 from tlt.learner.packed_attention import segment_ends, use_packed_attention
 
 

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss over the response tokens of a packed row.
+"""The policy-gradient loss over the response tokens of a packed row.
 
 The loss is a sum over tokens, never a mean. The learner divides once by the denominator of the
 whole batch, so that the gradient does not depend on how samples are split into rows and ranks.
@@ -8,11 +8,38 @@ Shapes: T response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tlt.config.train import AlgorithmConfig
+from tlt.user_code import chosen_function
+
+TokenLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AlgorithmConfig], torch.Tensor]
+"""`loss(logprob_T, old_logprob_T, advantage_T, settings)` returns the loss of each token, before
+importance weights and the KL term. `old_logprob_T` is from before the update, without a gradient.
+"""
+
+
+def clipped(
+    logprob_T: torch.Tensor,
+    old_logprob_T: torch.Tensor,
+    advantage_T: torch.Tensor,
+    settings: AlgorithmConfig,
+) -> torch.Tensor:
+    """Return the loss of PPO: nothing is learned from a token whose ratio left the range."""
+    ratio_T = (logprob_T - old_logprob_T).exp()
+    bounded_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -torch.minimum(ratio_T * advantage_T, bounded_T * advantage_T)
+
+
+LOSSES: dict[str, TokenLoss] = {"clipped": clipped}
+
+
+def loss_function(name: str) -> TokenLoss:
+    """Return the function that `algorithm.loss` names."""
+    return chosen_function("algorithm.loss", name, LOSSES, "my_algorithm:loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +47,7 @@ class PolicyLoss:
     total: torch.Tensor
     """Loss summed over tokens, with its gradient."""
     clipped_tokens: float
+    """Tokens whose ratio went beyond the clipping range in the direction of their advantage."""
     kl_sum: float
     """KL divergence from the reference policy, summed over tokens."""
     gap_sum: float
@@ -36,15 +64,13 @@ def policy_loss(
     weight_T: torch.Tensor,
     settings: AlgorithmConfig,
     reference_logprob_T: torch.Tensor | None = None,
+    token_loss: TokenLoss = clipped,
 ) -> PolicyLoss:
     """Return the loss of one row's response tokens.
 
     `old_logprob_T` is from the learner, before any update on this batch. `weight_T` is the weight
     of each token: 1 for a mean over tokens, 1 / length of its sample for a mean over samples.
     """
-    ratio_T = (logprob_T - old_logprob_T).exp()
-    bounded_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    gain_T = torch.minimum(ratio_T * advantage_T, bounded_T * advantage_T)
     with torch.no_grad():
         gap_T = old_logprob_T - engine_logprob_T
         importance_T = torch.ones_like(gap_T)
@@ -52,8 +78,11 @@ def policy_loss(
         if settings.max_importance > 0:
             importance_T = gap_T.exp().clamp(max=settings.max_importance)
             capped_tokens = (gap_T.exp() > settings.max_importance).sum().item()
+        ratio_T = (logprob_T - old_logprob_T).exp()
+        bounded_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
         clipped_T = ratio_T * advantage_T > bounded_T * advantage_T
-    per_token_T = -importance_T * gain_T
+    loss_T = token_loss(logprob_T, old_logprob_T, advantage_T, settings)
+    per_token_T = importance_T * loss_T
     kl_sum = 0.0
     if reference_logprob_T is not None and settings.kl_weight > 0:
         difference_T = reference_logprob_T - logprob_T

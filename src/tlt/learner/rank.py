@@ -29,7 +29,7 @@ from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.learner.batch import TrainSample, Weighting
 from tlt.learner.packed_attention import has_kernel
 from tlt.learner.policy import PackedPolicy, PackedRow
-from tlt.learner.policy_loss import policy_loss
+from tlt.learner.policy_loss import loss_function, policy_loss
 
 KeepStates = Callable[[TrainSample, torch.Tensor, torch.Tensor], None]
 """`keep(sample, aux_TA, final_TH)` stores the hidden states of one sample of the training pass."""
@@ -116,6 +116,7 @@ class LearnerRank:
         self.device = device
         self.keep_states = keep_states
         self.num_updates = 0
+        self._token_loss = loss_function(settings.algorithm.loss)
         self._sums = Sums()
         self._remembers = False
         self._old_logprobs: dict[str, torch.Tensor] = {}
@@ -159,6 +160,7 @@ class LearnerRank:
                 row.weight_P,
                 self.settings.algorithm,
                 self._reference_logprobs(row),
+                self._token_loss,
             )
             # FSDP averages gradients over ranks, while the loss is a sum.
             (result.total * dist.get_world_size()).backward()

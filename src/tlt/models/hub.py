@@ -44,13 +44,7 @@ def local_folder(name: str | Path, key: str, files: tuple[str, ...] = FILES) -> 
         return Path(name)
     repo_id, revision = found
     try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HFValidationError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub import constants, errors, snapshot_download
     except ImportError as error:
         raise ConfigError(
             f"{key} = {str(name)!r} is no folder, and an id of the Hub needs huggingface_hub; run: "
@@ -59,15 +53,15 @@ def local_folder(name: str | Path, key: str, files: tuple[str, ...] = FILES) -> 
     what = f"{key} = {str(name)!r} is no folder here"
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(files)))
-    except GatedRepoError:
+    except errors.GatedRepoError:
         why = "the Hub asks for consent to its licence; give it on the model's page, run `hf auth "
         why += "login`, and try again"
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         why = "the Hub shows no model of this name; check the spelling of folder or id, or run "
         why += "`hf auth login` for a private one"
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         why = f"the Hub has no revision {revision!r} of it; e.g. {repo_id}@main"
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         why = f"it cannot be an id of the Hub ({error}); name a folder, or an id such as "
         why += "Qwen/Qwen3-8B"
     except Exception as error:  # whatever the network says

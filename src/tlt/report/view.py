@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tlt.config.load import check_types, read_toml, renewed
+from tlt.config.load import check_types, read_toml
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.observe.record import read_lengths, read_metrics
@@ -70,7 +70,7 @@ def look_at(folder: Path, latest: int | None = None) -> RunView:
         raise ConfigError(f"the run in {folder} has not finished a step yet; try again later")
     lengths_file = folder / "lengths.jsonl"
     by_step = read_lengths(lengths_file) if lengths_file.exists() else []
-    config = renewed(read_toml(folder / "config.toml"))
+    config = read_toml(folder / "config.toml")
     check_types(TrainConfig, config, str(folder / "config.toml"))
     return RunView(
         name=folder.resolve().name,

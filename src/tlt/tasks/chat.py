@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.errors import ConfigError
-from tlt.tasks.time_limit import time_limit
+from tlt.user_code import time_limit
 
 PROMPT_S = 10.0
 """Seconds in which a chat template must make a prompt."""

@@ -16,6 +16,12 @@ from tlt.tasks.gym import Problem
 
 LARGEST = 1e100
 """Numbers below this have a printed form to compare an answer with."""
+BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
+COLUMNS = {
+    "question": ("question", "problem", "prompt", "input"),
+    "answer": ("answer", "final_answer", "target", "output"),
+}
+"""Names of the columns of a file, the most usual first."""
 
 Row = tuple[str, Mapping[str, Any]]
 """The row's place in the file ("line 3", "row 3"), and its columns."""
@@ -25,7 +31,6 @@ def read_problems(config: TaskConfig) -> list[Problem]:
     """Return the problems of `task.path` in the order of the file."""
     assert config.path is not None
     path = Path(config.path)
-    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     try:
         if path.is_dir():
             raise ConfigError(
@@ -33,12 +38,12 @@ def read_problems(config: TaskConfig) -> list[Problem]:
             )
         if not path.exists():
             raise ConfigError(f"task.path: {path} does not exist; give a .jsonl or .parquet file")
-        if path.suffix.lower() not in readers:
+        if path.suffix.lower() not in READERS:
             raise ConfigError(
                 f"task.path: {path} ends in {path.suffix or 'no suffix'!r}; "
                 "give a .jsonl or .parquet file"
             )
-        made = _problems(path, readers[path.suffix.lower()](path, config), config)
+        made = _problems(path, READERS[path.suffix.lower()](path, config), config)
     except OSError as error:
         raise ConfigError(
             f"task.path: {path} cannot be read ({error.strerror or error}); give a .jsonl or "
@@ -163,3 +168,41 @@ def _parquet_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
         ) from error
     for number, row in enumerate(rows, start=1):
         yield f"row {number}", row
+
+
+def task_of(data: str, option: str = "--data") -> dict[str, Any]:
+    """Return the `task` and `reward` sections for a file of problems or a task's name.
+
+    Errors name the option that gave it.
+    """
+    path = Path(data)
+    if path.suffix.lower() not in READERS:
+        if path.exists() or "/" in data:
+            raise ConfigError(
+                f"{option} {data} is no file of problems; give a .jsonl or .parquet file, which "
+                "`tlt data` writes, or the name of a reasoning-gym task such as gcd"
+            )
+        return {"task": {"name": data}, "reward": {"function": "exact"}}
+    task: dict[str, Any] = {"path": data}
+    names = columns(path)
+    for key, usual in COLUMNS.items():
+        name = next((each for each in usual if each in names), None)
+        if name is None and names:
+            raise ConfigError(
+                f"{option} {data} has no column of the {key}, only {', '.join(sorted(names))}; "
+                f"rename one to {key!r}, or run `tlt data jsonl {data} --{key} COLUMN`"
+            )
+        task[f"{key}_key"] = name or key
+    return {"task": task | {"instruction": BOXED}, "reward": {"function": "math"}}
+
+
+def columns(path: Path) -> list[str]:
+    """Return the columns of a file's first row; empty if the check of the run must say why not."""
+    try:
+        _, row = next(READERS[path.suffix.lower()](path, TaskConfig()))
+    except (ConfigError, OSError, StopIteration):
+        return []
+    return list(row)
+
+
+READERS = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}

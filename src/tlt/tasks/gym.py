@@ -18,8 +18,8 @@ from typing import Any
 from tlt.config.train import SizesConfig
 from tlt.errors import ConfigError
 from tlt.tasks.tail import HeavyTail
-from tlt.tasks.time_limit import time_limit
 from tlt.tasks.worked import WORKED, worked_solution
+from tlt.user_code import time_limit
 
 SIZE_PARAMETERS: dict[str, tuple[str, str]] = {
     "chain_sum": ("min_terms", "max_terms"),

@@ -22,20 +22,18 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from tlt.errors import ConfigError, Terminated
+from tlt.errors import ConfigError
 from tlt.tasks import gym
 from tlt.tasks.gym import Problem, answer_in
-from tlt.tasks.time_limit import OutOfTime, time_limit
+from tlt.user_code import chosen_function
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ MAX_BREAKDOWNS = 5
 LARGEST = 1e15
 """Largest reward: the squares of larger ones, summed in float32, leave no gradient."""
 START_UP_S = 60.0
-"""Seconds a worker may take to start, and a user's module to be imported."""
+"""Seconds a worker may take to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,59 +177,16 @@ def reward_function(name: str, from_file: bool) -> RewardFunction:
     """Return the function that `reward.function` names, for problems of a task or of a file."""
     if name == "auto":
         name = "math" if from_file else "gym"
-    if name == "gym":
-        if from_file:
-            raise ConfigError(
-                "reward.function: gym scores tasks of reasoning-gym, not files; e.g. math"
-            )
-        return gym.score
-    if name == "exact":
-        return exact_score
-    if name == "math":
-        if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "reward.function: math needs math-verify, which is not installed; run: "
-                "pip install 'tlt-rl[train]'"
-            )
-        return math_score
-    return named_function(name)
-
-
-def named_function(name: str) -> RewardFunction:
-    """Import a user's reward function, given as `module:function`."""
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
+    if name == "gym" and from_file:
         raise ConfigError(
-            f"reward.function: {name!r} is not gym, exact, math or module:function; "
-            "e.g. my_rewards:score"
+            "reward.function: gym scores tasks of reasoning-gym, not files; e.g. math"
         )
-    # At the end, so that no file there hides a library. Workers inherit this path.
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    too_slow = (
-        f"reward.function: {name!r}: importing {module_name} takes more than {START_UP_S:g} s; let "
-        "its top level only define things, and do what is slow inside the function"
-    )
-    with time_limit(START_UP_S, too_slow):
-        try:
-            module = importlib.import_module(module_name)
-        except (KeyboardInterrupt, Terminated, OutOfTime):
-            raise
-        except BaseException as error:  # a user's module may raise anything, and call sys.exit
-            raise ConfigError(
-                f"reward.function: {name!r}: cannot import {module_name}: "
-                f"{type(error).__name__}: {error}; install it, or put it into {here}"
-            ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [each for each, value in vars(module).items() if callable(value)]
-        known = [each for each in known if not each.startswith("_")][:10]
+    if name == "math" and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            f"reward.function: {name!r}: {module_name} has no function {function_name}; "
-            f"it has: {', '.join(known) or 'none'}"
+            "reward.function: math needs math-verify, which is not installed; run: "
+            "pip install 'tlt-rl[train]'"
         )
-    return function
+    return chosen_function("reward.function", name, REWARDS, "my_rewards:score")
 
 
 def is_number(value: Any) -> bool:
@@ -264,6 +219,7 @@ def math_score(problem: Problem, text: str) -> float:
     return float(verify(gold, parse(said, parsing_timeout=None), timeout_seconds=None))
 
 
+REWARDS: dict[str, RewardFunction] = {"gym": gym.score, "exact": exact_score, "math": math_score}
 LIBRARIES: dict[RewardFunction, str] = {gym.score: "reasoning_gym", math_score: "math_verify"}
 """Libraries that our own rewards import at their first call."""
 

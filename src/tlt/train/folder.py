@@ -30,7 +30,7 @@ from typing import IO, Any
 
 import tomli_w
 
-from tlt.config.load import read_toml, renewed
+from tlt.config.load import read_toml
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.train.manifest import damage, held_step, seal, sync_folder, write_synced
@@ -43,15 +43,8 @@ LOCK = ".lock"
 CHECKPOINT = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint."""
 MAY_CHANGE = (
-    *(
-        "run.out",
-        "run.num_steps",
-        "run.checkpoint_on_term",
-        "run.term_timeout_s",
-        "checkpoint",
-        "eval",
-    ),
-    *("metrics", "pool", "engine", "placement", "tlt", "capture", "alarm"),
+    *("run.out", "run.num_steps", "run.checkpoint_on_term", "run.term_timeout_s"),
+    *("checkpoint", "eval", "metrics", "pool", "engine", "placement", "tlt", "capture", "alarm"),
     *("debug.core_group", "debug.publish_drafters", "debug.gate"),
     *(f"learner.{key}" for key in ("num_ranks", "num_gpus", "num_cores", "row_tokens")),
     "learner.gradient_checkpointing",
@@ -65,25 +58,13 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.timeline = path / "timeline.json"
+        self.lengths = path / "lengths.jsonl"
+        self.live = path / "live.json"
         self._sound: set[Path] = set()
         """Checkpoints that this process has written or verified."""
         self._lock: IO[str] | None = None
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def lengths(self) -> Path:
-        return self.path / "lengths.jsonl"
-
-    @property
-    def live(self) -> Path:
-        return self.path / "live.json"
 
     # --- begin and resume ---------------------------------------------------------------------
 
@@ -103,7 +84,7 @@ class RunFolder:
                 f"run.out = {str(self.path)!r} holds no run to resume; start without --resume"
             )
         try:
-            before = _flat(renewed(read_toml(self.path / "config.toml")))
+            before = _flat(read_toml(self.path / "config.toml"))
         except ConfigError as error:
             raise ConfigError(
                 f"{self.path / 'config.toml'}, which the run was started with, is damaged "

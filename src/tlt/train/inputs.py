@@ -1,7 +1,7 @@
 """The files that a run reads, so that a resumed run notices what changed under it.
 
 Models that the settings name by an id of the Hub are brought here first. `inputs.json` in the run's
-folder holds a digest of the data, the start policy and the reward's source. A resumed run with
+folder holds a digest of the data, the start policy and the user's own functions. A resumed run with
 other ones would be another run under the same name.
 """
 
@@ -39,13 +39,19 @@ def digests(config: TrainConfig) -> dict[str, str]:
     found = {"policy.model": _folder_digest(Path(config.policy.model))}
     if config.task.path is not None:
         found["task.path"] = _file_digest(Path(config.task.path), whole=True)
-    if (source := _reward_source(config.reward.function)) is not None:
-        found["reward.function"] = _file_digest(source, whole=True)
+    functions = {
+        "reward.function": config.reward.function,
+        "algorithm.advantage": config.algorithm.advantage,
+        "algorithm.loss": config.algorithm.loss,
+    }
+    for key, function in functions.items():
+        if (source := _source(function)) is not None:
+            found[key] = _file_digest(source, whole=True)
     return found
 
 
 def check_inputs(folder: Path, config: TrainConfig) -> None:
-    """Refuse to resume a run whose data, start policy or reward has changed."""
+    """Refuse to resume a run whose data, start policy or functions have changed."""
     path = folder / INPUTS
     try:
         before = json.loads(path.read_bytes())
@@ -75,7 +81,7 @@ def write_inputs(folder: Path, config: TrainConfig) -> None:
         write_synced(folder / INPUTS, json.dumps(digests(config), indent=2))
 
 
-def _reward_source(function: str) -> Path | None:
+def _source(function: str) -> Path | None:
     module, separator, _ = function.partition(":")
     if not separator:
         return None

@@ -24,7 +24,7 @@ from tlt.config.train import TrainConfig
 from tlt.contracts import Scored
 from tlt.errors import LearnerLost
 from tlt.harvest.contract import RunHarvest
-from tlt.learner.advantage import ADVANTAGES
+from tlt.learner.advantage import advantage_function
 from tlt.learner.batch import Groups
 from tlt.learner.group import LearnerGroup
 from tlt.observe.health import HealthWatch
@@ -197,7 +197,7 @@ class Training:
     ) -> tuple[list[Scored], Record]:
         """Generate and score the samples of an RL step; complete groups go to the update."""
         config, sampling = self._config, self._config.sampling
-        groups = Groups(sampling.group_size, ADVANTAGES[config.algorithm.advantage])
+        groups = Groups(sampling.group_size, advantage_function(config.algorithm.advantage))
         watch.skip()
         scored = await self._rollouts.generate(
             f"{step}",

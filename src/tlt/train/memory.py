@@ -1,43 +1,45 @@
-"""The memory plan of a run: what lies where at the same time, and whether it fits. Pure.
+"""The memory plan of a run: what lies where at the same time. Pure.
 
-Sizes of tensors follow from the model's shapes; `tlt.learner.memory` has the learner's. What a
-device needs besides tensors is assumed, by the constants below. Places are one GPU in the stages of
-an RL step, and the host memory of one node, the fullest one. `tlt.train.fit` refuses what is too
-large.
+Sizes of tensors follow from the model's shapes. What a device needs besides tensors is assumed, by
+the constants below. Places are one GPU in the stages of an RL step, and the host memory of one
+node, the fullest one. `tlt.train.fit` refuses what is too large.
+
+`learner_memory` follows the tensors that `tlt.learner.rank` holds at once in three moments of an
+update's later rows, when gradients and optimizer moments are there: the backward pass of the head,
+of a layer, and the reduction of the gradients of embedding and head. The peak is the largest of the
+three. `benchmarks/learner_memory.py` counts the same bytes with torch's memory tracker, and a test
+keeps formula and tracker together. Dense Llama- and Qwen-type models only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
-from tlt.hardware import Machine
+from tlt.hardware import Dtype, Machine
 from tlt.harvest.release import moved_bytes
-from tlt.learner.memory import LearnerMemory, ModelShape, learner_memory
-from tlt.vllm.args import max_draft_tokens
+from tlt.learner.batch import HEAD_CHUNK_TOKENS
 
 GIB = 2**30
 BFLOAT16, FLOAT32 = 2, 4
-CONTEXT_BYTES = GIB
-"""CUDA context and communication buffers of one process on a GPU: assumed."""
+STATE_BYTES, RESTING_BYTES = 16, 12
+"""Bytes of a parameter in its rank: float32 weight, gradient and two moments; between updates,
+without its gradient."""
+LOGITS = 3
+"""Float32 tensors of the size of the logits in the backward pass of the head."""
+CONTEXT_BYTES = GRAPH_BYTES = GIB
+"""CUDA context and communication buffers of one process; CUDA graphs of an engine: assumed."""
 ASLEEP_BYTES = 2 * GIB
 """Memory that a sleeping engine keeps on each GPU, context and graphs: assumed."""
-GRAPH_BYTES = GIB
-"""CUDA graphs of an engine on one GPU: assumed."""
-PROCESS_BYTES = 3 * GIB
-"""Host memory of a process that uses a GPU, besides its tensors: assumed."""
-CPU_PROCESS_BYTES = GIB
-"""The same of a process without a GPU: assumed."""
+PROCESS_BYTES, CPU_PROCESS_BYTES = 3 * GIB, GIB
+"""Host memory of a process with and without a GPU, besides its tensors: assumed."""
 FRAGMENTED = 0.05
 """Share of the learner's tensors that its allocator needs on top: assumed."""
-UTILIZATION = 0.92
-"""vLLM's own `gpu_memory_utilization`."""
-BATCHED_TOKENS, MAX_SEQS = 16384, 1024
-"""vLLM's own `max_num_batched_tokens` and `max_num_seqs` on large GPUs."""
+UTILIZATION, BATCHED_TOKENS, MAX_SEQS = 0.92, 16384, 1024
+"""vLLM's own `gpu_memory_utilization`, `max_num_batched_tokens`, `max_num_seqs` on large GPUs."""
 HISTORY_BYTES = 70
 """Bytes of a token in an engine's n-gram history."""
 TRAINER_COPIES = 6
@@ -46,6 +48,113 @@ and the weights that the training began with."""
 
 Part = tuple[str, int]
 """Name and bytes of something in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a dense model, as its config.json says."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    """Whether the head is the embedding."""
+    qk_norm: bool
+    """Whether queries and keys are normalized, as in Qwen3."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read the shape from a model's config.json."""
+        heads = config["num_attention_heads"]
+        return cls(
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qk_norm=str(config.get("model_type", "")).startswith("qwen3"),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, without biases, which are too small to count."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate + 2)
+
+    @property
+    def end_parameters(self) -> int:
+        """Parameters of embedding and head."""
+        return (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.end_parameters + self.layers * self.layer_parameters
+
+
+class LearnerMemory(NamedTuple):
+    """Bytes of one rank between updates and at the peak of one, and the moment of the peak."""
+
+    resting: int
+    peak: int
+    moment: str
+
+
+def learner_memory(
+    shape: ModelShape,
+    *,
+    row_tokens: int,
+    num_ranks: int,
+    dtype: Dtype,
+    gradient_checkpointing: bool,
+    attention_kernel: bool,
+    reference: bool = False,
+    captures: bool = False,
+) -> LearnerMemory:
+    """Return the memory of a rank whose largest row has `row_tokens`, all of them learned.
+
+    `attention_kernel`: attention by `varlen_attn`. `reference`: a copy of the first policy for the
+    KL divergence. `captures`: the rank captures hidden states.
+    """
+    c = BFLOAT16 if dtype == "bfloat16" else FLOAT32
+    tokens, hidden = row_tokens, shape.hidden
+    layer, ends, head = shape.layer_parameters, shape.end_parameters, shape.vocab * hidden
+    resting = RESTING_BYTES * shape.parameters // num_ranks
+    always = STATE_BYTES * shape.parameters // num_ranks + c * ends
+    if reference:
+        own = FLOAT32 * shape.parameters // num_ranks
+        resting, always = resting + own, always + own + c * ends
+    if captures:
+        always += 4 * 2 * tokens * hidden  # three fused states and the final one in bfloat16
+    # A layer saves for its backward pass: the two norms' inputs in float32, their two outputs each,
+    # the four of the MLP, and those of attention, whose loop repeats keys and values for each head.
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    saved = 2 * FLOAT32 * hidden + c * 4 * (hidden + shape.intermediate)
+    saved += c * (2 * (queries + keys) if attention_kernel else 5 * queries)
+    saved = tokens * (saved + (FLOAT32 + c) * (queries + keys) * shape.qk_norm)
+    inputs = c * tokens * hidden  # of a layer
+    kept = shape.layers * (inputs if gradient_checkpointing else saved)
+    chunk = LOGITS * FLOAT32 * min(HEAD_CHUNK_TOKENS, tokens) * shape.vocab
+    in_head = c * (head + layer) + chunk + kept + tokens * hidden * (FLOAT32 + 5 * c // 2)
+    in_layer = c * (head + 2 * layer + hidden * shape.intermediate) + kept  # one gathered ahead
+    in_layer += c * tokens * (2 * shape.intermediate + hidden)
+    if gradient_checkpointing:
+        # In the last layer but one: the last one's gradients are on their way to the other ranks.
+        in_layer += saved - inputs + FLOAT32 * layer
+    # Embedding and head themselves are gone by then, their gradients have their place.
+    at_end = FLOAT32 * ends
+    moment, extra = max(
+        (("the head's backward pass", in_head), ("a layer's backward pass", in_layer),
+         ("the gradients of embedding and head", at_end)),
+        key=lambda found: found[1],
+    )  # fmt: skip
+    return LearnerMemory(resting, always + extra, moment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +175,6 @@ class Place:
     def fits(self) -> bool:
         return self.capacity is None or self.need <= self.capacity
 
-    @property
-    def largest(self) -> str:
-        return max(self.parts, key=lambda part: part[1])[0]
-
 
 class Sizes:
     """The sizes that the plan of one run is made from."""
@@ -77,148 +182,123 @@ class Sizes:
     def __init__(
         self,
         config: TrainConfig,
-        engine: EngineConfig,
         model: Mapping[str, Any],
         machine: Machine,
-        longest_sample: int,
+        prompt_tokens: int,
+        draft_tokens: int,
     ) -> None:
-        self.config, self.engine, self.machine = config, engine, machine
-        self.shape = ModelShape.of(model)
-        self.longest_sample = longest_sample
-        self.c = BFLOAT16 if config.policy.dtype == "bfloat16" else FLOAT32
-        self.on_gpu = engine.num_gpus > 0
+        """Take a model's config.json, the longest prompt, and the longest draft of an engine."""
+        self._given = model, machine, prompt_tokens, draft_tokens
+        self.config, self.machine, self.draft_tokens = config, machine, draft_tokens
+        args, tlt = config.engine.engine_args, config.tlt
+        self.shape = shape = ModelShape.of(model)
+        self.on_gpu = config.engine.num_gpus > 0
         self.colocated = config.placement.kind == "colocated"
-        self.weights = self.c * self.shape.parameters
-        self.drafts = engine.drafter is not None or config.tlt.harvests
-        vocab = config.tlt.draft_vocab_size or harvest_draft_vocabulary(
-            self.shape.vocab, self.on_gpu
-        )
-        vocab = min(vocab, self.shape.vocab)
-        self.drafter_parameters = _drafter_parameters(self.shape, vocab) if self.drafts else 0
-        self.draft_vocab = vocab
-        args = engine.engine_args
-        self.utilization = float(args.get("gpu_memory_utilization", UTILIZATION))
+        self.drafts = config.engine.drafter is not None or tlt.harvests
+        self.c = BFLOAT16 if config.policy.dtype == "bfloat16" else FLOAT32
+        self.weights = self.c * shape.parameters
+        self.longest_sample = prompt_tokens + config.sampling.max_tokens
         limit = args.get("max_model_len") or model.get("max_position_embeddings")
-        self.max_model_len = int(limit or longest_sample)
-
-    def learner(self, **changes: Any) -> LearnerMemory:
-        """Return a rank's memory, or what it would be with other settings."""
-        config = self.config
-        given: dict[str, Any] = {
-            "row_tokens": max(config.learner.row_tokens, self.longest_sample),
-            "num_ranks": config.learner.num_ranks,
-            "gradient_checkpointing": config.learner.gradient_checkpointing,
-        }
-        return learner_memory(
-            self.shape,
+        self.max_model_len = int(limit or self.longest_sample)
+        # Of one token on one GPU, with the drafter's layer.
+        kv_bytes = 2 * shape.kv_heads * shape.head_dim * self.c * (shape.layers + self.drafts)
+        self.kv_token = kv_bytes // max(1, config.engine.num_gpus)
+        self.utilization = float(args.get("gpu_memory_utilization", UTILIZATION))
+        vocab = tlt.draft_vocab_size or harvest_draft_vocabulary(shape.vocab, self.on_gpu)
+        self.draft_vocab = min(vocab, shape.vocab)
+        drafter = Eagle3Config(
+            hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+            num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim, vocab_size=shape.vocab, draft_vocab_size=self.draft_vocab,
+            aux_layer_ids=(0, 1, 2), rope_theta=1e4, rms_norm_eps=1e-6, max_position_embeddings=1,
+        )  # fmt: skip
+        self.drafter_parameters = drafter.num_parameters if self.drafts else 0
+        captured = int(config.capture.capacity_gib * GIB)
+        self.captured = (("captured states", captured),) * config.capture.enabled
+        self.learner = learner_memory(
+            shape,
+            row_tokens=max(config.learner.row_tokens, self.longest_sample),
+            num_ranks=config.learner.num_ranks,
             dtype="bfloat16" if self.c == BFLOAT16 else "float32",
+            gradient_checkpointing=config.learner.gradient_checkpointing,
             attention_kernel=bool(config.learner.num_gpus) and self.c == BFLOAT16,
             reference=config.algorithm.kl_weight > 0,
             captures=config.capture.enabled and config.capture.by != "engines",
-            **given | changes,
         )
-
-    # --- one GPU ------------------------------------------------------------------------------
-
-    def kv_token_bytes(self) -> int:
-        """Return the KV cache of one token on one GPU, with the drafter's layer."""
-        layers = self.shape.layers + self.drafts
-        return self.shape.kv_bytes(self.c) * layers // self.shape.layers // self.engine.num_gpus
-
-    def engine_parts(self, capacity: int, utilization: float) -> tuple[Part, ...]:
-        """Return the parts of an engine's share of a GPU; the KV cache is the rest."""
-        gpus, shape, args = self.engine.num_gpus, self.shape, self.engine.engine_args
-        tokens = int(args.get("max_num_batched_tokens", BATCHED_TOKENS))
-        rows = int(args.get("max_num_seqs", MAX_SEQS)) * (max_draft_tokens(self.engine) + 1)
-        working = self.c * tokens * (3 * shape.intermediate // gpus + 4 * shape.hidden)
-        working += 2 * FLOAT32 * rows * shape.vocab // gpus + GRAPH_BYTES + CONTEXT_BYTES
-        parts = [
-            ("policy", self.weights // gpus),
-            ("engine's working memory", working),
-        ]
-        if self.drafts:
-            # With its own copy of the policy's embedding.
-            own = self.drafter_parameters + shape.vocab * shape.hidden
-            parts.append(("drafter", self.c * own // gpus))
-            # Every tensor-parallel rank has all hidden states.
-            parts.append(("drafter's catch-up", self.engine.drafter_state_mib * 2**20))
-        cache = int(utilization * capacity) - sum(size for _, size in parts)
-        return (*parts, ("KV cache", max(0, cache)))
-
-    def beside(self, **changes: Any) -> tuple[Part, ...]:
-        """Return what lies on a GPU beside an engine at work, or would with other settings."""
-        if not self.colocated:
-            return ()
-        trainer = (("drafter's trainer: context", CONTEXT_BYTES),) * self.config.tlt.harvests
-        return (("learner at rest", self.learner(**changes).resting + CONTEXT_BYTES), *trainer)
-
-    def update_parts(self, learner: LearnerMemory) -> tuple[Part, ...]:
-        parts: tuple[Part, ...] = (
-            ("learner", learner.peak),
-            ("learner: context, fragmentation", CONTEXT_BYTES + int(FRAGMENTED * learner.peak)),
-        )
-        if self.colocated:
-            parts += (("sleeping engine", ASLEEP_BYTES),)
-            parts += (("drafter's trainer: context", CONTEXT_BYTES),) * self.config.tlt.harvests
-        return parts
-
-    def harvest_parts(self) -> tuple[Part, ...]:
-        parts: tuple[Part, ...] = (
-            ("drafter's trainer", self.trainer_bytes() + CONTEXT_BYTES),
-            ("sleeping engine", ASLEEP_BYTES),
-        )
-        if self.colocated:
-            parts += (("learner at rest", self.learner().resting + CONTEXT_BYTES),)
-        return parts
-
-    def trainer_bytes(self) -> int:
-        """Return the memory of a trainer at work."""
-        tlt, shape = self.config.tlt, self.shape
         ends = BFLOAT16 * shape.hidden * (2 * shape.vocab + self.draft_vocab)
-        passes = tlt.row_tokens * tlt.num_draft_tokens
-        work = FLOAT32 * passes * (3 * self.draft_vocab + 20 * shape.hidden)
-        return TRAINER_COPIES * FLOAT32 * self.drafter_parameters + ends + work
+        work = FLOAT32 * tlt.row_tokens * tlt.num_draft_tokens
+        work *= 3 * self.draft_vocab + 20 * shape.hidden
+        self.trainer = TRAINER_COPIES * FLOAT32 * self.drafter_parameters + ends + work
 
-    # --- one node -----------------------------------------------------------------------------
-
-    def nodes(self) -> list[tuple[int, int]]:
-        """Return the engines and ranks of the nodes that may be the fullest."""
-        gpus, config = self.machine.num_gpus, self.config
-        engines, ranks = config.pool.num_engines, config.learner.num_ranks
-        if gpus is None:
-            return [(engines, ranks)]
-        most_engines = min(engines, max(1, gpus // self.engine.num_gpus))
-        most_ranks = min(ranks, gpus)
-        if self.colocated or engines * self.engine.num_gpus + ranks <= gpus:
-            return [(most_engines, most_ranks)]
-        return [(most_engines, 0), (0, most_ranks)]
+    def changed(self, changes: Mapping[str, Any]) -> Sizes:
+        """Return the sizes with other settings, by their dotted names."""
+        config = self.config
+        for key, value in changes.items():
+            config = _changed(config, key.split("."), value)
+        return Sizes(config, *self._given)
 
 
 def memory_plan(sizes: Sizes) -> list[Place]:
     """Return every place of the run with its parts."""
+    config, gpu_bytes = sizes.config, sizes.machine.gpu_bytes
     if not sizes.on_gpu:
         return [_cpu_host(sizes)]
-    places = [_generating(sizes)]
-    if sizes.config.tlt.harvests:
-        places.append(Place("a GPU, harvest", sizes.machine.gpu_bytes, sizes.harvest_parts()))
-    if sizes.config.learner.num_gpus:
-        learner = sizes.learner()
-        parts = sizes.update_parts(learner)
-        note = f"peak in {learner.moment}"
-        places.append(Place("a GPU, update", sizes.machine.gpu_bytes, parts, note))
-    hosts = [_gpu_hosts(sizes, engines, ranks) for engines, ranks in sizes.nodes()]
+    context = (("drafter's trainer: context", CONTEXT_BYTES),) * config.tlt.harvests
+    resting = (("learner at rest", sizes.learner.resting + CONTEXT_BYTES),) * sizes.colocated
+    asleep = (("sleeping engine", ASLEEP_BYTES),)
+    engine = engine_parts(sizes)
+    cache = max(0, int(sizes.utilization * (gpu_bytes or 0)) - sum(size for _, size in engine))
+    note = f"engine.engine_args.gpu_memory_utilization = {sizes.utilization:g}"
+    if gpu_bytes is not None:
+        tokens = cache // sizes.kv_token
+        note = f"KV cache of {tokens:,} tokens, {tokens / sizes.max_model_len:.1f} samples at once"
+    parts = (*engine, ("KV cache", cache), *resting, *context * sizes.colocated)
+    places = [Place("a GPU, generating", gpu_bytes, parts, note)]
+    if config.tlt.harvests:
+        trainer = ("drafter's trainer", sizes.trainer + CONTEXT_BYTES)
+        places.append(Place("a GPU, harvest", gpu_bytes, (trainer, *asleep, *resting)))
+    if config.learner.num_gpus:
+        peak = sizes.learner.peak
+        parts = (
+            ("learner", peak),
+            ("learner: context, fragmentation", CONTEXT_BYTES + int(FRAGMENTED * peak)),
+            *(*asleep, *context) * sizes.colocated,
+        )
+        places.append(Place("a GPU, update", gpu_bytes, parts, f"peak in {sizes.learner.moment}"))
+    hosts = [_gpu_hosts(sizes, engines, ranks) for engines, ranks in _fullest_nodes(sizes)]
     fullest = [max(same, key=lambda place: place.need) for same in zip(*hosts, strict=True)]
     return [*places, *fullest]
 
 
-def _generating(sizes: Sizes) -> Place:
-    capacity = sizes.machine.gpu_bytes
-    parts = sizes.engine_parts(capacity or 0, sizes.utilization)
-    note = f"engine.engine_args.gpu_memory_utilization = {sizes.utilization:g}"
-    if capacity is not None:
-        tokens = parts[-1][1] // sizes.kv_token_bytes()
-        note = f"KV cache of {tokens:,} tokens, {tokens / sizes.max_model_len:.1f} samples at once"
-    return Place("a GPU, generating", capacity, (*parts, *sizes.beside()), note)
+def engine_parts(sizes: Sizes) -> tuple[Part, ...]:
+    """Return what an engine has on one GPU besides its KV cache."""
+    engine, shape = sizes.config.engine, sizes.shape
+    gpus, args = engine.num_gpus, engine.engine_args
+    tokens = int(args.get("max_num_batched_tokens", BATCHED_TOKENS))
+    rows = int(args.get("max_num_seqs", MAX_SEQS)) * (sizes.draft_tokens + 1)
+    working = sizes.c * tokens * (3 * shape.intermediate // gpus + 4 * shape.hidden)
+    working += 2 * FLOAT32 * rows * shape.vocab // gpus + GRAPH_BYTES + CONTEXT_BYTES
+    parts = [("policy", sizes.weights // gpus), ("engine's working memory", working)]
+    if sizes.drafts:
+        # With its own copy of the policy's embedding.
+        own = sizes.drafter_parameters + shape.vocab * shape.hidden
+        parts.append(("drafter", sizes.c * own // gpus))
+        # Every tensor-parallel rank has all hidden states.
+        parts.append(("drafter's catch-up", engine.drafter_state_mib * 2**20))
+    return tuple(parts)
+
+
+def _fullest_nodes(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return the engines and ranks of the nodes that may be the fullest."""
+    config, gpus = sizes.config, sizes.machine.num_gpus
+    engines, ranks = config.pool.num_engines, config.learner.num_ranks
+    if gpus is None:
+        return [(engines, ranks)]
+    most_engines = min(engines, max(1, gpus // config.engine.num_gpus))
+    most_ranks = min(ranks, gpus)
+    if sizes.colocated or engines * config.engine.num_gpus + ranks <= gpus:
+        return [(most_engines, most_ranks)]
+    return [(most_engines, 0), (0, most_ranks)]
 
 
 def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
@@ -227,54 +307,52 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
     # Engines keep their policy on the host while the learner starts, and while a trainer has their
     # GPU. Other engines drop it before an update.
     asleep = (("weights of sleeping engines", engines * sizes.weights),)
-    num_processes = engines * (1 + harvests) + ranks
-    processes = (("processes", num_processes * PROCESS_BYTES),)
+    processes = (("processes", (engines * (1 + harvests) + ranks) * PROCESS_BYTES),)
     loading = (("ranks load the policy in float32", ranks * FLOAT32 * shape.parameters),)
-    saved = 12 * shape.parameters * ranks // config.learner.num_ranks
-    running: list[Part] = [
+    saved = RESTING_BYTES * shape.parameters * ranks // config.learner.num_ranks
+    # Pinned memory comes in powers of two: up to twice the size.
+    parked = 2 * moved_bytes(sizes.drafter_parameters, averaged=True)
+    parked += 2 * BFLOAT16 * shape.vocab * shape.hidden
+    running = (
         ("checkpoint on its way to disk", saved),
         ("new policy in shared memory", 2 * sizes.weights),
         *asleep * harvests,
         *processes,
-    ]
-    if config.capture.enabled:
-        running.append(("captured states", int(config.capture.capacity_gib * GIB)))
-    if harvests:
-        # Pinned memory comes in powers of two: up to twice the size.
-        parked = 2 * moved_bytes(sizes.drafter_parameters, averaged=True)
-        ends = 2 * BFLOAT16 * shape.vocab * shape.hidden
-        running.append(("trainers between leases", engines * (parked + ends)))
+        *sizes.captured,
+        *(("trainers between leases", engines * parked),) * harvests,
+    )
     return [
         Place("host, start", capacity, (*loading, *asleep * sizes.colocated, *processes)),
-        Place("host, running", capacity, tuple(running)),
+        Place("host, running", capacity, running),
     ]
 
 
 def _cpu_host(sizes: Sizes) -> Place:
-    config, engine = sizes.config, sizes.engine
-    engines, ranks = config.pool.num_engines, config.learner.num_ranks
-    history = engine.ngram.history_tokens * HISTORY_BYTES if engine.ngram is not None else 0
+    config, engine = sizes.config, sizes.config.engine
+    engines, ranks, harvests = (
+        config.pool.num_engines,
+        config.learner.num_ranks,
+        config.tlt.harvests,
+    )
     own = sizes.weights + sizes.c * sizes.drafter_parameters + int(engine.kv_cache_gib * GIB)
     own += engine.drafter_state_mib * 2**20 * sizes.drafts
-    parts = [
-        ("engines", engines * (own + history)),
-        ("learner", ranks * sizes.learner().peak),
+    own += engine.ngram.history_tokens * HISTORY_BYTES if engine.ngram is not None else 0
+    trainers = min(engines, config.tlt.max_trainers) * sizes.trainer
+    parts = (
+        ("engines", engines * own),
+        ("learner", ranks * sizes.learner.peak),
         ("new policy in shared memory", 2 * sizes.weights),
-        ("processes", (engines * (1 + config.tlt.harvests) + ranks) * CPU_PROCESS_BYTES),
-    ]
-    if config.tlt.harvests:
-        trainers = min(engines, config.tlt.max_trainers)
-        parts.append(("drafter's trainers", trainers * sizes.trainer_bytes()))
-    if config.capture.enabled:
-        parts.append(("captured states", int(config.capture.capacity_gib * GIB)))
-    return Place("host", sizes.machine.host_bytes, tuple(parts))
+        ("processes", (engines * (1 + harvests) + ranks) * CPU_PROCESS_BYTES),
+        *(("drafter's trainers", trainers),) * harvests,
+        *sizes.captured,
+    )
+    return Place("host", sizes.machine.host_bytes, parts)
 
 
-def _drafter_parameters(shape: ModelShape, draft_vocab: int) -> int:
-    config = Eagle3Config(
-        hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, vocab_size=shape.vocab, draft_vocab_size=draft_vocab,
-        aux_layer_ids=(0, 1, 2), rope_theta=1e4, rms_norm_eps=1e-6, max_position_embeddings=1,
-    )  # fmt: skip
-    return config.num_parameters
+def _changed(settings: Any, keys: list[str], value: Any) -> Any:
+    if not keys:
+        return value
+    if isinstance(settings, dict):
+        return settings | {keys[0]: _changed(settings.get(keys[0]), keys[1:], value)}
+    inner = _changed(getattr(settings, keys[0]), keys[1:], value)
+    return settings.model_copy(update={keys[0]: inner})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import sys
@@ -28,7 +29,7 @@ from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
 from tlt.tasks.source import Source, open_source
 from tlt.train.fit import check_memory
-from tlt.train.memory import GIB, Place, Sizes, memory_plan
+from tlt.train.memory import GIB, Place, Sizes
 from tlt.train.placement import PlacementPlan, plan_placement, transfer
 from tlt.vllm.args import engine_args, max_draft_tokens
 
@@ -91,6 +92,7 @@ def prepare(config: TrainConfig) -> Prepared:
     plan = plan_placement(config)
     _check_cores(config)
     _check_learner(config)
+    _check_algorithm(config)
     _check_capture(config, model)
     chat = Chat(config.policy.model, "policy.model")
     num_held_out = config.eval.num_problems if config.eval.every_steps else 0
@@ -206,6 +208,30 @@ def _check_learner(config: TrainConfig) -> None:
         )
 
 
+def _check_algorithm(config: TrainConfig) -> None:
+    """Import the advantage and the loss, and call functions of the user's own once."""
+    import torch
+
+    from tlt.learner.advantage import advantage_function
+    from tlt.learner.policy_loss import loss_function
+
+    algorithm, size = config.algorithm, config.sampling.group_size
+    advantage, loss = advantage_function(algorithm.advantage), loss_function(algorithm.loss)
+    what = f"algorithm.advantage = {algorithm.advantage!r} must return a finite number per reward"
+    example = "grpo"
+    try:
+        found = [float(each) for each in advantage([0.0] * (size - 1) + [1.0])]
+        assert len([each for each in found if math.isfinite(each)]) == size, found
+        what = f"algorithm.loss = {algorithm.loss!r} must return a tensor of a number per token"
+        example = "clipped"
+        logprob_T, old_T = torch.zeros(3, requires_grad=True), torch.zeros(3)
+        loss_T = loss(logprob_T, old_T, torch.ones(3), algorithm)
+        assert loss_T.shape == old_T.shape, tuple(loss_T.shape)
+        loss_T.sum().backward()
+    except Exception as error:
+        raise ConfigError(f"{what}, as {example!r} does: {error!r}; e.g. {example!r}") from error
+
+
 def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
     if not config.capture.enabled:
         return
@@ -298,10 +324,8 @@ def _plan_memory(
     if os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(engine):
         # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
         machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
-    sizes = Sizes(config, engine, model, machine, longest_sample)
-    places = memory_plan(sizes)
-    check_memory(sizes, places)
-    return places
+    prompt_tokens = longest_sample - config.sampling.max_tokens
+    return check_memory(Sizes(config, model, machine, prompt_tokens, max_draft_tokens(engine)))
 
 
 def _has_gpus_elsewhere(engine: EngineSettings) -> bool:

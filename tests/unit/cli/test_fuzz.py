@@ -140,11 +140,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # rewards add their folder
-    for place in ("run.preflight", "offline.evaluate"):
+    for place in ("train.preflight", "offline.evaluate"):
         monkeypatch.setattr(f"tlt.{place}.RewardPool", LightRewards)
     monkeypatch.setattr("tlt.offline.evaluate.ChildEngine", LightEngine)
-    for limit in ("gym.PROBLEM_S", "rewards.START_UP_S", "chat.PROMPT_S"):
-        monkeypatch.setattr(f"tlt.tasks.{limit}", 2.0)
+    for limit in ("tasks.gym.PROBLEM_S", "user_code.IMPORT_S", "tasks.chat.PROMPT_S"):
+        monkeypatch.setattr(f"tlt.{limit}", 2.0)
     monkeypatch.setenv("COLUMNS", "200")
 
 

@@ -15,7 +15,7 @@ from fault_layer import run
 
 from tlt.errors import LearnerLost
 from tlt.learner.actor import LearnerActor
-from tlt.learner.calls import InOrder, RankFailed, RankGone
+from tlt.learner.calls import RankFailed, RankGone
 from tlt.learner.group import BLAME_S, LearnerGroup
 from tlt.simulate.clock import now_s
 
@@ -61,7 +61,7 @@ def group() -> tuple[LearnerGroup, list[Rank]]:
     return LearnerGroup(cast(Any, plan), spawn=spawn, here=lambda: "here"), ranks
 
 
-@pytest.mark.parametrize("method", ["free_cache", "publish", "save_policy", "wait_saved"])
+@pytest.mark.parametrize("method", ["free_cache", "wait_saved"])
 @pytest.mark.parametrize(
     ("fault", "says", "within_s"),
     [
@@ -77,8 +77,7 @@ def test_a_lost_rank_is_named_within_the_limit(
         learner, ranks = group()
         assert await learner.start() == [0, 1, 2]
         ranks[1].fault = (method, fault)
-        args = {"publish": ("float32",), "save_policy": (cast(Any, "x"), "float32")}
-        args["wait_saved"] = (cast(Any, "x"), cast(Any, None), cast(Any, 1))
+        args = {"wait_saved": (cast(Any, "x"), None, 1)}
         started_s = now_s()
         with pytest.raises(LearnerLost, match=says.replace("METHOD", method)):
             await getattr(learner, method)(*args.get(method, ()))
@@ -119,17 +118,6 @@ def test_ranks_that_cannot_be_ended_do_not_keep_the_run_waiting(
     run(scene(), 100.0)
 
 
-def test_a_call_that_comes_twice_or_too_early_is_refused() -> None:
-    calls = InOrder()
-    calls.check(1, "accumulate")
-    calls.check(2, "step")
-    with pytest.raises(RankFailed, match=r"call 2 \(step\) came after call 2"):
-        calls.check(2, "step")
-    with pytest.raises(RankFailed, match=r"call 4 \(step\) came after call 2"):
-        calls.check(4, "step")
-    calls.check(3, "publish")
-
-
 def test_the_process_of_a_rank_does_nothing_twice() -> None:
     class Recording(LearnerActor):
         def accumulate(self, rows: object, rl_step: int) -> None:
@@ -138,7 +126,9 @@ def test_the_process_of_a_rank_does_nothing_twice() -> None:
     taken: list[int] = []
     rank = Recording(cast(Any, None), 0)
     rank.do(1, "accumulate", [], 7)
-    with pytest.raises(RankFailed, match=r"call 1 \(accumulate\) came after call 1"):
+    with pytest.raises(RankFailed):
         rank.do(1, "accumulate", [], 7)
+    with pytest.raises(RankFailed):
+        rank.do(3, "accumulate", [], 9)
     rank.do(2, "accumulate", [], 8)
     assert taken == [7, 8]

@@ -6,14 +6,8 @@ import string
 
 import pytest
 
-from tlt.tasks.stories import CHECKS, OPENINGS, QUESTIONS, STOCKS, TOLD, WORKED, tell
+from tlt.tasks.stories import tell
 
-ALL_TEMPLATES = [
-    *OPENINGS,
-    *QUESTIONS,
-    *CHECKS,
-    *(t for part in (TOLD, WORKED) for s in part.values() for t in s),
-]
 MORE = "brought|added|delivered|returned"
 
 
@@ -62,13 +56,6 @@ def test_the_texts_are_clean() -> None:
             assert text[0] == text[0].upper()
 
 
-def test_every_result_follows_from_what_is_told_before() -> None:
-    """Each sentence of a solution says how many come or go, and then the count after it."""
-    for templates in WORKED.values():
-        assert all(-1 < t.find("{n}") < t.find("{b}") for t in templates)
-    assert all(t.count("[") == t.count("]") for t in ALL_TEMPLATES)
-
-
 def test_solutions_seldom_repeat_each_other() -> None:
     """Of five words in a row, few have been written in the hundred solutions before."""
     seen: set[tuple[str, ...]] = set()
@@ -80,4 +67,3 @@ def test_solutions_seldom_repeat_each_other() -> None:
             repeated.append(sum(run in seen for run in runs) / len(runs))
         seen.update(runs)
     assert sum(repeated) / len(repeated) < 0.1
-    assert len(STOCKS) >= 10

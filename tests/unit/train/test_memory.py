@@ -151,18 +151,13 @@ def test_what_does_not_fit_is_refused_and_the_advice_works(tmp_path: Path, name:
     with pytest.raises(ConfigError) as refusal:
         plan(tmp_path, recipe, *overrides)
     message = str(refusal.value)
-    reason, _, advice = message.partition("; ")
-    assert re.search(r"\d GiB", reason) or "KV cache" in reason
+    advice = message.partition("; ")[2]
     if name == "loading":
-        assert re.search(r"use nodes with \d+ GiB \(node\.host_gib\)", advice)
+        assert re.search(r"\d+ GiB \(node\.host_gib\)", advice)
         return
     for way in advice.split("; or "):
-        more = advised(way)
-        assert more, message
-        try:
-            plan(tmp_path, recipe, *overrides, *more)
-        except ConfigError as second:  # the learner fits now: next the engine beside it
-            plan(tmp_path, recipe, *overrides, *more, *advised(str(second).partition("; ")[2]))
+        assert advised(way), message
+        plan(tmp_path, recipe, *overrides, *advised(way))
 
 
 def advised(text: str) -> list[str]:

@@ -14,7 +14,8 @@ pytest.importorskip("reasoning_gym")
 
 from tlt.errors import ConfigError
 from tlt.models import tiny
-from tlt.train.recipe import Hardware, as_toml, choose, parse_hardware, task_of
+from tlt.tasks.file import task_of
+from tlt.train.recipe import Hardware, choose, parse_hardware
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -51,29 +52,22 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
-@pytest.mark.parametrize(
-    ("text", "hardware"),
-    [
-        ("cpu", Hardware(cores=4)),
-        ("here", GPU_NODE),
-        ("8x80", Hardware(gpus=8, gpu_gib=79.0)),
-        ("1x24GB", Hardware(gpus=1, gpu_gib=23.0)),
-        ("4x8x141", Hardware(nodes=4, gpus=8, gpu_gib=139.0)),
-    ],
-)
-def test_hardware_in_words(text: str, hardware: Hardware) -> None:
-    assert parse_hardware(text, GPU_NODE, 4) == hardware
+def test_hardware_in_words() -> None:
+    found = {
+        "cpu": Hardware(cores=4),
+        "here": GPU_NODE,
+        "8x80": Hardware(gpus=8, gpu_gib=79.0),
+        "1x24GB": Hardware(gpus=1, gpu_gib=23.0),
+        "4x8x141": Hardware(nodes=4, gpus=8, gpu_gib=139.0),
+    }
+    for text, hardware in found.items():
+        assert parse_hardware(text, GPU_NODE, 4) == hardware
+    for text in ("", "gpu", "8", "8x", "0x80", "8x0", "x80", "-1x80", "8x80x", "0x8x80"):
+        with pytest.raises(ConfigError, match=r"--hardware .* e\.g\. 8x80"):
+            parse_hardware(text, GPU_NODE, 4)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "gpu", "8", "8x", "0x80", "8x0", "x80", "-1x80", "8x80x", "0x8x80"]
-)
-def test_other_words_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--hardware .* e\.g\. 8x80"):
-        parse_hardware(text, GPU_NODE, 4)
-
-
-@pytest.mark.parametrize("hardware", ["1x180", "2x80", "8x80", "4x8x80", "8x48"])
+@pytest.mark.parametrize("hardware", ["1x180", "4x8x80", "8x48"])
 def test_a_large_model_gets_settings_that_the_check_accepts(outline: Path, hardware: str) -> None:
     code, _, errors = tlt(
         *("init", "--model", str(outline), "--data", "gcd", "--hardware", hardware),
@@ -82,18 +76,12 @@ def test_a_large_model_gets_settings_that_the_check_accepts(outline: Path, hardw
     code, output, errors = tlt("train", "run.toml", "--dry-run")
     assert code == 0, errors
     assert "only planned" in output
-    settings = tomllib.loads(Path("run.toml").read_text())
+    text = Path("run.toml").read_text()
+    assert "#   a GPU, generating: " in text
+    settings = tomllib.loads(text)
     engines = settings["pool"]["num_engines"] * settings["engine"]["num_gpus"]
     assert engines == settings["learner"]["num_ranks"]
     assert settings["tlt"]["harvest"] == (settings["pool"]["num_engines"] > 1)
-
-
-def test_the_plan_stands_in_the_file(outline: Path) -> None:
-    tlt("init", "--model", str(outline), "--data", "gcd", "--hardware", "8x80")
-    text = Path("run.toml").read_text()
-    assert "# Memory plan in GiB, calculated:" in text
-    assert "#   a GPU, generating: " in text
-    assert "# the engine's share; the learner has the rest" in text
 
 
 def test_what_fits_nowhere_is_refused(outline: Path) -> None:
@@ -105,8 +93,8 @@ def test_what_fits_nowhere_is_refused(outline: Path) -> None:
     assert not Path("run.toml").exists()
 
 
-def test_a_model_on_this_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]
+def test_a_model_on_this_machine(model: Path) -> None:
+    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]
     Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output, errors = tlt(
         *("init", "--model", str(model), "--data", "sums.jsonl", "--hardware", "cpu", "--json"),
@@ -116,19 +104,10 @@ def test_a_model_on_this_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found["memory"][0]["place"] == "host"
     assert found["settings"]["task"]["question_key"] == "problem"
     assert found["settings"]["reward"] == {"function": "math"}
+    assert found["settings"]["sampling"]["prompts_per_step"] == 5, "no more than there are"
     code, output, errors = tlt("train", "run.toml", "--check", "--json")
     assert code == 0, errors
     assert json.loads(output)["memory"][0]["need_bytes"] > 0
-
-
-def test_few_problems_make_small_steps(model: Path) -> None:
-    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]
-    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, output, errors = tlt(
-        *("init", "--model", str(model), "--data", "few.jsonl", "--hardware", "cpu", "--json"),
-    )
-    assert code == 0, errors
-    assert json.loads(output)["settings"]["sampling"]["prompts_per_step"] == 5
 
 
 def test_a_name_that_is_not_utf8_leaves_no_file(model: Path) -> None:
@@ -143,17 +122,14 @@ def test_a_name_that_is_not_utf8_leaves_no_file(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data", "gcd"], "--model is missing, and there is no terminal to ask at; e.g."),
-        (["--model", "M"], "--data is missing, and there is no terminal"),
-        (["--model", "M", "--data", "gcd"], "--hardware is missing"),
-        (["--model", "nowhere", "--data", "gcd", "--hardware", "cpu"], "--model = 'nowhere' holds"),
-        (["--model", "M", "--data", "gdc", "--hardware", "cpu"], "--data: reasoning-gym has no"),
-        (["--model", "M", "--data", "n.jsonl", "--hardware", "cpu"], "--data: n.jsonl does not"),
-        (["--model", "M", "--data", "o.jsonl", "--hardware", "cpu"], "has no column of the answer"),
-        (["--model", "M", "--data", "o.csv", "--hardware", "cpu"], "is no file of problems"),
-        (["--model", "M", "--data", "gcd", "--hardware", "tpu"], "--hardware 'tpu' is not here"),
-        (["--model", "M", "--out", "x.json"], "should end in .toml; e.g. x.toml"),
-        (["--model", "M", "--out", "there.toml"], "exists; remove it, or name another file"),
+        (["--data", "gcd"], "--model is missing"),
+        (["--model", "nowhere", "--data", "gcd", "--hardware", "cpu"], "--model = 'nowhere'"),
+        (["--model", "M", "--data", "gdc", "--hardware", "cpu"], "--data: "),
+        (["--model", "M", "--data", "n.jsonl", "--hardware", "cpu"], "--data: n.jsonl"),
+        (["--model", "M", "--data", "o.jsonl", "--hardware", "cpu"], "column of the answer"),
+        (["--model", "M", "--data", "o.csv", "--hardware", "cpu"], "--data o.csv"),
+        (["--model", "M", "--out", "x.json"], "x.toml"),
+        (["--model", "M", "--out", "there.toml"], "--out there.toml"),
     ],
 )
 def test_mistakes_name_the_option(model: Path, arguments: list[str], words: str) -> None:
@@ -196,14 +172,11 @@ def test_of_a_model_on_the_hub_only_its_settings_are_read(
     assert "only planned" in output
 
 
-def test_names_with_quotes_are_toml() -> None:
-    tree: dict[str, Any] = {"run": {"out": 'a "b" \\ ü', "num_steps": 3}, "tlt": {"enabled": True}}
-    assert tomllib.loads(as_toml(tree, ["a", "", "b"])) == tree
-
-
 def test_a_short_context_gets_short_responses(outline: Path) -> None:
     (outline / "config.json").write_text(json.dumps(QWEN3_8B | {"max_position_embeddings": 2048}))
-    tree, places = choose("m", outline, task_of("gcd"), GPU_NODE, "runs/x", 5)
+    text, places = choose("m", outline, task_of("gcd"), GPU_NODE, 'a "b" \\ ü', 5)
+    tree = tomllib.loads(text)
+    assert tree["run"]["out"] == 'a "b" \\ ü'
     assert tree["sampling"]["max_tokens"] <= 1024
     assert tree["engine"]["engine_args"]["max_model_len"] <= 2048
     assert places

@@ -13,8 +13,7 @@ from tlt.config.load import load_config
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
-from tlt.learner.memory import ModelShape
-from tlt.train.memory import Place
+from tlt.train.memory import ModelShape, Place
 from tlt.train.preflight import check_outline
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -136,5 +135,5 @@ def test_one_gpu_of_80_gb_trains_4b_and_not_8b(tmp_path: Path) -> None:
     assert share
     places = plan(tmp_path, recipe, "qwen3_4b", "node.gpu_gib=79", share[1])
     assert all(place.fits for place in places.values())
-    with pytest.raises(ConfigError, match=r"a GPU, update.*more GPUs for the learner"):
+    with pytest.raises(ConfigError, match=r"a GPU, update.*more GPUs"):
         plan(tmp_path, recipe, "qwen3_8b", "node.gpu_gib=79")

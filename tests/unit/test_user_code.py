@@ -1,13 +1,16 @@
-"""A time limit on code that users bring."""
+"""A time limit on code that users bring, and the functions that settings name."""
 
+import math
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tlt.errors import ConfigError
-from tlt.tasks.time_limit import time_limit
+from tlt.user_code import chosen_function, time_limit
 
 
 def forever() -> None:
@@ -34,7 +37,7 @@ def test_what_takes_too_long_is_refused() -> None:
 
 
 def test_what_catches_the_end_is_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.tasks.time_limit.AGAIN_S", 0.05)
+    monkeypatch.setattr("tlt.user_code.AGAIN_S", 0.05)
     with pytest.raises(ConfigError, match="too slow"), time_limit(0.05, "too slow"):
         twice_forever()
 
@@ -70,3 +73,27 @@ def test_in_another_thread_there_is_no_limit() -> None:
     thread.start()
     thread.join()
     assert ended
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nonsense", "one or module:function"),
+        (":score", "one or module:function"),
+        ("math:", "one or module:function"),
+        ("no_such_module_here:score", "cannot import"),
+        ("broken_code:score", "cannot import broken_code: ZeroDivisionError"),
+        ("math:pi", "it has: "),
+    ],
+)
+def test_unknown_functions_are_refused_with_the_key(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_code.py").write_text("1 / 0")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.chdir(tmp_path)
+    known = {"one": math.exp}
+    assert chosen_function("a.key", "one", known, "m:f") is math.exp
+    assert chosen_function("a.key", "math:sqrt", known, "m:f") is math.sqrt
+    with pytest.raises(ConfigError, match=rf"a\.key: .*{message}"):
+        chosen_function("a.key", name, known, "m:f")
