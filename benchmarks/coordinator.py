@@ -24,9 +24,9 @@ from typing import Any
 
 from tlt.config.train import TltConfig
 from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.harvest.contract import Evaluation, Trained, Weights
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.observe.provenance import provenance
 from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.lengths import LengthForecast
@@ -95,7 +95,7 @@ class Simulated:
         await self._answer()
         return 0
 
-    async def moments(self) -> None:
+    async def optimizer_state(self) -> None:
         await self._answer()
 
     async def release(self) -> None:

@@ -27,8 +27,8 @@ from typing import Any
 
 from tlt.config.train import TltConfig
 from tlt.contracts import Sample
-from tlt.harvest.release import moved_bytes, stop_timeout_s
-from tlt.harvest.rounds import EXPORT_S
+from tlt.harvest.coordinator import EXPORT_S
+from tlt.harvest.leases import moved_bytes, stop_timeout_s
 from tlt.observe.timeline import max_engine_spans
 from tlt.report.findings import SYNC_SHARE
 from tlt.spans import MAX_SPANS

@@ -21,7 +21,7 @@ from tlt.contracts import Sample, SampleRequest, SamplingSpec
 from tlt.drafter.trainer import TrainerSettings
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.trainer import EMBEDDING, HarvestSettings
+from tlt.harvest.trainer import EMBEDDING, HarvestTrainerSettings
 from tlt.rollout.pool import RolloutPool
 from tlt.states.buffer import BufferSettings, SampleBuffer
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trainer_settings(
     tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[HarvestSettings]:
+) -> Iterator[HarvestTrainerSettings]:
     """An untrained drafter and states to train it on."""
     import shutil
 
@@ -65,7 +65,7 @@ def trainer_settings(
     store = SampleBuffer(buffer)
     for index, sample in enumerate(tiny_samples(tiny, 64)):
         store.put(str(index), 1, sample)
-    yield HarvestSettings(
+    yield HarvestTrainerSettings(
         drafter=str(folder),
         policy=str(tiny),
         buffer=buffer,
@@ -131,8 +131,8 @@ class Run:
 
 
 @asynccontextmanager
-async def running(tiny: Path, spot: HarvestSettings) -> AsyncIterator[Run]:
-    from tlt.harvest.session import Harvest
+async def running(tiny: Path, spot: HarvestTrainerSettings) -> AsyncIterator[Run]:
+    from tlt.harvest.session import HarvestSession
     from tlt.harvest.trainer import read_tensors
     from tlt.rollout.actor import ray_spawner
 
@@ -147,7 +147,7 @@ async def running(tiny: Path, spot: HarvestSettings) -> AsyncIterator[Run]:
     pool = RolloutPool(PoolConfig(num_engines=2, max_restarts=3 * ROUNDS), ray_spawner(engine))
     leases = LeaseSettings(min_s=0.2, lease_s=60.0, stop_timeout_s=1.0, max_leases=8)
     settings = CoordinatorSettings(leases, session_s=1.0, publish=True)
-    harvest = Harvest(settings, spot, pool, lambda name: {}, on_gpu=False)
+    harvest = HarvestSession(settings, spot, pool, lambda name: {}, on_gpu=False)
     pool.listen(harvest)
     async with pool:
         await harvest.start()
@@ -175,7 +175,7 @@ def processes(title: str) -> list[psutil.Process]:
 
 
 async def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
-    tiny: Path, trainer_settings: HarvestSettings
+    tiny: Path, trainer_settings: HarvestTrainerSettings
 ) -> None:
     async with running(tiny, trainer_settings) as run:
         await until_published(run)
@@ -195,7 +195,7 @@ async def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engi
 
 
 async def test_a_drafter_that_engines_refuse_ends_harvest_and_nothing_else(
-    tiny: Path, trainer_settings: HarvestSettings
+    tiny: Path, trainer_settings: HarvestTrainerSettings
 ) -> None:
     async def refuse(*args: object, **kwargs: object) -> list[float]:
         raise ValueError("weights of another model")
@@ -245,7 +245,7 @@ async def nobody_computes(trainers: list[psutil.Process]) -> None:
 
 
 async def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
-    tiny: Path, trainer_settings: HarvestSettings
+    tiny: Path, trainer_settings: HarvestTrainerSettings
 ) -> None:
     async with running(tiny, trainer_settings) as run:
         for victim in (kill_trainer, fail_coordinator, kill_engine):

@@ -27,8 +27,8 @@ from tlt.errors import ConfigError
 from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.published import version_of
-from tlt.harvest.session import Harvest
-from tlt.harvest.trainer import HarvestSettings
+from tlt.harvest.session import HarvestSession
+from tlt.harvest.trainer import HarvestTrainerSettings
 from tlt.node.shared import SharedFolder
 from tlt.node.weights import SharedWeights
 from tlt.vllm.environment import SWITCH_VARIABLE
@@ -49,13 +49,13 @@ class ReplicaHarvest:
     """Harvest on the replicas of a framework. Its methods wait; after the start, none raises."""
 
     def __init__(
-        self, tlt: TltConfig, trainer: HarvestSettings, servers: Sequence[Any], load: Load
+        self, tlt: TltConfig, trainer: HarvestTrainerSettings, servers: Sequence[Any], load: Load
     ) -> None:
         on_gpu = torch.cuda.is_available()
         first = version_of(Path(trainer.drafter))
         self._folder = SharedFolder.join(Path(trainer.buffer.folder))
         self._replicas = Replicas(servers, first)
-        self._harvest = Harvest(
+        self._harvest = HarvestSession(
             coordinator_settings(tlt, publish=True),
             trainer,
             self._replicas,
@@ -154,7 +154,7 @@ class ReplicaHarvest:
 
 
 class Listener(Protocol):
-    """The part of `Harvest` that hears of the load."""
+    """The part of `HarvestSession` that hears of the load."""
 
     def rollout_started(self, num_samples: int) -> None: ...
     def sample_finished(self) -> None: ...
@@ -285,7 +285,7 @@ class Replicas:
         raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
 
 
-def _spawn_on_gpu(settings: HarvestSettings, place: TrainerPlace) -> RayTrainer:
+def _spawn_on_gpu(settings: HarvestTrainerSettings, place: TrainerPlace) -> RayTrainer:
     return RayTrainer(settings, TrainerPlace(place.cores, True, place.options))
 
 

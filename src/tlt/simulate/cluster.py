@@ -19,10 +19,10 @@ import numpy as np
 from tlt.config.rollout import DispatchOrder
 from tlt.contracts import OFF, Arm, Strategy
 from tlt.errors import ConfigError
+from tlt.harvest.contract import Evaluation, Trained, TrainerGone, Weights
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
-from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights
 from tlt.rollout.lengths import LengthForecast
 from tlt.simulate.ahead import DRAFT_TOKENS, Ahead
 from tlt.simulate.clock import now_s
@@ -197,7 +197,7 @@ class SimTrainer:
         self._check()
         return self._skill
 
-    async def moments(self) -> None:
+    async def optimizer_state(self) -> None:
         self._check()
 
     async def release(self) -> None:

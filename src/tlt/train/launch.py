@@ -21,15 +21,15 @@ from tlt.hardware import compute_dtype
 from tlt.harvest.contract import NoHarvest, RunHarvest
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.leases import stop_timeout_s
 from tlt.harvest.published import VERSION, make_drafter, version_of
-from tlt.harvest.release import stop_timeout_s
-from tlt.harvest.session import Harvest
+from tlt.harvest.session import HarvestSession
 from tlt.harvest.trainer import (
     AVERAGED_STEPS,
     DRAFTER_LR,
     NEW_AVERAGED_STEPS,
     NEW_DRAFTER_LR,
-    HarvestSettings,
+    HarvestTrainerSettings,
 )
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
@@ -155,7 +155,7 @@ async def _run(
         pool.recheck_with(rechecks)
         harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
-            harvest = Harvest(
+            harvest = HarvestSession(
                 coordinator_settings(
                     config.tlt,
                     config.debug.publish_drafters,
@@ -302,9 +302,9 @@ def _adopt_drafter(config: TrainConfig, source: Path, folder: Path) -> None:
     adopt(source, folder, getattr(torch, config.policy.dtype), num_layers)
 
 
-def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestSettings:
+def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> HarvestTrainerSettings:
     tlt, is_new = config.tlt, config.engine.drafter is None
-    return HarvestSettings(
+    return HarvestTrainerSettings(
         drafter=drafter,
         policy=config.policy.model,
         buffer=buffer_settings(config),

@@ -16,7 +16,7 @@ from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.hardware import Machine
-from tlt.harvest.release import moved_bytes
+from tlt.harvest.leases import moved_bytes
 from tlt.learner.memory import LearnerMemory, ModelShape, learner_memory
 from tlt.vllm.args import max_draft_tokens
 

@@ -14,7 +14,7 @@ from tlt.drafter.eagle3.config import (  # noqa: E402
 from tlt.drafter.host_copies import HostCopies  # noqa: E402
 from tlt.drafter.row import Row  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
-from tlt.harvest.release import COPY_BYTES_PER_S, STOP_S, moved_bytes, stop_timeout_s  # noqa: E402
+from tlt.harvest.leases import COPY_BYTES_PER_S, STOP_S, moved_bytes, stop_timeout_s  # noqa: E402
 
 GB = 1e9
 QWEN2_5_7B = Eagle3Config(
