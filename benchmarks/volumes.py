@@ -274,7 +274,10 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
         "published_bytes": published,
         "leaving_bytes": leaving,
         "stop_s": stop_timeout_s(
-            drafter // FLOAT32, averaged=True, end_bytes=int(c["ends_bytes"]), on_gpu=True
+            drafter // FLOAT32,
+            averaged=True,
+            embed_and_head_bytes=int(c["ends_bytes"]),
+            on_gpu=True,
         ),
         # Pinned memory comes in powers of two: up to twice the size.
         "waiting_bytes": c["engines_of_node"] * (2 * leaving + c["ends_bytes"]),

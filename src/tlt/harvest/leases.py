@@ -301,15 +301,20 @@ def moved_bytes(num_parameters: int, averaged: bool) -> int:
     return 4 * num_parameters * (3 + averaged)
 
 
-def stop_timeout_s(num_parameters: int, averaged: bool, end_bytes: int, on_gpu: bool) -> float:
+def stop_timeout_s(
+    num_parameters: int, averaged: bool, embed_and_head_bytes: int, on_gpu: bool
+) -> float:
     """Return the seconds that a trainer may take to stop before it is killed.
 
     A lease may be called back while the trainer still moves in, so the time covers both ways.
-    `end_bytes` are those of the policy's head and embedding, which only move in.
+    `embed_and_head_bytes` are those of the policy's head and embedding, which only move in.
     """
     if not on_gpu:
         return STOP_S
-    return STOP_S + (2 * moved_bytes(num_parameters, averaged) + end_bytes) / COPY_BYTES_PER_S
+    return (
+        STOP_S
+        + (2 * moved_bytes(num_parameters, averaged) + embed_and_head_bytes) / COPY_BYTES_PER_S
+    )
 
 
 class Holder:

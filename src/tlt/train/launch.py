@@ -325,9 +325,12 @@ def trainer_settings(config: TrainConfig, drafter: str, untrained: bool) -> Harv
 def _stop_timeout_s(config: TrainConfig, drafter: Path) -> float:
     """Return the seconds in which trainers of this drafter must have stopped."""
     shape = Eagle3Config.from_hf(json.loads((drafter / "config.json").read_text()))
-    end_bytes = 2 * shape.vocab_size * shape.hidden_size * BFLOAT16
+    embed_and_head_bytes = 2 * shape.vocab_size * shape.hidden_size * BFLOAT16
     return stop_timeout_s(
-        shape.num_parameters, averaged=True, end_bytes=end_bytes, on_gpu=config.engine.num_gpus > 0
+        shape.num_parameters,
+        averaged=True,
+        embed_and_head_bytes=embed_and_head_bytes,
+        on_gpu=config.engine.num_gpus > 0,
     )
 
 

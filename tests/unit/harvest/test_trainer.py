@@ -294,11 +294,11 @@ def test_a_resumed_trainer_continues_with_the_moments_of_its_optimizer(
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     one.train(1, 1.0)
-    moments = one.moments()
+    moments = one.optimizer_state()
     save_file(moments, Path(settings.drafter) / MOMENTS)
     resumed = make_trainer(settings)
-    assert moments.keys() == resumed.moments().keys()
-    assert all(torch.equal(moments[name], t) for name, t in resumed.moments().items())
+    assert moments.keys() == resumed.optimizer_state().keys()
+    assert all(torch.equal(moments[name], t) for name, t in resumed.optimizer_state().items())
     assert moments["step"] > 0, "no second warm-up"
     resumed.begin(1, LONG_S)
     assert resumed.train(1, 0.5).num_steps > 0
@@ -310,9 +310,9 @@ def test_moments_of_the_head_are_dropped_with_the_vocabulary(
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     one.train(1, 0.5)
-    moments = one.moments()
+    moments = one.optimizer_state()
     save_file(moments | {"d2t": moments["d2t"] + 1}, Path(settings.drafter) / MOMENTS)
-    resumed = make_trainer(settings).moments()
+    resumed = make_trainer(settings).optimizer_state()
     dropped = moments.keys() - resumed.keys()
     assert dropped == {name for name in moments if ".lm_head." in name} != set()
 
