@@ -82,14 +82,14 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.drafter.trainer import TrainerSettings
     from tlt.harvest.actor import RayTrainer, TrainerPlace
-    from tlt.harvest.trainer import HarvestSettings
+    from tlt.harvest.trainer import HarvestTrainerSettings
     from tlt.rollout.actor import RayEngine
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
     folder = f"/dev/shm/tlt-neighbour-{os.getpid()}"
     learning = TrainerSettings(num_draft_tokens=4, row_tokens=512, lr=3e-4, temperature=1.0, seed=0)
-    settings = HarvestSettings(DRAFTER, MODEL, fill_buffer(folder), learning, 1024)
+    settings = HarvestTrainerSettings(DRAFTER, MODEL, fill_buffer(folder), learning, 1024)
     engine = RayEngine(
         EngineConfig(
             model=MODEL,

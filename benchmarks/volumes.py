@@ -22,8 +22,8 @@ from typing import Any
 
 from models import MODELS, Model
 from tlt.config.train import TltConfig
-from tlt.harvest.release import moved_bytes, stop_timeout_s
-from tlt.harvest.rounds import EXPORT_S
+from tlt.harvest.coordinator import EXPORT_S
+from tlt.harvest.leases import moved_bytes, stop_timeout_s
 from tlt.observe.timeline import max_engine_spans
 from tlt.report.findings import SYNC_SHARE
 from tlt.spans import MAX_SPANS
@@ -220,7 +220,10 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
         "published_bytes": published,
         "leaving_bytes": leaving,
         "stop_s": stop_timeout_s(
-            drafter // FLOAT32, averaged=True, end_bytes=int(c["ends_bytes"]), on_gpu=True
+            drafter // FLOAT32,
+            averaged=True,
+            embed_and_head_bytes=int(c["ends_bytes"]),
+            on_gpu=True,
         ),
         # Pinned memory comes in powers of two: up to twice the size.
         "waiting_bytes": c["engines_of_node"] * (2 * leaving + c["ends_bytes"]),

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from tlt.drafter.trainer import fresh_drafter as fresh_drafter
     from tlt.errors import ConfigError as ConfigError
     from tlt.errors import EngineError as EngineError
+    from tlt.harvest.contract import Evaluation as Evaluation
+    from tlt.harvest.contract import Trained as Trained
+    from tlt.harvest.contract import TrainerFailed as TrainerFailed
+    from tlt.harvest.contract import TrainerHandle as TrainerHandle
     from tlt.harvest.coordinator import Coordinator as Harvest
     from tlt.harvest.coordinator import CoordinatorSettings as HarvestSettings
     from tlt.harvest.leases import Begin as Begin
@@ -42,10 +46,6 @@ if TYPE_CHECKING:
     from tlt.harvest.leases import Kill as Kill
     from tlt.harvest.leases import Leases as Leases
     from tlt.harvest.leases import LeaseSettings as LeaseSettings
-    from tlt.harvest.rounds import Evaluation as Evaluation
-    from tlt.harvest.rounds import Trained as Trained
-    from tlt.harvest.rounds import TrainerFailed as TrainerFailed
-    from tlt.harvest.rounds import TrainerHandle as TrainerHandle
     from tlt.models.hub import model_folder as model_folder
     from tlt.node.weights import SharedWeights as SharedWeights
     from tlt.rollout.actor import ray_spawner as ray_spawner
@@ -127,7 +127,7 @@ _HOMES = {
     "tlt.errors": ("ConfigError", "EngineError"),
     "tlt.harvest.coordinator": ("Harvest", "HarvestSettings"),
     "tlt.harvest.leases": ("Begin", "End", "Freed", "Kill", "LeaseSettings", "Leases"),
-    "tlt.harvest.rounds": ("Evaluation", "Trained", "TrainerFailed", "TrainerHandle"),
+    "tlt.harvest.contract": ("Evaluation", "Trained", "TrainerFailed", "TrainerHandle"),
     "tlt.models.hub": ("model_folder",),
     "tlt.node.weights": ("SharedWeights",),
     "tlt.rollout.actor": ("ray_spawner",),

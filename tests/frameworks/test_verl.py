@@ -135,13 +135,15 @@ def test_verls_actor_learns_on_cpu_cores(model: Path, tmp_path: Path) -> None:
     assert found["changed"] == found["sent"]
 
 
-def test_the_worker_extension_tells_of_policies_and_keeps_their_ends(tmp_path: Path) -> None:
+def test_the_worker_extension_tells_of_policies_and_keeps_their_embedding_and_head(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("transfer_queue")
-    found = program("extension", [str(tmp_path / "tlt-ends" / "policy.safetensors")], tmp_path)
+    found = program("extension", [str(tmp_path / "tlt-policy" / "policy.safetensors")], tmp_path)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     assert found["heard"] == [embedding, head, "other", "policy changed"]
     assert found["again"]
-    assert found["ends"] == {embedding: [0.0, 0.0], head: [1.0, 1.0]}
+    assert found["embed_and_head"] == {embedding: [0.0, 0.0], head: [1.0, 1.0]}
 
 
 # --- what TLT relies on, in verl's sources --------------------------------------------------------
@@ -218,7 +220,7 @@ def test_the_worker_extension_fits_tlts_worker() -> None:
     (extension,) = [n for n in ast.parse(ours.read_text()).body if isinstance(n, ast.ClassDef)]
     added = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
     added |= {ast.unparse(n.target) for n in extension.body if isinstance(n, ast.AnnAssign)}
-    assert {"tlt_share_ends", "_ends"} <= added
+    assert {"tlt_share_embed_and_head", "_embed_and_head"} <= added
     from tlt.vllm.cpu_worker import AdaptiveCPUWorker
 
     names = {name for name in {*theirs, *added} if not name.startswith("__")}

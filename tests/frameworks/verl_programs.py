@@ -155,10 +155,14 @@ def extension(words: list[str]) -> dict[str, Any]:
     worker.update_weights_from_ipc(use_shm=True)
     before = list(heard)
     file = Path(words[0])
-    worker.tlt_share_ends(str(file))
+    worker.tlt_share_embed_and_head(str(file))
     worker.update_weights_from_ipc(use_shm=True)
-    ends = {name: tensor.tolist() for name, tensor in load_file(file).items()}
-    return {"heard": before, "again": heard[len(before) :] == before, "ends": ends}
+    embed_and_head = {name: tensor.tolist() for name, tensor in load_file(file).items()}
+    return {
+        "heard": before,
+        "again": heard[len(before) :] == before,
+        "embed_and_head": embed_and_head,
+    }
 
 
 if __name__ == "__main__":

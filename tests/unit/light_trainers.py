@@ -10,8 +10,8 @@ from typing import Any
 
 from fault_layer import Actor, Layer
 
+from tlt.harvest.contract import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
 from tlt.harvest.leases import Holder
-from tlt.harvest.rounds import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
 from tlt.simulate.clock import now_s
 
 
@@ -134,7 +134,7 @@ class Handle:
     async def export(self) -> Any:
         return await self._beside(self.trainer.export)
 
-    async def moments(self) -> Any:
+    async def optimizer_state(self) -> Any:
         return await self._call(self.trainer.nothing)
 
     async def release(self) -> None:
@@ -157,3 +157,114 @@ class Handle:
             return await work()
 
         return await self.trainers.layer.call(self.trainer, arrived, TrainerFailed, TrainerGone)
+
+
+class ScriptedTrainer:
+    """Weights are a number: how many sessions were learned, of all trainers it goes back to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weights = 0.0
+        self.has: int | None = 0
+        self.ended = 0
+        self.working = False
+        self.dead = False
+        self.deaf = False
+        self.better = True
+        self.fails: Exception | None = None
+        self.starved = False
+        self.at_evaluation: Callable[[], Awaitable[None]] | None = None
+        self.at_training: Callable[[], Awaitable[None]] | None = None
+        self.breaks_off = False
+        self.asked_s: list[float] = []
+        self.merged_with: list[list[tuple[float, float]]] = []
+        self.taken: list[tuple[Any, ...]] = []
+        self.cannot_be_killed = self.outlives_kills = False
+        self._death = asyncio.Event()
+
+    async def _alive(self) -> None:
+        await asyncio.sleep(0)
+        if self.dead:
+            raise TrainerGone
+
+    async def start(self) -> None:
+        await self._alive()
+
+    async def begin(self, lease: int, seconds: float) -> bool:
+        await self._alive()
+        return lease > self.ended
+
+    async def end(self, lease: int) -> None:
+        await self._alive()
+        if not self.deaf:
+            self.ended = max(self.ended, lease)
+
+    async def take(
+        self, base: Weights | None, published: Weights | None, policy: Weights | None
+    ) -> None:
+        await self._alive()
+        self.taken.append(tuple(w if w is None else w.blob for w in (base, published, policy)))
+        if base is not None:
+            assert base.version != self.has, "it has these weights already"
+            self.has, self.weights = base.version, base.blob if base.version else 0.0
+
+    async def train(self, lease: int, seconds: float) -> Trained:
+        await self._alive()
+        self.asked_s.append(seconds)
+        if self.at_training is not None:
+            await self.at_training()
+        if self.fails is not None:
+            raise self.fails
+        if self.starved:
+            return Trained(0, 0, 0.0, True)
+        self.working = True
+        ends = asyncio.get_running_loop().time() + seconds
+        while self.deaf or (
+            asyncio.get_running_loop().time() < ends and lease > self.ended and not self.dead
+        ):
+            try:
+                async with asyncio.timeout(0.002):
+                    await self._death.wait()
+                break
+            except TimeoutError:
+                pass
+        self.working = False
+        await self._alive()
+        self.weights += 1
+        self.has = None
+        return Trained(1, 100, 0.5, False)
+
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
+        await self._alive()
+        if self.at_evaluation is not None:
+            await self.at_evaluation()
+        if self.breaks_off:
+            return None
+        return None if lease <= self.ended else Evaluation(self.better, 2.0 + self.weights, 2.0)
+
+    async def merge(self, lease: int, others: list[Any], own_weight: float, seconds: float) -> bool:
+        await self._alive()
+        self.merged_with.append(others)
+        total = own_weight + sum(share for _, share in others)
+        self.weights = (self.weights * own_weight + sum(w * s for w, s in others)) / total
+        return True
+
+    async def export(self) -> float:
+        await self._alive()
+        return self.weights
+
+    async def optimizer_state(self) -> str:
+        await self._alive()
+        return f"state of {self.name}"
+
+    async def release(self) -> None:
+        await self._alive()
+
+    async def kill(self) -> None:
+        if self.cannot_be_killed:
+            raise ZeroDivisionError("no cluster")
+        if self.outlives_kills:
+            await asyncio.sleep(1e9)
+        self.dead, self.working = True, False
+        self._death.set()
+        await asyncio.sleep(0)

@@ -72,7 +72,7 @@ NO_HEAVY = {*STDLIB_ONLY, "config", "strategy"}
 PURE = {
     *(
         ROOT / "harvest" / f"{name}.py"
-        for name in ("contract", "leases", "forecast", "record", "release", "rounds", "coordinator")
+        for name in ("contract", "leases", "forecast", "rounds", "coordinator")
     ),
     *(
         ROOT / "rollout" / f"{name}.py"

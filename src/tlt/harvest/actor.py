@@ -13,8 +13,8 @@ import ray
 import torch
 
 from tlt.hardware import thread_environment
-from tlt.harvest.rounds import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
-from tlt.harvest.trainer import HarvestSettings, HarvestTrainer
+from tlt.harvest.contract import Evaluation, Trained, TrainerFailed, TrainerGone, Weights
+from tlt.harvest.trainer import HarvestTrainer, HarvestTrainerSettings
 from tlt.logs import log_to_file
 from tlt.node.cluster import end_actors, end_with_ray
 from tlt.node.cores import bind_process
@@ -62,7 +62,7 @@ class TrainerActor(HarvestTrainer):
     """A trainer in a process of its own. `end` and the export run in threads beside training."""
 
     def __init__(
-        self, settings: HarvestSettings, cores: tuple[int, ...], on_gpu: bool, name: str
+        self, settings: HarvestTrainerSettings, cores: tuple[int, ...], on_gpu: bool, name: str
     ) -> None:
         end_with_ray()
         if settings.log is not None:
@@ -96,14 +96,14 @@ class TrainerActor(HarvestTrainer):
     def export_packed(self) -> Packed:
         return pack(self.export())
 
-    def moments_packed(self) -> Packed:
-        return pack(self.moments())
+    def optimizer_state_packed(self) -> Packed:
+        return pack(self.optimizer_state())
 
 
 class RayTrainer:
     """The coordinator's handle on a trainer. Weights travel as references into Ray's store."""
 
-    def __init__(self, settings: HarvestSettings, place: TrainerPlace) -> None:
+    def __init__(self, settings: HarvestTrainerSettings, place: TrainerPlace) -> None:
         environment = thread_environment() | {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(max(1, len(place.cores))),
@@ -155,9 +155,9 @@ class RayTrainer:
         await _answer(blob)
         return blob
 
-    async def moments(self) -> Any:
+    async def optimizer_state(self) -> Any:
         # Behind training, not beside it: the optimizer must not be in the middle of its step.
-        return await self._call(TrainerActor.moments_packed)
+        return await self._call(TrainerActor.optimizer_state_packed)
 
     async def release(self) -> None:
         await self._call(TrainerActor.release)

@@ -1,15 +1,16 @@
-"""What a run, its engines and harvest say to each other.
+"""What a run, its engines, harvest and its trainers say to each other.
 
-A run talks to `RunHarvest`: to `Harvest` of `session` where idle workers train the drafter, to
-`NoHarvest` elsewhere. Harvest talks to the run's engines through `Engines`. Nothing here needs Ray
-or torch.
+A run talks to `RunHarvest`: to `HarvestSession` where idle workers train the drafter, to
+`NoHarvest` elsewhere. Harvest talks to the run's engines through `Engines`, and to trainers through
+`TrainerHandle`. Nothing here needs Ray or torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from tlt.rollout.weights import NewWeights
@@ -18,26 +19,8 @@ if TYPE_CHECKING:
 Record = dict[str, float]
 
 
-class RunHarvest(Protocol):
-    """The calls that a run makes to harvest."""
-
-    async def start(self) -> None: ...
-    def rollout_started(self, num_samples: int) -> None: ...
-    def sample_finished(self) -> None: ...
-    async def rollout_ended(self) -> None: ...
-    def update_started(self) -> None: ...
-    async def update_ended(self) -> None: ...
-    def policy_changed(self, weights: NewWeights, version: int) -> None: ...
-    def alarm(self, drafts: int, accepted: int) -> None: ...
-    def record(self) -> Record: ...
-    def leased(self) -> list[str]: ...
-    def take_spans(self) -> dict[str, list[Span]]: ...
-    async def save(self, folder: Path, to_resume: bool) -> None: ...
-    async def stop(self) -> None: ...
-
-
-class NoHarvest:
-    """A run without harvest: every call does nothing."""
+class RunHarvest:
+    """The calls that a run makes to harvest; here they do nothing."""
 
     async def start(self) -> None: ...
     def rollout_started(self, num_samples: int) -> None: ...
@@ -58,6 +41,10 @@ class NoHarvest:
 
     def take_spans(self) -> dict[str, list[Span]]:
         return {}
+
+
+class NoHarvest(RunHarvest):
+    """A run without harvest."""
 
 
 class Engines(Protocol):
@@ -84,4 +71,83 @@ class Engines(Protocol):
 
     async def refresh_drafter(self, engine: str) -> None:
         """Load the last drafter into an engine that was skipped."""
+        ...
+
+
+# --- trainers -------------------------------------------------------------------------------------
+
+
+class TrainerFailed(RuntimeError):
+    """A call of a trainer failed."""
+
+
+class TrainerGone(TrainerFailed):
+    """The trainer's process is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Weights of a drafter, or embedding and head of a policy."""
+
+    version: int
+    """Version of a drafter; 0 is the drafter that the engines started with. Of a policy, the
+    policy's version."""
+    blob: Any = None
+    """The tensors, or where they are: opaque here. None for version 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A drafter for the engines."""
+
+    number: int
+    """Number of drafters published in this run and in those that it resumes."""
+    weights: Weights
+    length: float
+    """Expected tokens per draft on held-out samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The result of a piece of training."""
+
+    num_steps: int
+    num_tokens: int
+    loss: float
+    starved: bool
+    """Whether there was nothing to learn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The drafter compared with the published one on the same held-out samples."""
+
+    better: bool
+    length: float
+    """Expected tokens per verified draft."""
+    published_length: float
+
+
+class TrainerHandle(Protocol):
+    """A `HarvestTrainer` elsewhere; a call that fails raises `TrainerFailed`."""
+
+    async def start(self) -> None:
+        """Return when the trainer can take a lease."""
+        ...
+
+    async def begin(self, lease: int, seconds: float) -> bool: ...
+    async def end(self, lease: int) -> None: ...
+    async def take(
+        self, base: Weights | None, published: Weights | None, policy: Weights | None
+    ) -> None: ...
+    async def train(self, lease: int, seconds: float) -> Trained: ...
+    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None: ...
+    async def merge(
+        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
+    ) -> bool: ...
+    async def export(self) -> Any: ...
+    async def optimizer_state(self) -> Any: ...
+    async def release(self) -> None: ...
+    async def kill(self) -> None:
+        """Return when the process is gone."""
         ...

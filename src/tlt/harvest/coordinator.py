@@ -1,9 +1,10 @@
-"""The coordinator carries leases out: trainers start, begin, stop and are killed.
+"""The coordinator talks to trainers and to whoever owns the workers. asyncio; no Ray, no torch.
 
-An object of the driver's event loop; asyncio, no Ray, no torch. `Leases` decides, `Rounds` lets the
-leased trainers work together. A call of a trainer that fails costs that trainer. Any other
-exception ends the coordinator: a method raises it, a task or timer reports it to `on_failure`.
-Whoever awaits `needed` then gets the exception, and `shutdown` kills the trainers.
+`Leases` decides who may train, `Rounds` what the trainers do. The coordinator passes events to
+both, and carries out their actions. A call of a trainer that fails costs that trainer: another
+process takes its place. Any other exception is a bug, after which the state cannot be trusted. It
+goes to `on_failure`, the coordinator kills all trainers, and every worker is free for good. No
+method raises it.
 """
 
 from __future__ import annotations
@@ -13,25 +14,13 @@ import logging
 import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tlt.config.train import TltConfig
-from tlt.harvest.leases import Begin, End, Kill, Leases, LeaseSettings
-from tlt.harvest.release import STOP_S
-from tlt.harvest.rounds import (
-    REST_S,
-    Held,
-    Member,
-    Rounds,
-    Tally,
-    TrainerFailed,
-    TrainerGone,
-    TrainerHandle,
-    Version,
-    Weights,
-    now_s,
-)
+from tlt.harvest.contract import TrainerFailed, TrainerGone, TrainerHandle, Version, Weights
+from tlt.harvest.leases import STOP_S, Begin, End, Freed, Kill, Leases, LeaseSettings
+from tlt.harvest.rounds import REST_S, Held, Member, Publish, Release, Rounds, Settle, Tally, Train
 from tlt.spans import Span, SpanLog
 
 logger = logging.getLogger(__name__)
@@ -40,6 +29,11 @@ RETRY_S = 30.0
 """Seconds after which a trainer that did not start is tried again."""
 START_S = 300.0
 """Seconds in which a trainer must have started."""
+EXPORT_S = 1.0
+"""Seconds to wait for another trainer's weights: its core may be busy with other things."""
+ANSWER_S = 5.0
+"""Seconds that it may take to free a worker, besides stopping its trainer, and to end all
+trainers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +66,23 @@ def coordinator_settings(
     )
 
 
-class CoordinatorEnded(RuntimeError):
-    """The coordinator was shut down."""
+def now_s() -> float:
+    """Return the time of the event loop."""
+    return asyncio.get_running_loop().time()
 
 
 def _log_failure(error: BaseException) -> None:
-    logger.error("the coordinator failed", exc_info=error)
+    logger.error("harvest is off from now on: it failed", exc_info=error)
+
+
+@dataclass(eq=False, slots=True)
+class _Lease(Held):
+    """A lease as the coordinator carries it out."""
+
+    started_s: float = 0.0
+    ending_since_s: float | None = None
+    called_back: asyncio.Event = field(default_factory=asyncio.Event)
+    killed: bool = False
 
 
 class Coordinator:
@@ -91,154 +96,233 @@ class Coordinator:
     ) -> None:
         self._spawn = spawn
         self._on_failure = on_failure
+        self._free_s = settings.leases.stop_timeout_s + ANSWER_S
         self._leases = Leases(settings.leases)
         self._leases.enabled = False  # until there is something to learn from
+        self._rounds = Rounds(settings.session_s, settings.publish, self._leases)
         self._members: dict[str, Member] = {}
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, _Lease] = {}
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._ending: asyncio.Task[None] | None = None
+        """Ends all trainers, after a failure or at the end."""
+        self._versions: asyncio.Queue[Version | None] = asyncio.Queue()
+        """The last published drafter, until somebody takes it; None says that no other follows."""
         self._spans: dict[str, SpanLog] = {}
-        self.tally = Tally()
-        self._rounds = Rounds(
-            settings.session_s, settings.publish, self._leases, self.tally, self._start
-        )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is harvest: not after a failure or the end."""
+        return self._ending is None
+
+    @property
+    def tally(self) -> Tally:
+        return self._rounds.tally
 
     # --- what the run says --------------------------------------------------------------------
 
     def join(self, worker: str) -> None:
         """Start a trainer beside a worker; a worker that has moved gets another trainer."""
         if worker in self._members:
-            self._start(self._replace(self._members[worker]))
+            self._event(lambda: self._start(self._replace(self._members[worker])))
         else:
-            self._begin_trainer(worker)
+            self._event(lambda: self._begin_trainer(worker))
 
     def start_from(self, number: int, blob: Any) -> None:
         """Set the drafter that the engines have; None is the one that they started with."""
-        self._rounds.start_from(number, blob)
+        self._event(lambda: self._rounds.start_from(number, blob))
 
     def idle(self, worker: str, for_s: float = math.inf) -> None:
         """Note that the worker has nothing to generate, probably for `for_s` seconds."""
-        self._leases.idle(worker, now_s(), now_s() + for_s)
-        self._carry_out()
+        self._event(lambda: self._leases.idle(worker, now_s(), now_s() + for_s))
 
     async def needed(self, worker: str) -> None:
-        """Call the worker back; return when its device is free."""
-        freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(worker, []).append(freed)
-        self._leases.needed(worker, now_s())
-        self._carry_out()
-        await freed
+        """Call the worker back; return when its device is free.
+
+        A worker that is not free in time is a failure: all trainers are killed.
+        """
+        if self.enabled:
+            freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(worker, []).append(freed)
+            try:
+                async with asyncio.timeout(self._free_s):
+                    self._event(lambda: self._leases.needed(worker, now_s()))
+                    await freed
+            except TimeoutError as error:
+                self.fail(error)
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
 
     def policy_changed(self, version: int, head_and_embedding: Any) -> None:
         """Set the policy that samples come from now; its states are in the buffers."""
-        self._rounds.follow(Weights(version, head_and_embedding))
-        self._leases.enabled = True
-        self._carry_out()
+        self._leases.enabled = self.enabled
+        self._event(lambda: self._rounds.follow(Weights(version, head_and_embedding)))
 
-    async def next_version(self, timeout_s: float) -> Version | None:
+    async def next_version(self, timeout_s: float | None = None) -> Version | None:
         """Return the next drafter to publish; None when there is none for so long."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._rounds.new_versions.get()
+                return await self._versions.get()
         except TimeoutError:
             return None
 
-    async def moments(self) -> Any:
+    def arrived(self, version: Version, blob: Any) -> None:
+        """Note that the run has the weights of a published drafter; trainers get `blob`."""
+        self._event(lambda: self._rounds.arrived(version, blob))
+
+    def lost(self, version: Version) -> None:
+        """Note that the weights of a published drafter are lost: continue without them."""
+        self._event(lambda: self._rounds.lost(version))
+
+    async def optimizer_state(self) -> Any:
         """Return the state of the drafter's optimizer; None if nothing was learned yet."""
-        return await self._rounds.moments()
+        head = self._rounds.head
+        return None if head is None else await head.trainer.optimizer_state()
 
     def metrics(self) -> dict[str, float]:
         """Return totals since the coordinator started."""
         return {
             **asdict(self.tally),
             **asdict(self._leases.counts),
-            "trainers": len(self._leases.leased()),
+            "trainers": len(self.leased()),
             "ready": self._leases.num_ready,
         }
 
     def leased(self) -> list[str]:
         """Return the workers that train now."""
-        return self._leases.leased()
+        return self._leases.leased() if self.enabled else []
 
     def take_spans(self) -> dict[str, list[Span]]:
         """Return when every worker trained since the last call, by the event loop's clock."""
         spans, self._spans = self._spans, {}
         return {worker: log.take() for worker, log in spans.items()}
 
+    # --- the end ------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Turn harvest off after an error: its state cannot be trusted any more."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+            self._on_failure(error)
+
     async def shutdown(self) -> None:
         """Stop all work, and return when no trainer is left."""
-        self._close(CoordinatorEnded("harvest ends"))
-        kills = [member.trainer.kill() for member in self._members.values()]
-        await asyncio.gather(*kills, *self._tasks, return_exceptions=True)
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
 
-    # --- carrying out decisions ---------------------------------------------------------------
+    async def _end(self) -> None:
+        """Kill all trainers within a limit, then free all workers."""
+        self._leases.enabled = False
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        kills = [member.trainer.kill() for member in self._members.values()]
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*kills)
+        except Exception:
+            logger.exception("harvest's trainers did not end as they should")
+        for worker in list(self._waiting):
+            self._freed(worker)
+        self._versions.put_nowait(None)
+
+    # --- events and actions -------------------------------------------------------------------
+
+    def _event(self, event: Callable[[], None]) -> None:
+        """Note an event, and carry out what follows from it."""
+        if self.enabled:
+            try:
+                event()
+                self._carry_out()
+            except Exception as error:
+                self.fail(error)
 
     def _carry_out(self) -> None:
-        if self._closed:
-            return
         for action in self._leases.actions(now_s()):
-            if isinstance(action, Begin):
-                held = Held(action.lease, self._members[action.worker])
-                self._held[action.lease] = held
-                self._start(self._lease(held, action.seconds))
-            elif isinstance(action, End):
-                self._call_back(action)
-            elif isinstance(action, Kill):
-                self._kill(action)
-            else:
-                for freed in self._waiting.pop(action.worker, []):
-                    if not freed.done():
-                        freed.set_result(None)
+            match action:
+                case Begin():
+                    lease = _Lease(action.lease, self._members[action.worker], started_s=now_s())
+                    self._held[action.lease] = lease
+                    self._start(self._under(lease, self._begin(lease, action.seconds)))
+                case End():
+                    self._call_back(action)
+                case Kill():
+                    self._kill(action)
+                case Freed():
+                    self._freed(action.worker)
+        for decided in self._rounds.actions():
+            match decided:
+                case Train():
+                    self._start(self._under(decided.held, self._train(decided)))
+                case Settle():
+                    self._start(self._under(decided.held, self._settle(decided)))
+                case Release():
+                    self._start(self._under(decided.held, self._release(decided)))
+                case Publish():
+                    while not self._versions.empty():
+                        self._versions.get_nowait()  # nobody wants an older one
+                    self._versions.put_nowait(decided.version)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        next_s = self._leases.next_s()
+        next_s = min(self._leases.next_s(), self._rounds.next_s())
         if next_s < math.inf:
             delay_s = max(0.0, next_s - now_s())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._event, self._tick)
 
     def _tick(self) -> None:
-        try:
-            self._leases.tick(now_s())
-            self._carry_out()
-        except Exception as error:
-            self._fail(error)
+        self._leases.tick(now_s())
+        self._rounds.tick(now_s())
+
+    def _freed(self, worker: str) -> None:
+        for freed in self._waiting.pop(worker, []):
+            if not freed.done():
+                freed.set_result(None)
+
+    def _call_back(self, action: End) -> None:
+        if (lease := self._held.get(action.lease)) is not None:
+            if lease.ending_since_s is None:
+                lease.ending_since_s = now_s()
+                lease.called_back.set()
+                self._rounds.called_back(lease)
+            self._start(self._tell_end(lease))
+
+    async def _tell_end(self, held: Held) -> None:
+        with suppress(TrainerFailed):  # its lease notices
+            await held.member.trainer.end(held.lease)
+
+    def _kill(self, action: Kill) -> None:
+        """Kill the process that has the lease, whoever has taken its place since.
+
+        Its unanswered call then fails, and that ends the lease.
+        """
+        if (lease := self._held.get(action.lease)) is not None and not lease.killed:
+            lease.killed = True
+            logger.warning("the trainer of %s does not stop and is killed", action.worker)
+            self._start(self._replace(lease.member))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """End a coordinator whose own code failed: its state cannot be trusted any more."""
-        if not self._closed:
-            self._close(error)
-            self._on_failure(error)
-
-    def _close(self, error: BaseException) -> None:
-        """Stop everything but the trainers, and tell everybody who waits."""
-        self._closed, self._leases.enabled = True, False
-        if self._timer is not None:
-            self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        for freed in [freed for waiting in self._waiting.values() for freed in waiting]:
-            if not freed.done():
-                freed.set_exception(error)
-        self._waiting.clear()
-        self._rounds.new_versions.put_nowait(None)
+            self.fail(error)
 
     # --- trainers -----------------------------------------------------------------------------
 
     def _begin_trainer(self, worker: str) -> None:
-        self._members[worker] = member = self._rounds.enter(worker, self._spawn(worker))
+        self._members[worker] = member = Member(worker, self._spawn(worker))
         self._start(self._await_ready(member))
 
     async def _await_ready(self, member: Member) -> None:
@@ -249,14 +333,13 @@ class Coordinator:
             if self._members[member.worker] is member:
                 self.tally.faults += 1
                 logger.warning(
-                    "no trainer starts beside %s (%r); again later", member.worker, error
+                    "failed to start a trainer on %s (%r); will retry", member.worker, error
                 )
                 await asyncio.sleep(RETRY_S)
                 await self._replace(member)
             return
         if self._members[member.worker] is member:
-            self._leases.set_ready(member.worker, True)
-            self._carry_out()
+            self._event(lambda: self._leases.set_ready(member.worker, True))
 
     async def _replace(self, member: Member) -> None:
         """Start another process for a trainer that is dead or does not answer."""
@@ -266,58 +349,88 @@ class Coordinator:
         await member.trainer.kill()
         if current and self._members[member.worker] is member:
             self.tally.trainer_restarts += 1
+            self._rounds.replaced(member)
             self._begin_trainer(member.worker)
 
-    # --- one lease ----------------------------------------------------------------------------
+    # --- work under a lease -------------------------------------------------------------------
 
-    async def _lease(self, held: Held, seconds: float) -> None:
-        worker, rest_s, started_s = held.member.worker, 0.0, now_s()
-        try:
-            rest_s = await self._work(held, seconds)
-        except Exception as error:
-            # Before the lease ends below: nobody may hear that a device is free that is not.
-            self._fail(error)
-            raise
-        finally:
-            ended_s = now_s()
-            self._held.pop(held.lease, None)
-            if held.ending_since_s is not None:
-                stop_s = ended_s - held.ending_since_s
-                self.tally.stop_max_s = max(self.tally.stop_max_s, stop_s)
-            self._leases.ended(worker, held.lease, ended_s, rest_s)
-            self._carry_out()
-            self._spans.setdefault(worker, SpanLog()).add(Span("training", started_s, ended_s))
+    async def _under(self, held: Held, work: Coroutine[Any, Any, Callable[[], None]]) -> None:
+        """Carry out a piece of work, and note what it returns; its failure costs the trainer.
 
-    async def _work(self, held: Held, seconds: float) -> float:
-        """Let the trainer work until the lease ends; return how long to rest afterwards."""
-        trainer = held.member.trainer
+        Nothing else ends the lease: no device counts as free that may not be.
+        """
         try:
-            if not await trainer.begin(held.lease, seconds):
-                return 0.0
-            rest_s = await self._rounds.work(held)
-            await trainer.release()
-            return rest_s
+            event = await work
         except TrainerFailed as error:
-            # Whether it has let go of the device is not known: another process has.
             how = "died" if isinstance(error, TrainerGone) else f"failed ({error!r})"
             logger.warning("the trainer of %s %s; another one starts", held.member.worker, how)
-            self.tally.faults += 1
+            # Whether it has let go of the device is not known: another process has.
             await self._replace(held.member)
-            return REST_S
+            self._event(lambda: self._failed(held))
+            return
+        self._event(event)
 
-    def _call_back(self, action: End) -> None:
-        if (held := self._held.get(action.lease)) is not None:
-            if held.ending_since_s is None:
-                held.ending_since_s = now_s()
-            held.called_back.set()
-            self._start(self._tell_end(held))
+    async def _begin(self, held: Held, seconds: float) -> Callable[[], None]:
+        if await held.member.trainer.begin(held.lease, seconds):
+            return lambda: self._rounds.begun(held, now_s())
+        return lambda: self._ended(held, 0.0)
 
-    async def _tell_end(self, held: Held) -> None:
-        with suppress(TrainerFailed):  # its lease notices
-            await held.member.trainer.end(held.lease)
+    async def _train(self, action: Train) -> Callable[[], None]:
+        held, trainer, base = action.held, action.held.member.trainer, action.base
+        if action.source is not None:
+            blob = await self._exported(action.source, held)
+            if blob is not None:
+                base = self._rounds.head_arrived(action.source_version, blob)
+        await trainer.take(base, action.published, action.policy)
+        started_s = now_s()
+        trained = await trainer.train(held.lease, max(0.0, action.until_s - started_s))
+        seconds = now_s() - started_s
+        return lambda: self._rounds.trained(held, trained, seconds, now_s())
 
-    def _kill(self, action: Kill) -> None:
-        """Kill the process that has the lease, once, whoever has taken its place since."""
-        if (held := self._held.pop(action.lease, None)) is not None:
-            logger.warning("the trainer of %s does not stop and is killed", action.worker)
-            self._start(self._replace(held.member))
+    async def _settle(self, action: Settle) -> Callable[[], None]:
+        held, trainer, started_s = action.held, action.held.member.trainer, now_s()
+        exports = [self._exported(other.member, held) for other, _ in action.others]
+        blobs = zip(await asyncio.gather(*exports), action.others, strict=True)
+        others = [(blob, share) for blob, (_, share) in blobs if blob is not None]
+        seconds = action.seconds / 2 if action.others else action.seconds
+        merged = bool(others) and await trainer.merge(
+            held.lease, others, action.own_weight, seconds
+        )
+        if action.published is not None:
+            await trainer.take(None, action.published, None)
+        evaluation = await trainer.evaluate(held.lease, seconds)
+        spent_s = now_s() - started_s
+        blob = None if evaluation is None else await self._exported(held.member, held)
+        return lambda: self._rounds.settled(held, merged, evaluation, blob, spent_s, now_s())
+
+    async def _release(self, action: Release) -> Callable[[], None]:
+        await action.held.member.trainer.release()
+        return lambda: self._ended(action.held, action.rest_s)
+
+    async def _exported(self, source: Member, held: Held) -> Any:
+        """Return a trainer's weights; None if they do not come soon, or the lease is over."""
+        export = asyncio.create_task(source.trainer.export())
+        back = asyncio.create_task(self._held[held.lease].called_back.wait())
+        try:
+            await asyncio.wait(
+                {export, back}, timeout=EXPORT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            with suppress(TrainerFailed):
+                return export.result() if export.done() else None
+            return None
+        finally:
+            back.cancel()
+            export.cancel()
+
+    def _failed(self, held: Held) -> None:
+        self._rounds.failed(held, now_s())
+        self._ended(held, REST_S)
+
+    def _ended(self, held: Held, rest_s: float) -> None:
+        """End a lease whose trainer has stopped for certain."""
+        lease, ended_s, worker = self._held.pop(held.lease), now_s(), held.member.worker
+        if lease.ending_since_s is not None:
+            stop_s = ended_s - lease.ending_since_s
+            self.tally.stop_max_s = max(self.tally.stop_max_s, stop_s)
+        self._leases.ended(worker, held.lease, ended_s, rest_s)
+        self._spans.setdefault(worker, SpanLog()).add(Span("training", lease.started_s, ended_s))

@@ -24,9 +24,11 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
-_numbers = itertools.count(1)
-"""Numbers of leases, which rise as long as the process lives: a later coordinator's leases outrank
-those of an earlier one."""
+STOP_S = 2.0
+"""Seconds in which a trainer breaks off its work, on any device."""
+COPY_BYTES_PER_S = 4e9
+"""Pace of a copy between a GPU and pageable host memory: assumed, at the low end. Pinned memory is
+several times as fast; the first leases do not have it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ class Leases:
         self._deadlines: list[tuple[float, str, int]] = []
         self._actions: list[Action] = []
         self._num_leases = 0
+        self._numbers = itertools.count(1)
         self.num_ready = 0
         """Workers with a trainer that can take a lease."""
         self.enabled = True
@@ -239,7 +242,7 @@ class Leases:
     def _grant(self, worker: _Worker, now_s: float) -> None:
         self._num_leases += 1
         self.counts.leases += 1
-        worker.lease, worker.state = next(_numbers), State.LEASED
+        worker.lease, worker.state = next(self._numbers), State.LEASED
         worker.expires_s = now_s + self._settings.lease_s
         self._deadline(worker.expires_s, worker.name, worker.lease)
         self._actions.append(Begin(worker.name, worker.lease, self._settings.lease_s))
@@ -283,6 +286,35 @@ class Leases:
 
     def _deadline(self, at_s: float, worker: str, lease: int) -> None:
         heapq.heappush(self._deadlines, (at_s, worker, lease))
+
+
+# --- trainers -------------------------------------------------------------------------------------
+
+
+def moved_bytes(num_parameters: int, averaged: bool) -> int:
+    """Return the bytes of a trainer that go from a GPU to the host when its lease ends.
+
+    Between leases a trainer's float32 weights, both optimizer moments and the mean of its weights
+    wait in host memory. Gradients are dropped, and the policy's head and embedding have a copy on
+    the host anyway.
+    """
+    return 4 * num_parameters * (3 + averaged)
+
+
+def stop_timeout_s(
+    num_parameters: int, averaged: bool, embed_and_head_bytes: int, on_gpu: bool
+) -> float:
+    """Return the seconds that a trainer may take to stop before it is killed.
+
+    A lease may be called back while the trainer still moves in, so the time covers both ways.
+    `embed_and_head_bytes` are those of the policy's head and embedding, which only move in.
+    """
+    if not on_gpu:
+        return STOP_S
+    return (
+        STOP_S
+        + (2 * moved_bytes(num_parameters, averaged) + embed_and_head_bytes) / COPY_BYTES_PER_S
+    )
 
 
 class Holder:

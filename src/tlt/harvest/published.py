@@ -26,8 +26,6 @@ class PublishedDrafter:
     version: int
     weights: Mapping[str, torch.Tensor] | None = None
     """Weights, or None for those that the run began with."""
-    shared: Any = None
-    """The weights as trainers get them."""
 
 
 def make_drafter(
@@ -59,7 +57,7 @@ def save_published(
     start: Path,
     weights: Mapping[str, torch.Tensor] | None,
     version: int,
-    moments: Mapping[str, torch.Tensor] | None,
+    optimizer_state: Mapping[str, torch.Tensor] | None,
 ) -> None:
     """Write the published drafter, which has the form of the drafter in `start`, or is that one."""
     import torch
@@ -74,8 +72,8 @@ def save_published(
     save_drafter(drafter, hidden, getattr(torch, engine_dtype(start)))
     still_new = weights is None and is_new(start)
     (hidden / VERSION).write_text(json.dumps({"version": version, "new": still_new}))
-    if moments is not None:
-        write_moments(dict(moments), hidden)
+    if optimizer_state is not None:
+        write_moments(dict(optimizer_state), hidden)
     shutil.rmtree(out, ignore_errors=True)
     hidden.rename(out)
 

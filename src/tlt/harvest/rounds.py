@@ -1,28 +1,27 @@
-"""Rounds of training, and the lineage of the drafter's weights. asyncio; no Ray, no torch.
+"""Rounds of training, and the lineage of the drafter's weights. Pure: the caller passes the time.
 
 In a round all trainers that hold a lease start from the same weights and train for a few seconds.
 Then one of them, the leader, averages the results, evaluates the average on held-out samples, and
 publishes it if it is better than the published drafter. A trainer that is late, dead or called back
 in the middle is left out. A worker leased alone is a round of one.
 
+    begun -> Train -> trained; when all have trained, the leader: Settle -> settled [-> Publish];
+    then the next round, or Release when the lease is over.
+
 Every set of weights has a version. The newest version is the `head`: it stays with the trainer that
-learned it, published or not. A trainer that goes on from the head gets its weights from that
+learned it, published or not. A trainer that continues from the head gets its weights from that
 trainer, or the newest weights that are known here. A trainer is never sent a version that it has.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import math
+from dataclasses import dataclass
+from typing import Any
 
+from tlt.harvest.contract import Evaluation, Trained, TrainerHandle, Version, Weights
 from tlt.harvest.leases import Leases
-
-logger = logging.getLogger(__name__)
 
 REST_S = 5.0
 """Seconds without a lease for a trainer that failed, or has nothing to learn from."""
@@ -34,87 +33,6 @@ MAX_BROKEN_OFF = 2
 """Evaluations broken off in a row until more training comes first: leases may be too short."""
 EVALUATED_SHARE = 0.15
 """Seconds of evaluating and merging per second of training, over many rounds."""
-
-
-def now_s() -> float:
-    """Return the time of the event loop."""
-    return asyncio.get_running_loop().time()
-
-
-class TrainerFailed(RuntimeError):
-    """A call of a trainer failed."""
-
-
-class TrainerGone(TrainerFailed):
-    """The trainer's process is dead."""
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Weights of a drafter or of a policy's ends."""
-
-    version: int
-    """Version of a drafter; 0 is the drafter that the engines started with. Of a policy, the
-    policy's version."""
-    blob: Any = None
-    """The tensors, or where they are: opaque here. None for version 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A drafter for the engines."""
-
-    number: int
-    """Number of drafters published in this run and in those that it resumes."""
-    weights: Weights
-    length: float
-    """Expected tokens per draft on held-out samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The result of a piece of training."""
-
-    num_steps: int
-    num_tokens: int
-    loss: float
-    starved: bool
-    """Whether there was nothing to learn from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """The drafter compared with the published one on the same held-out samples."""
-
-    better: bool
-    length: float
-    """Expected tokens per verified draft."""
-    published_length: float
-
-
-class TrainerHandle(Protocol):
-    """A `HarvestTrainer` elsewhere; a call that fails raises `TrainerFailed`."""
-
-    async def start(self) -> None:
-        """Return when the trainer can take a lease."""
-        ...
-
-    async def begin(self, lease: int, seconds: float) -> bool: ...
-    async def end(self, lease: int) -> None: ...
-    async def take(
-        self, base: Weights | None, published: Weights | None, policy: Weights | None
-    ) -> None: ...
-    async def train(self, lease: int, seconds: float) -> Trained: ...
-    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None: ...
-    async def merge(
-        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
-    ) -> bool: ...
-    async def export(self) -> Any: ...
-    async def moments(self) -> Any: ...
-    async def release(self) -> None: ...
-    async def kill(self) -> None:
-        """Return when the process is gone."""
-        ...
 
 
 @dataclass(slots=True)
@@ -141,10 +59,14 @@ class Tally:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A trainer's process beside a worker, and the versions of weights that it has."""
+    """A trainer's process beside a worker, and the versions of weights that it has.
+
+    A call that fails costs the process, so the versions of what was sent count as received.
+    """
 
     worker: str
     trainer: TrainerHandle
+    """Opaque here; the coordinator calls it."""
     base: int | None = 0
     """Version of the drafter; None once the trainer has trained it further."""
     published: int = 0
@@ -157,8 +79,57 @@ class Held:
 
     lease: int
     member: Member
-    called_back: asyncio.Event = field(default_factory=asyncio.Event)
-    ending_since_s: float | None = None
+    round: _Round | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Send the trainer these weights and let it train; answer with `trained`.
+
+    The base comes from `source` if that trainer answers in time (`head_arrived`); else it is
+    `base`. None is what the trainer has.
+    """
+
+    held: Held
+    base: Weights | None
+    published: Weights | None
+    policy: Weights | None
+    until_s: float
+    source: Member | None = None
+    source_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Average the weights of others into the leader's, compare them with the published drafter,
+    and export them, each if the step before worked; answer with `settled`."""
+
+    held: Held
+    others: list[tuple[Held, float]]
+    """Other trainers, and what their weights count."""
+    own_weight: float
+    published: Weights | None
+    """The published drafter; None if the leader has it."""
+    seconds: float
+    """Time to merge and evaluate in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let the trainer leave the device, and end the lease; the worker rests for `rest_s`."""
+
+    held: Held
+    rest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Hand a better drafter to the engines."""
+
+    version: Version
+
+
+RoundAction = Train | Settle | Release | Publish
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,34 +145,26 @@ class _Round:
     def __init__(self, started_s: float, ends_s: float) -> None:
         self.started_s = started_s
         self.ends_s = ends_s
-        self.members: set[Held] = set()
-        """Leases whose trainers are at work."""
-        self.results: dict[str, tuple[Held, Trained]] = {}
-        """Lease and result by worker, of trainers that are done or were called back."""
+        self.training: set[Held] = set()
+        self.results: dict[Held, Trained] = {}
+        """Results of trainers that are done or were called back."""
+        self.waiting: dict[Held, None] = {}
+        """Leases whose trainers wait for the end of the round, in order."""
         self.leader: Held | None = None
         """The lease of the trainer that makes one drafter of the results."""
-        self.closed = asyncio.Event()
-        self.changed = asyncio.Event()
+        self.closed = False
 
 
 class Rounds:
-    """Lets the trainers that hold leases work together. The coordinator owns leases and tally."""
+    """Feed it events, then carry out `actions()`; call `tick` when `next_s()` has come."""
 
-    def __init__(
-        self,
-        session_s: float,
-        publish: bool,
-        leases: Leases,
-        tally: Tally,
-        start: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
+    def __init__(self, session_s: float, publish: bool, leases: Leases) -> None:
         self._session_s = session_s
         self._publish = publish
         self._leases = leases
-        self._tally = tally
-        self._start = start
-        self._members: dict[str, Member] = {}
+        self._actions: list[RoundAction] = []
         self._round: _Round | None = None
+        """The round that trainers can join."""
         self._unevaluated_s = 0.0
         """Seconds trained since the last evaluation, carried over from short leases."""
         self._num_broken_off = 0
@@ -213,248 +176,258 @@ class Rounds:
         """The newest weights of a head that are known here."""
         self._policy = Weights(0)
         self._published_number, self._published = 0, Weights(0)
-        self.new_versions: asyncio.Queue[Version | None] = asyncio.Queue()
-        """The last published drafter, until somebody takes it; None says that no other follows."""
+        self._arrived = Weights(0)
+        """The last published drafter whose weights reached the run."""
+        self.tally = Tally()
 
-    def enter(self, worker: str, trainer: TrainerHandle) -> Member:
-        """Return a member for the worker's new trainer, which has version 0 of everything."""
-        if self._head is not None and self._head.member.worker == worker:
-            self._head = None  # lost with its trainer; its weights may still be known
-        self._members[worker] = member = Member(worker, trainer)
-        return member
+    @property
+    def head(self) -> Member | None:
+        """The trainer that has the newest weights; None if nothing was learned yet."""
+        return None if self._head is None else self._head.member
+
+    def actions(self) -> list[RoundAction]:
+        """Return what to do now. Call it after every event, and carry out all of it."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    # --- what the run says --------------------------------------------------------------------
 
     def start_from(self, number: int, blob: Any) -> None:
         """Set the drafter that the engines have; None is the one that they started with."""
         self._published_number = number
         if blob is not None:
-            self._published = self._known = Weights(next(self._versions), blob)
+            self._published = self._known = self._arrived = Weights(next(self._versions), blob)
 
     def follow(self, policy: Weights) -> None:
         """Set the policy that samples come from."""
         self._policy = policy
 
-    async def moments(self) -> Any:
-        """Return the optimizer's state of the head's trainer; None if nothing was learned yet."""
-        return None if self._head is None else await self._head.member.trainer.moments()
+    def arrived(self, version: Version, blob: Any) -> None:
+        """Note that the run has the weights of a published drafter; `blob` is where."""
+        self._arrived = Weights(version.weights.version, blob)
 
-    async def work(self, held: Held) -> float:
-        """Train round after round until the lease ends; return how long to rest afterwards."""
-        member = held.member
-        while self._holds(held):
-            current = self._join_round(held)
-            try:
-                await self._bring_up_to_date(held)
-                member.base = None
-                started_s = now_s()
-                seconds = max(0.0, current.ends_s - started_s)
-                trained = await member.trainer.train(held.lease, seconds)
-                self._count(trained, started_s)
-                if trained.num_steps or self._unevaluated_s:
-                    current.results[member.worker] = held, trained
-            finally:
-                current.members.discard(held)
-                current.changed.set()
-            if trained.starved:
-                return REST_S
-            await _first_of(current.closed, held.called_back)
-            if current.leader is held:
-                await current.closed.wait()  # it may still be evaluating, if not for long
-        return 0.0
+    def lost(self, version: Version) -> None:
+        """Continue from the last drafter that arrived: the weights of this one are lost."""
+        self.tally.faults += 1
+        if self._published.version == version.weights.version:
+            self._published = self._known = self._arrived
+            self._head = None
+
+    # --- what is heard of trainers ------------------------------------------------------------
+
+    def replaced(self, member: Member) -> None:
+        """Note that a trainer is gone, and with it the head that only it had."""
+        if self._head is not None and self._head.member is member:
+            self._head = None  # its weights may still be known
+        if (current := self._round) is not None:
+            for held in [held for held in current.results if held.member is member]:
+                del current.results[held]
+
+    def begun(self, held: Held, now_s: float) -> None:
+        """Let a trainer that has taken up a lease join the round."""
+        if not self._holds(held):
+            self._actions.append(Release(held))
+            return
+        if self._round is None:
+            left_s = max(0.0, self._session_s - self._unevaluated_s)
+            self._round = _Round(now_s, now_s + left_s)
+        held.round = self._round
+        held.round.training.add(held)
+        self._train(held)
+
+    def head_arrived(self, version: int, blob: Any) -> Weights:
+        """Note the weights of a head, and return them."""
+        weights = Weights(version, blob)
+        if self._head is not None and self._head.version == version:
+            self._head = _Head(self._head.member, version, weights)
+            self._known = weights
+        return weights
+
+    def trained(self, held: Held, trained: Trained, seconds: float, now_s: float) -> None:
+        """Note a result, after so many seconds of training."""
+        current = held.round
+        assert current is not None
+        self._count(trained, seconds)
+        current.training.discard(held)
+        if trained.num_steps or self._unevaluated_s:
+            current.results[held] = trained
+        if trained.starved or not self._holds(held):
+            self._actions.append(Release(held, REST_S if trained.starved else 0.0))
+            held.round = None
+        else:
+            current.waiting[held] = None
+        self._check(current, now_s)
+
+    def settled(
+        self,
+        held: Held,
+        merged: bool,
+        evaluation: Evaluation | None,
+        blob: Any,
+        spent_s: float,
+        now_s: float,
+    ) -> None:
+        """Note what the leader made of the results, and publish it if it is better.
+
+        No evaluation: it was broken off, or nothing is held out. No blob: it did not come in time.
+        """
+        assert held.round is not None
+        self.tally.merges += merged
+        self._evaluation_left_s -= spent_s
+        self.tally.evaluated_s += spent_s
+        self.tally.used_s += spent_s
+        self._set_head(held.member)
+        self._num_broken_off = self._num_broken_off + 1 if evaluation is None else 0
+        if evaluation is not None or self._num_broken_off >= MAX_BROKEN_OFF:
+            self._unevaluated_s, self._num_broken_off = 0.0, 0
+        if evaluation is not None:
+            self.tally.length = evaluation.length
+            if blob is not None:
+                self._keep(held, evaluation, blob, now_s)
+        self._close(held.round, now_s)
+
+    def _keep(self, held: Held, evaluation: Evaluation, blob: Any, now_s: float) -> None:
+        """Remember the weights of a new head, and publish them if they are better."""
+        assert self._head is not None
+        weights = self.head_arrived(self._head.version, blob)
+        if not evaluation.better:
+            self.tally.refused += 1
+        # Since the evaluation began, the lease may have been called back or have run out, and
+        # another drafter may have been published.
+        elif (
+            self._publish
+            and held.member.published == self._published.version
+            and self._leases.may_publish(held.member.worker, held.lease, now_s)
+        ):
+            self._published_number, self._published = self._published_number + 1, weights
+            self.tally.published += 1
+            version = Version(self._published_number, weights, evaluation.length)
+            self._actions.append(Publish(version))
+
+    def called_back(self, held: Held) -> None:
+        """Let a trainer go that only waits; a trainer at work notices, and answers."""
+        current = held.round
+        if current is not None and held in current.waiting and current.leader is not held:
+            del current.waiting[held]
+            held.round = None
+            self._actions.append(Release(held))
+
+    def failed(self, held: Held, now_s: float) -> None:
+        """Note that the trainer is dead, and its lease over."""
+        self.tally.faults += 1
+        current, held.round = held.round, None
+        if current is None or current.closed:
+            return
+        current.training.discard(held)
+        current.waiting.pop(held, None)
+        if current.leader is held:
+            self._close(current, now_s)
+        else:
+            self._check(current, now_s)
 
     def _holds(self, held: Held) -> bool:
         return self._leases.lease_of(held.member.worker) == held.lease
 
-    def _count(self, trained: Trained, started_s: float) -> None:
-        self._tally.used_s += now_s() - started_s
-        self._unevaluated_s += now_s() - started_s
-        self._tally.trained_tokens += trained.num_tokens
-        self._tally.trained_steps += trained.num_steps
-        if trained.num_steps:
-            self._tally.loss = trained.loss
-
     # --- weights for a trainer ----------------------------------------------------------------
 
-    async def _bring_up_to_date(self, held: Held) -> None:
-        """Send the trainer the weights that it does not have."""
-        member, policy = held.member, self._policy
-        base = await self._base_for(held)
-        if base is not None and base.version == member.base:
-            base = None
-        news = None if member.policy == policy.version else policy
-        published = self._published
-        await member.trainer.take(base, _news(member.published, published), news)
-        member.policy, member.published = policy.version, published.version
+    def _train(self, held: Held) -> None:
+        """Let a trainer train until the round ends, with the weights that it does not have."""
+        member, head = held.member, self._head
+        assert held.round is not None
+        source, version, base = None, 0, _news(member.base, self._known)
+        if head is not None:
+            if head.member is member or member.base == head.version:
+                base = None
+            elif head.weights is not None:
+                base = head.weights
+            else:
+                source, version = head.member, head.version
+        policy = _news(member.policy, self._policy)
+        published = self._news_of_published(member)
+        member.base, member.policy = None, self._policy.version
+        until_s = held.round.ends_s
+        self._actions.append(Train(held, base, published, policy, until_s, source, version))
 
-    async def _base_for(self, held: Held) -> Weights | None:
-        """Return the head's weights or the newest known; None is what the trainer has."""
-        head = self._head
-        if head is None:
-            return self._known
-        if held.member.base == head.version:
-            return None
-        if head.weights is not None:
-            return head.weights
-        if head.member is held.member:
-            return None
-        blob = await _exported(head.member.trainer, held.called_back)
-        if blob is None:
-            return self._known
-        weights = Weights(head.version, blob)
-        if self._head is head:
-            self._head = _Head(head.member, head.version, weights)
-            self._known = weights
-        return weights
+    def _news_of_published(self, member: Member) -> Weights | None:
+        """Return the published drafter to send to a trainer; None if it has that one."""
+        has, member.published = member.published, self._published.version
+        return _news(has, self._published)
 
     def _set_head(self, member: Member) -> None:
         member.base = version = next(self._versions)
         self._head = _Head(member, version)
 
-    # --- one round ----------------------------------------------------------------------------
+    # --- the end of a round -------------------------------------------------------------------
 
-    def _join_round(self, held: Held) -> _Round:
-        if self._round is None:
-            left_s = max(0.0, self._session_s - self._unevaluated_s)
-            self._round = _Round(now_s(), now_s() + left_s)
-            self._start(self._close(self._round))
-        self._round.members.add(held)
-        return self._round
+    def tick(self, now_s: float) -> None:
+        """End a round whose last members are late."""
+        if self._round is not None:
+            self._check(self._round, now_s)
 
-    async def _close(self, current: _Round) -> None:
-        """Wait for the members, then make one drafter of their results."""
-        try:
-            while current.members:
-                # The first result is waited for, however late; the others only for a while.
-                current.changed.clear()
-                left_s = current.ends_s + GRACE_S - now_s()
-                if left_s <= 0 and current.results:
-                    break
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(left_s, GRACE_S)):
-                        await current.changed.wait()
-            if self._round is current:
-                self._round = None  # a trainer that comes now starts the next one
-            await self._settle(current)
-        except TrainerGone:
-            self._tally.faults += 1  # the lease of that trainer sees to it
-        except TrainerFailed as error:
-            logger.warning("a round of drafter training was lost (%r)", error)
-            self._tally.faults += 1
-        finally:
-            if self._round is current:
-                self._round = None
-            current.closed.set()
+    def next_s(self) -> float:
+        """Return the time at which `tick` has something to do."""
+        current = self._round
+        if current is None or not current.results:
+            return math.inf
+        return current.ends_s + GRACE_S
 
-    async def _settle(self, current: _Round) -> None:
-        self._evaluation_left_s += EVALUATED_SHARE * (now_s() - current.started_s)
-        found = current.results.values()
-        results = {held: trained for held, trained in found if self._holds(held)}
+    def _check(self, current: _Round, now_s: float) -> None:
+        """End the round if all have trained, or the last ones are late.
+
+        The first result is waited for, however late; the others only for a while.
+        """
+        if current is not self._round:
+            if current.closed:
+                self._continue(current, now_s)
+            return
+        late = now_s >= current.ends_s + GRACE_S
+        if not current.training or (late and current.results):
+            self._round = None  # a trainer that comes now starts the next one
+            self._settle(current, now_s)
+
+    def _settle(self, current: _Round, now_s: float) -> None:
+        """Make one drafter of the results."""
+        self._evaluation_left_s += EVALUATED_SHARE * (now_s - current.started_s)
+        results = {held: r for held, r in current.results.items() if held in current.waiting}
         if not results:
             # All were called back in the middle: the one that got furthest keeps its weights.
-            tokens = {
-                held.member: trained.num_tokens
-                for held, trained in found
-                if self._members[held.member.worker] is held.member
-            }
-            if tokens:
-                self._set_head(max(tokens, key=lambda member: tokens[member]))
+            if current.results:
+                furthest = max(current.results, key=lambda held: current.results[held].num_tokens)
+                self._set_head(furthest.member)
+            self._close(current, now_s)
             return
         leader = current.leader = next(iter(results))
-        member = leader.member
         if self._evaluation_left_s <= 0:
             # The last evaluation took longer than it should: train another round first.
-            self._set_head(member)
+            self._set_head(leader.member)
             self._unevaluated_s = 0.0
+            self._close(current, now_s)
             return
-        started_s = now_s()
-        try:
-            evaluation = await self._evaluated(results, leader)
-        finally:
-            spent_s = now_s() - started_s
-            self._evaluation_left_s -= spent_s
-            self._tally.evaluated_s += spent_s
-            self._tally.used_s += spent_s
-        self._set_head(member)
-        self._num_broken_off = self._num_broken_off + 1 if evaluation is None else 0
-        if evaluation is not None or self._num_broken_off >= MAX_BROKEN_OFF:
-            self._unevaluated_s, self._num_broken_off = 0.0, 0
-        if evaluation is not None:
-            self._tally.length = evaluation.length
-            await self._keep(leader, evaluation)
+        others = [(held, float(r.num_tokens)) for held, r in results.items() if held is not leader]
+        own_weight, left_s = float(results[leader].num_tokens), self._evaluation_left_s
+        published = self._news_of_published(leader.member)
+        self._actions.append(Settle(leader, others, own_weight, published, left_s))
 
-    async def _evaluated(self, results: dict[Held, Trained], leader: Held) -> Evaluation | None:
-        """Merge the results and compare them with the published drafter, in the time earned."""
-        member, left_s = leader.member, self._evaluation_left_s
-        if len(results) > 1:
-            await self._merge(results, leader, left_s / 2)
-            left_s /= 2
-        if (published := _news(member.published, self._published)) is not None:
-            await member.trainer.take(None, published, None)
-            member.published = published.version
-        return await member.trainer.evaluate(leader.lease, left_s)
+    def _close(self, current: _Round, now_s: float) -> None:
+        current.closed = True
+        self._continue(current, now_s)
 
-    async def _merge(self, results: dict[Held, Trained], leader: Held, seconds: float) -> None:
-        """Average the results of the others into the leader's weights."""
-        others = [held for held in results if held is not leader]
-        blobs = await asyncio.gather(
-            *(_exported(held.member.trainer, leader.called_back) for held in others)
-        )
-        arrived = [
-            (blob, float(results[held].num_tokens))
-            for held, blob in zip(others, blobs, strict=True)
-            if blob is not None
-        ]
-        own_weight, trainer = results[leader].num_tokens, leader.member.trainer
-        if arrived and await trainer.merge(leader.lease, arrived, own_weight, seconds):
-            self._tally.merges += 1
+    def _continue(self, current: _Round, now_s: float) -> None:
+        """Let all that waited for the end of a round join the next."""
+        waiting, current.waiting = current.waiting, {}
+        for held in waiting:
+            held.round = None
+            self.begun(held, now_s)
 
-    async def _keep(self, leader: Held, evaluation: Evaluation) -> None:
-        """Remember the head's weights, and publish them if they are better."""
-        head = self._head
-        assert head is not None
-        blob = await _exported(leader.member.trainer, leader.called_back)
-        if blob is None:
-            return
-        weights = Weights(head.version, blob)
-        if self._head is head:
-            self._head = _Head(head.member, head.version, weights)
-        self._known = weights
-        if not evaluation.better:
-            self._tally.refused += 1
-        # Between the evaluation and here the lease may have been called back, or have run out.
-        elif self._publish and self._leases.may_publish(
-            leader.member.worker, leader.lease, now_s()
-        ):
-            self._published_number, self._published = self._published_number + 1, weights
-            self._tally.published += 1
-            while not self.new_versions.empty():
-                self.new_versions.get_nowait()  # nobody wants an older one
-            version = Version(self._published_number, weights, evaluation.length)
-            self.new_versions.put_nowait(version)
+    def _count(self, trained: Trained, seconds: float) -> None:
+        self.tally.used_s += seconds
+        self._unevaluated_s += seconds
+        self.tally.trained_tokens += trained.num_tokens
+        self.tally.trained_steps += trained.num_steps
+        if trained.num_steps:
+            self.tally.loss = trained.loss
 
 
-def _news(has: int, weights: Weights) -> Weights | None:
+def _news(has: int | None, weights: Weights) -> Weights | None:
     """Return weights for a trainer that has this version; None if it has the same."""
     return None if has == weights.version else weights
-
-
-async def _exported(trainer: TrainerHandle, called_back: asyncio.Event) -> Any:
-    """Return a trainer's weights; None if they do not come soon, or the lease is called back."""
-    export = asyncio.create_task(trainer.export())
-    back = asyncio.create_task(called_back.wait())
-    try:
-        await asyncio.wait({export, back}, timeout=EXPORT_S, return_when=asyncio.FIRST_COMPLETED)
-        with suppress(TrainerFailed):
-            return export.result() if export.done() else None
-        return None
-    finally:
-        back.cancel()
-        export.cancel()
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    waits = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -22,8 +22,8 @@ from tlt.drafter.checkpoint import load_drafter, read_moments
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows, with_weights
 from tlt.drafter.passes import Interrupted
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
+from tlt.harvest.contract import Evaluation, Trained, Weights
 from tlt.harvest.leases import Holder
-from tlt.harvest.rounds import Evaluation, Trained, Weights
 from tlt.logs import LogSettings
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
@@ -55,7 +55,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class HarvestSettings:
+class HarvestTrainerSettings:
+    """Settings of a trainer beside an engine."""
+
     drafter: str
     """Folder of the drafter that the engines start with."""
     policy: str
@@ -82,7 +84,7 @@ class _Scored:
 
 
 class HarvestTrainer:
-    def __init__(self, settings: HarvestSettings, device: torch.device) -> None:
+    def __init__(self, settings: HarvestTrainerSettings, device: torch.device) -> None:
         self._settings = settings
         self._device = device
         self._holder = Holder()
@@ -92,8 +94,8 @@ class HarvestTrainer:
             *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
             settings.trainer,
         )
-        if (moments := read_moments(Path(settings.drafter))) is not None:
-            self._trainer.take_moments(moments)
+        if (state := read_moments(Path(settings.drafter))) is not None:
+            self._trainer.take_moments(state)
         self._initial = self._trainer.mean_weights()
         self._published = _Scored(self._initial)
         self._own: _Scored | None = None
@@ -146,10 +148,11 @@ class HarvestTrainer:
             self._check_vocabulary = True
             self._trainer.follow(*head_and_embedding(policy.blob))
         if published is not None:
-            if self._own is not None and self._own.same_as(published.blob):
+            blob = published.blob if published.version else self._initial
+            if self._own is not None and self._own.same_as(blob):
                 self._published = self._own
             else:
-                weights = {name: tensor.clone() for name, tensor in published.blob.items()}
+                weights = {name: tensor.clone() for name, tensor in blob.items()}
                 self._published = _Scored(weights)
         if base is not None:
             self._own = None
@@ -231,7 +234,7 @@ class HarvestTrainer:
         weights = self._at_start or self._trainer.mean_weights()
         return {name: tensor.cpu() for name, tensor in weights.items()}
 
-    def moments(self) -> dict[str, torch.Tensor]:
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's state, for a checkpoint."""
         return self._trainer.moments()
 

@@ -27,8 +27,8 @@ from tlt.errors import ConfigError
 from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.published import version_of
-from tlt.harvest.session import Harvest
-from tlt.harvest.trainer import HarvestSettings
+from tlt.harvest.session import HarvestSession
+from tlt.harvest.trainer import HarvestTrainerSettings
 from tlt.node.shared import SharedFolder
 from tlt.node.weights import SharedWeights
 from tlt.vllm.environment import SWITCH_VARIABLE
@@ -49,13 +49,13 @@ class ReplicaHarvest:
     """Harvest on the replicas of a framework. Its methods wait; after the start, none raises."""
 
     def __init__(
-        self, tlt: TltConfig, trainer: HarvestSettings, servers: Sequence[Any], load: Load
+        self, tlt: TltConfig, trainer: HarvestTrainerSettings, servers: Sequence[Any], load: Load
     ) -> None:
         on_gpu = torch.cuda.is_available()
         first = version_of(Path(trainer.drafter))
         self._folder = SharedFolder.join(Path(trainer.buffer.folder))
         self._replicas = Replicas(servers, first)
-        self._harvest = Harvest(
+        self._harvest = HarvestSession(
             coordinator_settings(tlt, publish=True),
             trainer,
             self._replicas,
@@ -142,8 +142,8 @@ class ReplicaHarvest:
 
     async def _hand_on(self) -> None:
         self._num_policies += 1
-        if ends := await self._replicas.ends():
-            self._harvest.policy_changed(ends.items(), self._num_policies)
+        if embed_and_head := await self._replicas.embed_and_head():
+            self._harvest.policy_changed(embed_and_head.items(), self._num_policies)
 
     async def _record(self) -> dict[str, float]:
         idle_s, self._idle_s = self._idle_s, 0.0
@@ -154,7 +154,7 @@ class ReplicaHarvest:
 
 
 class Listener(Protocol):
-    """The part of `Harvest` that hears of the load."""
+    """The part of `HarvestSession` that hears of the load."""
 
     def rollout_started(self, num_samples: int) -> None: ...
     def sample_finished(self) -> None: ...
@@ -219,7 +219,7 @@ class Replicas:
     ) -> None:
         self._servers = {f"replica-{index}": server for index, server in enumerate(servers)}
         self._places: dict[str, Whereabouts] = {}
-        self._ends = ""
+        self._policy_file = ""
         """File of the policy's embedding and head, on the node of the first replica."""
         self._share = share
         self.version = version
@@ -230,14 +230,14 @@ class Replicas:
         return list(self._servers)
 
     async def start(self, buffer: dict[str, Any]) -> None:
-        """Let all replicas store hidden states, and the first one the ends of its policies."""
+        """Let all replicas store hidden states, and the first one its policies' embedding and head."""
         for engine, server in self._servers.items():
             self._places[engine] = await _call(server, _whereabouts)
-        self._ends = f"{buffer['folder']}-ends/policy.safetensors"
+        self._policy_file = f"{buffer['folder']}-policy/embed_and_head.safetensors"
         try:
             for server in self._servers.values():
                 await _rpc(server, "tlt_record", buffer)
-            await _rpc(self._first, "tlt_share_ends", self._ends)
+            await _rpc(self._first, "tlt_share_embed_and_head", self._policy_file)
         except Exception as error:
             raise ConfigError(
                 f"the replicas run without TLT ({error!r}); {SWITCH_VARIABLE} must name a drafter, "
@@ -260,9 +260,9 @@ class Replicas:
         gpu = {"gpu": found.gpus.split(",")[0]} if torch.cuda.is_available() else {}
         return {"scheduling_strategy": node, **gpu}
 
-    async def ends(self) -> dict[str, torch.Tensor]:
+    async def embed_and_head(self) -> dict[str, torch.Tensor]:
         """Return embedding and head of the replicas' policy; nothing before the first one came."""
-        return unpack(await _call(self._first, _read_ends, self._ends))
+        return unpack(await _call(self._first, _read_file, self._policy_file))
 
     async def update_drafter(
         self,
@@ -288,7 +288,7 @@ class Replicas:
         raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
 
 
-def _spawn_on_gpu(settings: HarvestSettings, place: TrainerPlace) -> RayTrainer:
+def _spawn_on_gpu(settings: HarvestTrainerSettings, place: TrainerPlace) -> RayTrainer:
     return RayTrainer(settings, TrainerPlace(place.cores, True, place.options))
 
 
@@ -325,7 +325,7 @@ def _whereabouts(server: Any) -> Whereabouts:
     )
 
 
-def _read_ends(server: Any, file: str) -> Packed:
+def _read_file(server: Any, file: str) -> Packed:
     return pack(load_file(file)) if Path(file).exists() else {}
 
 

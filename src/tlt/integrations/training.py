@@ -15,7 +15,7 @@ from tlt.harvest.trainer import (
     DRAFTER_LR,
     NEW_AVERAGED_STEPS,
     NEW_DRAFTER_LR,
-    HarvestSettings,
+    HarvestTrainerSettings,
 )
 from tlt.models.hub import local_folder
 from tlt.node.shared import run_id, user_folder
@@ -50,10 +50,10 @@ def harvest_settings(
     temperature: float,
     seed: int,
     on_gpu: bool,
-) -> HarvestSettings:
+) -> HarvestTrainerSettings:
     """Return the settings of a drafter's trainer; drafters are evaluated at `temperature`."""
     untrained = is_new(drafter)
-    return HarvestSettings(
+    return HarvestTrainerSettings(
         drafter=str(drafter),
         policy=str(local_folder(policy, "model")),
         buffer=buffer,

@@ -24,8 +24,9 @@ from transformers import TrainerCallback
 from tlt.config.train import CaptureConfig, TltConfig
 from tlt.drafter.checkpoint import load_drafter
 from tlt.errors import ConfigError
+from tlt.harvest.contract import Weights
 from tlt.harvest.published import engine_dtype, save_published, version_of
-from tlt.harvest.rounds import EVALUATED_SHARE, Weights
+from tlt.harvest.rounds import EVALUATED_SHARE
 from tlt.harvest.trainer import EMBEDDING, HEAD, HarvestTrainer
 from tlt.integrations.hosted import HostedEngine
 from tlt.integrations.training import buffer_settings, harvest_settings, new_drafter
@@ -106,11 +107,13 @@ class TLTCallback(TrainerCallback):
                 torch.cuda.empty_cache()
             generation.llm.wake_up(tags=["weights"])
             generation._llm_weights_sleeping = False
-        ends: dict[str, torch.Tensor] = {}
-        self._engine.load_policy(_noting_ends(generation._iter_named_params(), ends))
+        embed_and_head: dict[str, torch.Tensor] = {}
+        self._engine.load_policy(
+            _noting_embed_and_head(generation._iter_named_params(), embed_and_head)
+        )
         self._engine.rl_step = self._trl.state.global_step
         if not self._is_off:
-            self.drafter_trainer.take(policy=Weights(self._engine.rl_step, ends))
+            self.drafter_trainer.take(policy=Weights(self._engine.rl_step, embed_and_head))
         if self._waits and self._published is not None:
             folder = self._engine.drafter
             config = load_drafter(folder).config
@@ -199,9 +202,9 @@ class TLTCallback(TrainerCallback):
     def _save(self, folder: Path, state: Any) -> None:
         if state.is_world_process_zero:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            moments = self.drafter_trainer.moments()
+            state_of_optimizer = self.drafter_trainer.optimizer_state()
             start = self._engine.drafter
-            save_published(folder, start, self._published, self._version, moments)
+            save_published(folder, start, self._published, self._version, state_of_optimizer)
 
 
 def _generation_of(trainer: Any) -> Any:
@@ -220,11 +223,11 @@ def _generation_of(trainer: Any) -> Any:
     return generation
 
 
-def _noting_ends(
-    tensors: Iterable[tuple[str, torch.Tensor]], ends: dict[str, torch.Tensor]
+def _noting_embed_and_head(
+    tensors: Iterable[tuple[str, torch.Tensor]], embed_and_head: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a policy's tensors, and copy its embedding and head to `ends`."""
+    """Yield a policy's tensors, and copy its embedding and head to `embed_and_head`."""
     for name, tensor in tensors:
         if name in (EMBEDDING, HEAD):
-            ends[name] = tensor.detach().to("cpu", copy=True)
+            embed_and_head[name] = tensor.detach().to("cpu", copy=True)
         yield name, tensor

@@ -67,7 +67,7 @@ METRICS: dict[str, str] = {
     "capture/dropped": "Samples whose hidden states were lost: the writer fell behind or failed, "
     "or states were missing.",
     "capture/bytes": "Size of the stored hidden states.",
-    "harvest/enabled": "1 while idle workers may train the drafter, 0 after harvest gave up.",
+    "harvest/enabled": "1 while idle workers may train the drafter, 0 after an error of harvest.",
     "harvest/idle_s": "Worker seconds with nothing to generate while others generated or updated.",
     "harvest/coverable_s": "Idle worker seconds in spells long enough for a lease.",
     "harvest/used_s": "Worker seconds spent on training, evaluating and merging drafters.",
@@ -85,7 +85,6 @@ METRICS: dict[str, str] = {
     "harvest/faults": "Trainer failures; each loses only the trainer's own work.",
     "harvest/kills": "Trainers killed because they did not stop in time.",
     "harvest/trainer_restarts": "Trainers that were restarted.",
-    "harvest/coordinator_restarts": "Times the harvest coordinator was lost and restarted.",
     "harvest/alarms": "Times the drafter was reported broken: hardly any draft was accepted.",
     "eval/reward_mean": "Mean reward of the held-out problems.",
     "eval/mean_tokens": "Mean response length on the held-out problems.",

@@ -1,7 +1,7 @@
 """RL steps of a cluster in simulated time.
 
 Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
-(`pace`), the dispatcher (`rollout`), the coordinator with its leases, the forecast of the tail. Not
+(`pace`), the dispatcher (`rollout`), the coordinator with its leases and rounds, the forecast of the tail. Not
 modelled: a drafter swap in the middle of a rollout (a better drafter helps from the next rollout
 on).
 """
@@ -18,10 +18,10 @@ import numpy as np
 
 from tlt.contracts import OFF, Arm, Strategy
 from tlt.errors import ConfigError
+from tlt.harvest.contract import Evaluation, Trained, TrainerGone, Weights
 from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
-from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights
 from tlt.simulate.clock import now_s
 from tlt.simulate.model import Drafting, EngineModel
 from tlt.simulate.pace import Pace, Player
@@ -189,7 +189,7 @@ class SimTrainer:
         self._check()
         return self._skill
 
-    async def moments(self) -> None:
+    async def optimizer_state(self) -> None:
         self._check()
 
     async def release(self) -> None:

@@ -23,15 +23,15 @@ from tlt.hardware import compute_dtype
 from tlt.harvest.contract import NoHarvest, RunHarvest
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.harvest.forecast import TailForecast
+from tlt.harvest.leases import stop_timeout_s
 from tlt.harvest.published import VERSION, make_drafter, version_of
-from tlt.harvest.release import stop_timeout_s
-from tlt.harvest.session import Harvest
+from tlt.harvest.session import HarvestSession
 from tlt.harvest.trainer import (
     AVERAGED_STEPS,
     DRAFTER_LR,
     NEW_AVERAGED_STEPS,
     NEW_DRAFTER_LR,
-    HarvestSettings,
+    HarvestTrainerSettings,
 )
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import Weighting
@@ -190,7 +190,7 @@ async def _run(
         pool.recheck_with(rechecks)
         harvest: RunHarvest = NoHarvest()
         if config.tlt.harvests:
-            harvest = Harvest(
+            harvest = HarvestSession(
                 coordinator_settings(
                     config.tlt,
                     config.debug.publish_drafters,
@@ -342,9 +342,9 @@ def _adopt_drafter(config: TrainConfig, source: Path, folder: Path) -> None:
 
 def trainer_settings(
     config: TrainConfig, drafter: str, untrained: bool, log: LogSettings | None = None
-) -> HarvestSettings:
+) -> HarvestTrainerSettings:
     tlt, is_new = config.tlt, config.engine.drafter is None
-    return HarvestSettings(
+    return HarvestTrainerSettings(
         drafter=drafter,
         policy=config.policy.model,
         buffer=buffer_settings(config),
@@ -366,9 +366,12 @@ def trainer_settings(
 def _stop_timeout_s(config: TrainConfig, drafter: Path) -> float:
     """Return the seconds in which trainers of this drafter must have stopped."""
     shape = Eagle3Config.from_hf(json.loads((drafter / "config.json").read_text()))
-    end_bytes = 2 * shape.vocab_size * shape.hidden_size * BFLOAT16
+    embed_and_head_bytes = 2 * shape.vocab_size * shape.hidden_size * BFLOAT16
     return stop_timeout_s(
-        shape.num_parameters, averaged=True, end_bytes=end_bytes, on_gpu=config.engine.num_gpus > 0
+        shape.num_parameters,
+        averaged=True,
+        embed_and_head_bytes=embed_and_head_bytes,
+        on_gpu=config.engine.num_gpus > 0,
     )
 
 

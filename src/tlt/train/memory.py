@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tlt.config.train import TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.hardware import Dtype, Machine
-from tlt.harvest.release import moved_bytes
+from tlt.harvest.leases import moved_bytes
 from tlt.learner.batch import HEAD_CHUNK_TOKENS
 
 GIB = 2**30

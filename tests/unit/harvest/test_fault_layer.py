@@ -16,9 +16,9 @@ import pytest
 from fault_layer import Layer, batches, run
 from light_trainers import Trainers
 
+from tlt.harvest.contract import TrainerFailed, Version
 from tlt.harvest.coordinator import RETRY_S, START_S, Coordinator, CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.rounds import TrainerFailed, Version
 from tlt.simulate.clock import now_s
 
 LEASES = LeaseSettings(min_s=0.1, lease_s=12.0, stop_timeout_s=2.0, max_leases=3)
@@ -83,7 +83,7 @@ class World:
             self.coordinator.policy_changed(version, "policy")
             with suppress(TrainerFailed, TimeoutError):
                 async with asyncio.timeout(5):
-                    await self.coordinator.moments()
+                    await self.coordinator.optimizer_state()
 
     async def all_train(self) -> None:
         """Without faults, every worker trains."""

@@ -17,7 +17,7 @@ from tlt.drafter.trainer import (  # noqa: E402
     HostCopies,
     TrainerSettings,
 )
-from tlt.harvest.release import COPY_BYTES_PER_S, STOP_S, moved_bytes, stop_timeout_s  # noqa: E402
+from tlt.harvest.leases import COPY_BYTES_PER_S, STOP_S, moved_bytes, stop_timeout_s  # noqa: E402
 
 GB = 1e9
 QWEN2_5_7B = Eagle3Config(
@@ -79,11 +79,11 @@ def test_host_memory_is_used_again_and_holds_the_latest_values() -> None:
 
 
 def test_the_timeout_follows_from_the_size() -> None:
-    assert stop_timeout_s(10**9, averaged=True, end_bytes=10**9, on_gpu=False) == STOP_S
+    assert stop_timeout_s(10**9, averaged=True, embed_and_head_bytes=10**9, on_gpu=False) == STOP_S
     whole = QWEN2_5_7B.num_parameters
     size = moved_bytes(whole, averaged=True)
     assert 13 * GB < size < 14 * GB, "7B, all tokens"
-    given_s = stop_timeout_s(whole, averaged=True, end_bytes=int(2.2 * GB), on_gpu=True)
+    given_s = stop_timeout_s(whole, averaged=True, embed_and_head_bytes=int(2.2 * GB), on_gpu=True)
     assert given_s > STOP_S + size / COPY_BYTES_PER_S
     small = Eagle3Config.from_hf(QWEN2_5_7B.to_hf("float32") | {"draft_vocab_size": 32768})
     assert moved_bytes(small.num_parameters, averaged=True) < size / 2

@@ -1,9 +1,8 @@
-"""A coordinator that fails inside the driver: the run gets its workers back and goes on."""
+"""Harvest in a run: engines, updates, drafters on their way, checkpoints. Simulated time."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +11,21 @@ from typing import Any, cast
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("ray")
 
 from drafter_fixtures import drafter  # noqa: E402
+from fault_layer import run  # noqa: E402
+from light_trainers import ScriptedTrainer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from tlt.drafter.checkpoint import MOMENTS, load_drafter, save_drafter  # noqa: E402
 from tlt.errors import EngineError  # noqa: E402
-from tlt.harvest import session  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
-from tlt.harvest.coordinator import Coordinator, CoordinatorSettings  # noqa: E402
+from tlt.harvest.contract import TrainerGone  # noqa: E402
+from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
 from tlt.harvest.leases import Leases, LeaseSettings  # noqa: E402
-from tlt.harvest.rounds import Evaluation, Trained, TrainerGone, Weights  # noqa: E402
-from tlt.harvest.session import MAX_RESTARTS, Harvest  # noqa: E402
+from tlt.harvest.published import version_of  # noqa: E402
+from tlt.harvest.session import FETCH_S, HarvestSession  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 
 SETTINGS = CoordinatorSettings(
@@ -34,119 +36,97 @@ SETTINGS = CoordinatorSettings(
 ENGINES = ("engine-0", "engine-1")
 
 
-class FakeTrainer:
-    """Trains until it is told to stop, or is killed."""
-
-    def __init__(self, world: "World", name: str) -> None:
-        self.world, self.name = world, name
-        self.stop = asyncio.Event()
-        self.working = self.dead = False
-
-    async def start(self) -> None: ...
-
-    async def release(self) -> None:
-        if self.world.release_error is not None:
-            raise self.world.release_error
-
-    async def take(
-        self, base: Weights | None, published: Weights | None, policy: Weights | None
-    ) -> None: ...
-
-    async def begin(self, lease: int, seconds: float) -> bool:
-        self.stop.clear()
-        return True
-
-    async def end(self, lease: int) -> None:
-        if not self.world.deaf:
-            self.stop.set()
-
-    async def train(self, lease: int, seconds: float) -> Trained:
-        self.working = True
-        try:
-            async with asyncio.timeout(None if self.world.deaf else seconds):
-                await self.stop.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self.working = False
-        if self.dead:
-            raise TrainerGone(self.name)
-        return Trained(1, 100, 0.5, False)
-
-    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
-        if self.world.round_error is not None:
-            raise self.world.round_error
-        return Evaluation(self.world.better, 2.0, 2.0)
-
-    async def merge(
-        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
-    ) -> bool:
-        return True
-
-    async def export(self) -> Any:
-        self.world.num_exported += 1
-        return Blob(self.world.num_exported, self.world.lost_blobs)
-
-    async def moments(self) -> Any:
-        if self.world.moments_error is not None:
-            raise self.world.moments_error
-        return pack({"optimizer.w.exp_avg": torch.tensor([3.0]), "step": torch.tensor(7)})
-
-    async def kill(self) -> None:
-        if self.world.immortal:
-            await asyncio.sleep(1000)
-        self.dead = True
-        self.stop.set()
-
-
 class Blob:
     """A reference to weights, which may never come."""
 
-    def __init__(self, number: int, lost: bool) -> None:
-        self.number, self.lost = number, lost
+    def __init__(self, weights: float, lost: bool) -> None:
+        self.weights, self.lost = weights, lost
 
     def __await__(self) -> Any:
         yield from asyncio.sleep(1e6 if self.lost else 0).__await__()
-        return pack({"w": torch.tensor([float(self.number)])})
+        return pack({"w": torch.tensor([self.weights])})
+
+
+class Trainer(ScriptedTrainer):
+    def __init__(self, world: "World", name: str) -> None:
+        super().__init__(name)
+        self.world, self.better = world, False
+        self.exported = 0
+
+    async def take(self, *weights: Any) -> None: ...
+
+    async def export(self) -> Any:
+        self.exported += 1
+        return Blob(float(self.exported), self.world.loses_blobs)
+
+    async def merge(self, *args: Any) -> bool:
+        return True
+
+    async def optimizer_state(self) -> Any:
+        if self.world.is_broken:
+            raise TrainerGone("a bug")
+        return pack({"optimizer.w.exp_avg": torch.tensor([3.0]), "step": torch.tensor(7)})
 
 
 class World:
-    def __init__(self) -> None:
-        self.trainers: list[FakeTrainer] = []
-        self.round_error: Exception | None = None
-        self.release_error: Exception | None = None
-        self.moments_error: Exception | None = None
-        self.deaf = self.immortal = self.better = self.lost_blobs = False
-        self.num_exported = 0
-        self.pool: Any = SimpleNamespace(engines=self.ready)
-        self.harvest = self.make()
+    """A session, its trainers, and a pool whose engines sleep, wake and take drafters slowly."""
 
-    ready: tuple[str, ...] = tuple(ENGINES)
-    """Engines of the pool that are ready."""
-
-    def make(self, colocated: bool = True, min_s: float = 0.0) -> Harvest:
-        return Harvest(
+    def __init__(self, start: Path, on_gpu: bool, colocated: bool, min_s: float) -> None:
+        self.engines = list(ENGINES)
+        self.trainers: list[Trainer] = []
+        self.loses_blobs = self.is_broken = False
+        self.asleep: set[str] = set()
+        self.calls: list[str] = []
+        self.swapped: list[int] = []
+        """Numbers of the drafters that engines were given."""
+        self.may_swap = asyncio.Event()
+        self.may_swap.set()
+        self.refusal: EngineError | None = None
+        self.harvest = HarvestSession(
             replace(SETTINGS, leases=replace(SETTINGS.leases, min_s=min_s)),
-            cast(Any, None),
-            self.pool,
+            cast(Any, SimpleNamespace(drafter=str(start))),
+            cast(Any, self),
             lambda engine: {},
-            on_gpu=False,
+            on_gpu=on_gpu,
             colocated=colocated,
             spawn=self.spawn,
             share=lambda packed: packed,
         )
 
-    def spawn(self, settings: object, place: TrainerPlace) -> FakeTrainer:
-        self.trainers.append(FakeTrainer(self, f"trainer-{len(self.trainers)}"))
+    def spawn(self, settings: object, place: TrainerPlace) -> Trainer:
+        self.trainers.append(Trainer(self, f"trainer-{len(self.trainers)}"))
         return self.trainers[-1]
+
+    # --- the pool
+    async def sleep_engine(self, engine: str) -> None:
+        await asyncio.sleep(0.02)
+        self.calls.append("sleep")
+        self.asleep.add(engine)
+
+    async def wake_engine(self, engine: str) -> None:
+        await asyncio.sleep(0.02)
+        self.calls.append("wake")
+        self.asleep.discard(engine)
+
+    async def refresh_drafter(self, engine: str) -> None:
+        assert engine not in self.asleep
+        self.calls.append("refresh_drafter")
+
+    async def update_drafter(self, weights: Any, version: int, skip: object) -> list[float]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.swapped.append(version)
+        await self.may_swap.wait()
+        return [0.0]
+
+    # --- the run
+    def publishes(self) -> None:
+        for trainer in self.trainers:
+            trainer.better = True
 
     def idle(self) -> None:
         for engine in ENGINES:
             self.harvest.idle(engine)
-
-    def is_lost(self) -> bool:
-        """Whether the first coordinator's trainers are dead."""
-        return all(trainer.dead for trainer in self.trainers[: len(ENGINES)])
 
     async def until(self, true: Callable[[], object], within_s: float = 5.0) -> None:
         async with asyncio.timeout(within_s):
@@ -163,210 +143,140 @@ class World:
     async def all_needed(self, within_s: float = 1.0) -> None:
         async with asyncio.timeout(within_s):
             await asyncio.gather(*(self.harvest.needed(engine) for engine in ENGINES))
-        assert not any(t.working for t in self.trainers if not t.dead), "a device is not free"
+        assert not any(trainer.working for trainer in self.trainers), "a device is not free"
+
+    async def is_off(self) -> None:
+        """Harvest is off for good, and the run has all it needs."""
+        await self.all_needed()
+        assert not self.harvest.enabled
+        assert self.harvest.record()["harvest/enabled"] == 0.0
+        assert all(trainer.dead for trainer in self.trainers)
+        assert len(self.trainers) == len(ENGINES)
+        self.idle()
+        await self.all_needed()
+        await self.harvest.rollout_ended()
+        assert not self.harvest.leased()
 
 
-@asynccontextmanager
-async def running(colocated: bool = True, min_s: float = 0.0) -> AsyncIterator[World]:
-    world = World()
-    world.harvest = world.make(colocated, min_s)
-    for core, engine in enumerate(ENGINES):
-        world.harvest.ready(engine, {"cores": [core]})
-    await world.harvest.start()
-    world.harvest.rollout_started(8)
-    world.harvest.policy_changed([(EMBEDDING, torch.ones(2, 2))], 1)
-    try:
+Scene = Callable[[World], Coroutine[Any, Any, None]]
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    """Play a scene with a session whose trainers have trained once."""
+    start = save_drafter(drafter(), tmp_path / "start", torch.float32)
+
+    async def played(scene: Scene, on_gpu: bool, colocated: bool, min_s: float) -> None:
+        world = World(start, on_gpu, colocated, min_s)
+        for core, engine in enumerate(ENGINES):
+            world.harvest.ready(engine, {"cores": [core]})
+        await world.harvest.start()
+        world.harvest.rollout_started(8)
+        world.harvest.policy_changed([(EMBEDDING, torch.ones(2, 2))], 1)
         await world.trains()
-        yield world
-    finally:
-        world.immortal = False
+        world.calls.clear()
+        await scene(world)
         await world.harvest.stop()
         assert all(trainer.dead for trainer in world.trainers), "a trainer outlives harvest"
 
+    def play(
+        scene: Scene, on_gpu: bool = False, colocated: bool = True, min_s: float = 0.0
+    ) -> None:
+        run(played(scene, on_gpu, colocated, min_s), limit_s=1000.0)
 
-async def assert_contained(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """One log line with a traceback, a metric, free workers, and training by new trainers."""
-    await world.all_needed()
-    await world.until(lambda: world.is_lost() and world.harvest.metrics())
+    return play
+
+
+def test_an_error_turns_harvest_off_with_one_line_and_the_run_goes_on(
+    play: Play, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(leases: Leases, worker: str, now_s: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def scene(world: World) -> None:
+        world.idle()
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(Leases, "needed", breaks)
+        await world.harvest.needed(ENGINES[0])
+        await world.is_off()
+
+    play(scene)
     (line,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert line.exc_info is not None
-    record = world.harvest.record()
-    assert record["harvest/coordinator_restarts"] == 1
-    assert record["harvest/enabled"] == 1.0
-    assert len(world.trainers) == 2 * len(ENGINES)
-    world.round_error = None
-    await world.trains()
-    assert world.harvest.record()["harvest/trained_tokens"] > 0
 
 
-async def run(scene: Callable[[], Any]) -> None:
-    await asyncio.wait_for(scene(), 20)
+def test_a_drafter_that_all_engines_refuse_turns_harvest_off(play: Play) -> None:
+    async def scene(world: World) -> None:
+        world.publishes()
+        world.refusal = EngineError("another vocabulary")
+        world.idle()
+        await world.until(lambda: not world.harvest.enabled)
+        await world.is_off()
+
+    play(scene)
 
 
-async def test_an_exception_in_a_round(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> None:
-        async with running() as world:
-            world.round_error = ZeroDivisionError("a bug")
-            world.idle()
-            await world.until(world.is_lost)
-            await assert_contained(world, caplog)
-
-    await run(scene)
-
-
-async def test_an_exception_in_a_lease_frees_no_device_before_its_trainer_is_dead(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def scene() -> None:
-        async with running() as world:
-            world.idle()
-            await world.until(lambda: all(t.working for t in world.trainers))
-            world.release_error = ZeroDivisionError("in a lease")
-            trainers = list(world.trainers)
-            async with asyncio.timeout(2):
-                await world.harvest.needed(ENGINES[0])
-            assert all(trainer.dead for trainer in trainers), "the device is not free"
-            world.release_error = None
-            await assert_contained(world, caplog)
-
-    await run(scene)
-
-
-async def test_an_exception_in_a_timer(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tick(leases: Leases, now_s: float) -> None:
-        raise ZeroDivisionError("a bug")
-
-    async def scene() -> None:
-        async with running() as world:
-            with monkeypatch.context() as patch:
-                patch.setattr(Leases, "tick", tick)
-                world.deaf = True  # so that a timer comes, to tell it again
-                world.idle()
-                await asyncio.sleep(0.05)
-                needed = asyncio.create_task(world.all_needed())
-                await world.until(world.is_lost)
-                await needed
-            world.deaf = False
-            await assert_contained(world, caplog)
-
-    await run(scene)
-
-
-@pytest.mark.parametrize("method", ["idle", "needed", "leased", "policy_changed", "take_spans"])
-async def test_an_exception_in_a_direct_call(
-    method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    works = getattr(Coordinator, method)
-    errors = [ZeroDivisionError("a bug")]
-
-    def fails(*args: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return works(*args)
-
-    async def scene() -> None:
-        async with running() as world:
-            with monkeypatch.context() as patch:
-                world.idle()
-                patch.setattr(Coordinator, method, fails)
-                world.harvest.idle(ENGINES[0])
-                world.harvest.leased()
-                world.harvest.take_spans()
-                world.harvest.policy_changed([(EMBEDDING, torch.ones(2, 2))], 2)
-                await world.all_needed()
-                await world.until(world.is_lost)
-            await assert_contained(world, caplog)
-
-    await run(scene)
-
-
-async def test_a_worker_that_never_comes_back_is_waited_for_within_a_limit(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its trainer neither hears nor dies: harvest takes the coordinator for lost, and goes on."""
-    monkeypatch.setattr(session, "ANSWER_S", 0.1)
-
-    async def scene() -> None:
-        async with running() as world:
-            world.deaf = world.immortal = True
-            world.idle()
-            await world.until(lambda: all(trainer.working for trainer in world.trainers))
-            async with asyncio.timeout(1.0):
-                await asyncio.gather(*(world.harvest.needed(engine) for engine in ENGINES))
-            lines = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
-            assert len(lines) == 2, "the coordinator is lost, and its trainers do not end"
-            assert world.harvest.record()["harvest/coordinator_restarts"] == 1
-            world.deaf = world.immortal = False
-            for trainer in world.trainers[:2]:
-                await trainer.kill()
-            await world.trains()
-
-    await run(scene)
-
-
-async def test_too_many_losses_without_training_turn_harvest_off(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*args: object) -> None:
-        raise ZeroDivisionError("a bug")
-
-    async def lose(world: World) -> None:
-        """Lose a coordinator; nobody trains before the next one is lost."""
-        await world.until(world.harvest.metrics)
-        with monkeypatch.context() as patch:
-            patch.setattr(Coordinator, "idle", fails)
-            world.harvest.idle(ENGINES[0])
-        assert not world.harvest.metrics()
+def test_drafters_reach_the_engines_in_order_and_only_in_rollouts(play: Play) -> None:
+    async def scene(world: World) -> None:
+        world.publishes()
+        world.may_swap.clear()
+        world.idle()
+        await world.until(lambda: world.swapped)
+        ended = asyncio.create_task(world.harvest.rollout_ended())
+        await asyncio.sleep(0.5)
+        assert not ended.done(), "a swap is under way"
+        world.may_swap.set()
+        await ended
+        first = len(world.swapped)
+        await world.trains()
+        assert len(world.swapped) == first
+        world.harvest.rollout_started(8)
+        world.idle()
+        await world.until(lambda: len(world.swapped) > first + 1)
+        assert world.swapped == sorted(set(world.swapped))
         await world.all_needed()
 
-    async def scene() -> None:
-        async with running() as world:
-            for _ in range(MAX_RESTARTS):
-                await lose(world)
-            await world.until(world.harvest.metrics)
-            await world.trains()
-            assert world.harvest.record()["harvest/coordinator_restarts"] == MAX_RESTARTS
-            for _ in range(MAX_RESTARTS):  # training in between counts
-                await lose(world)
-                assert world.harvest.enabled
-            await lose(world)
-            assert not world.harvest.enabled
-            assert "off for the rest of the run" in caplog.records[-1].message
-            record = world.harvest.record()
-            assert record["harvest/enabled"] == 0.0
-            assert record["harvest/coordinator_restarts"] == MAX_RESTARTS + 1
-            world.idle()
-            await world.all_needed()
-            await world.harvest.rollout_ended()
-            await world.until(lambda: all(trainer.dead for trainer in world.trainers))
-            assert not world.harvest.leased()
-
-    await run(scene)
+    play(scene)
 
 
-async def test_idle_is_told_only_once_the_worker_was_freed() -> None:
-    async def scene() -> None:
-        async with running() as world:
-            world.deaf = True  # it takes a while to be free
-            world.idle()
-            await world.until(lambda: all(trainer.working for trainer in world.trainers))
-            needed = asyncio.create_task(world.harvest.needed(ENGINES[0]))
-            await asyncio.sleep(0.01)
-            world.harvest.idle(ENGINES[0])
-            assert not needed.done()
-            await needed
-            world.deaf = False
-            assert world.harvest.enabled
-            assert world.harvest.record()["harvest/coordinator_restarts"] == 0
-            await world.all_needed()
+def test_a_published_drafter_that_never_comes_is_skipped(play: Play) -> None:
+    async def scene(world: World) -> None:
+        world.loses_blobs = True
+        world.publishes()
+        world.idle()
+        await world.until(lambda: world.harvest.metrics()["published"])
+        world.loses_blobs = False
+        await world.until(lambda: world.swapped, FETCH_S + 5)
+        assert world.harvest.enabled
+        assert world.harvest.record()["harvest/faults"] == 1
+        await world.all_needed()
 
-    await run(scene)
+    play(scene)
 
 
-async def test_trainers_work_during_an_update_on_other_devices() -> None:
-    async with running(colocated=False) as world:
+def test_idle_is_told_only_once_the_worker_was_freed(play: Play) -> None:
+    async def scene(world: World) -> None:
+        for trainer in world.trainers:
+            trainer.deaf = True  # it takes a while to be free
+        world.idle()
+        await world.until(lambda: all(trainer.working for trainer in world.trainers))
+        needed = asyncio.create_task(world.harvest.needed(ENGINES[0]))
+        await asyncio.sleep(0.01)
+        world.harvest.idle(ENGINES[0])
+        assert not needed.done()
+        await needed
+        assert world.harvest.enabled
+        await world.all_needed()
+
+    play(scene)
+
+
+# --- updates on other devices ---------------------------------------------------------------------
+
+
+def test_trainers_work_during_an_update_on_other_devices(play: Play) -> None:
+    async def scene(world: World) -> None:
         await world.harvest.rollout_ended()
         world.harvest.update_started()
         await world.until(lambda: len(world.harvest.leased()) == len(ENGINES))
@@ -374,27 +284,18 @@ async def test_trainers_work_during_an_update_on_other_devices() -> None:
         await world.harvest.update_ended()
         assert not any(trainer.working for trainer in world.trainers), "engines take the policy now"
         assert not world.harvest.leased()
+        world.engines.pop()  # its successor is starting
         world.harvest.update_started()
         await asyncio.sleep(0.05)
+        assert len(world.harvest.leased()) == 1
         await world.harvest.rollout_ended()  # of a run that is cancelled in the update
         assert not world.harvest.leased()
 
-
-async def test_no_trainer_works_where_an_engine_is_starting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(World, "ready", (ENGINES[0],))
-    async with running(colocated=False) as world:
-        await world.harvest.rollout_ended()
-        world.harvest.update_started()
-        await world.until(lambda: len(world.harvest.leased()) == 1)
-        await asyncio.sleep(0.05)
-        assert len(world.harvest.leased()) == 1
-        await world.harvest.update_ended()
+    play(scene, colocated=False)
 
 
-async def test_no_trainer_works_during_an_update_on_the_same_devices() -> None:
-    async with running(colocated=True) as world:
+def test_no_trainer_works_during_an_update_on_the_same_devices(play: Play) -> None:
+    async def scene(world: World) -> None:
         await world.harvest.rollout_ended()
         world.harvest.update_started()
         await asyncio.sleep(0.05)
@@ -403,9 +304,11 @@ async def test_no_trainer_works_during_an_update_on_the_same_devices() -> None:
         world.harvest.rollout_started(8)
         await world.trains()
 
+    play(scene)
 
-async def test_a_short_update_is_left_to_the_engines() -> None:
-    async with running(colocated=False, min_s=2.0) as world:
+
+def test_a_short_update_is_left_to_the_engines(play: Play) -> None:
+    async def scene(world: World) -> None:
         for _ in range(3):
             world.harvest.update_started()
             await world.harvest.update_ended()
@@ -414,167 +317,52 @@ async def test_a_short_update_is_left_to_the_engines() -> None:
         assert not world.harvest.leased(), "shorter than the shortest lease"
         await world.harvest.update_ended()
 
+    play(scene, colocated=False, min_s=2.0)
 
-async def test_a_drafter_to_resume_from_comes_with_its_optimizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    start = save_drafter(drafter(), tmp_path / "start", torch.float32)
-    async with running() as world:
-        world.harvest._trainer = cast(Any, SimpleNamespace(drafter=str(start)))
+
+# --- checkpoints, and engines that sleep ----------------------------------------------------------
+
+
+def test_a_drafter_to_resume_from_comes_with_its_optimizer(play: Play, tmp_path: Path) -> None:
+    async def scene(world: World) -> None:
         await world.harvest.save(tmp_path / "checkpoint", to_resume=True)
         await world.harvest.save(tmp_path / "result", to_resume=False)
         assert load_file(tmp_path / "checkpoint" / MOMENTS)["step"].item() == 7
         assert not (tmp_path / "result" / MOMENTS).exists()
-        world.moments_error = TrainerGone("a bug")
+        world.is_broken = True
         await world.harvest.save(tmp_path / "without", to_resume=True)
         assert load_drafter(tmp_path / "without") is not None
-        assert "lacks the state of the drafter's optimizer" in caplog.text
+        assert version_of(tmp_path / "without") == 0
+
+    play(scene)
 
 
-class SlowSwap:
-    """The part of the pool that takes drafters, when it may."""
+def test_every_send_to_a_sleeping_engine_waits_until_it_is_awake(play: Play) -> None:
+    async def scene(world: World) -> None:
+        world.harvest.idle(ENGINES[0])
+        await asyncio.sleep(0.05)
+        assert world.asleep == {ENGINES[0]}
 
-    engines = ENGINES
+        async def send() -> bool:
+            await world.harvest.needed(ENGINES[0])
+            return ENGINES[0] in world.asleep
 
-    def __init__(self) -> None:
-        self.may_end = asyncio.Event()
-        self.begun: list[tuple[int, float]] = []
-        """Number and weights of every drafter that engines were given."""
-        self.refusal: EngineError | None = None
+        assert not any(await asyncio.gather(send(), send(), send()))
+        assert world.calls == ["sleep", "wake", "refresh_drafter"]
 
-    async def update_drafter(self, weights: Any, version: int, skip: object) -> list[float]:
-        if self.refusal is not None:
-            raise self.refusal
-        self.begun.append((version, dict(weights)["w"].item()))
-        await self.may_end.wait()
-        return [0.0]
+    play(scene, on_gpu=True)
 
 
-def publishes(world: World, folder: Path) -> SlowSwap:
-    """Let the world's trainers publish all that they learn, to a pool that takes its time."""
-    pool = SlowSwap()
-    start = save_drafter(drafter(), folder / "start", torch.float32)
-    world.harvest._trainer = cast(Any, SimpleNamespace(drafter=str(start)))
-    world.harvest._pool = cast(Any, pool)
-    world.better = True
-    return pool
+def test_an_engine_that_is_falling_asleep_wakes_for_a_send(play: Play) -> None:
+    async def scene(world: World) -> None:
+        world.harvest.idle(ENGINES[0])
+        await asyncio.sleep(0.005)  # the engine does not sleep yet
+        await world.harvest.needed(ENGINES[0])
+        assert not world.asleep
+        assert world.calls == ["sleep", "wake", "refresh_drafter"]
+        world.harvest.idle(ENGINES[0])
+        await world.harvest.needed(ENGINES[0])  # before the engine was told to sleep
+        await asyncio.sleep(0.1)
+        assert not world.asleep
 
-
-async def test_a_drafter_on_its_way_when_the_coordinator_is_lost_keeps_its_number(
-    tmp_path: Path,
-) -> None:
-    """The next coordinator starts from it: no other drafter gets the same number."""
-
-    async def scene() -> None:
-        async with running() as world:
-            pool = publishes(world, tmp_path)
-            world.idle()
-            await world.until(lambda: pool.begun)
-            world.round_error = ZeroDivisionError("a bug")
-            await world.until(world.is_lost)
-            world.round_error = None
-            await world.all_needed()
-            await asyncio.sleep(0.1)
-            assert len(world.trainers) == len(ENGINES), "the next coordinator waits for the swap"
-            pool.may_end.set()
-            await world.until(world.harvest.metrics)
-            world.idle()
-            await world.until(lambda: len(pool.begun) > 2)
-            numbers = [number for number, _ in pool.begun]
-            assert numbers == sorted(set(numbers)), "a number twice"
-            await world.all_needed()
-
-    await run(scene)
-
-
-async def test_a_published_drafter_that_never_comes_is_waited_for_within_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "FETCH_S", 0.05)
-
-    async def scene() -> None:
-        async with running() as world:
-            pool = publishes(world, tmp_path)
-            pool.may_end.set()
-            world.lost_blobs = True
-            world.idle()
-            await world.until(world.is_lost)
-            world.lost_blobs = False
-            await world.all_needed()
-            await world.until(world.harvest.metrics)
-            world.idle()
-            await world.until(lambda: pool.begun)
-            await world.all_needed()
-
-    await run(scene)
-
-
-async def test_a_drafter_that_all_engines_refuse_turns_harvest_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scene() -> None:
-        async with running() as world:
-            publishes(world, tmp_path).refusal = EngineError("another vocabulary")
-            world.idle()
-            await world.until(lambda: not world.harvest.enabled)
-            await world.all_needed()
-            await world.harvest.rollout_ended()
-            await world.until(lambda: all(trainer.dead for trainer in world.trainers))
-            assert "the engines do not take a new drafter" in caplog.text
-            assert len(world.trainers) == len(ENGINES)
-
-    await run(scene)
-
-
-class SlowMemory:
-    """The part of the pool that harvest calls on GPUs; engines sleep and wake slowly."""
-
-    def __init__(self) -> None:
-        self.asleep: set[str] = set()
-        self.calls: list[str] = []
-
-    async def call_engine(self, engine: str, method: str) -> None:
-        await asyncio.sleep(0.02)
-        self.calls.append(method)
-        if method == "sleep":
-            self.asleep.add(engine)
-        else:
-            self.asleep.discard(engine)
-
-    async def refresh_drafter(self, engine: str) -> None:
-        assert engine not in self.asleep
-        self.calls.append("refresh_drafter")
-
-
-def on_gpu(pool: SlowMemory) -> Harvest:
-    nothing = cast(Any, None)
-    return Harvest(SETTINGS, nothing, cast(Any, pool), lambda engine: {}, on_gpu=True)
-
-
-async def test_every_send_to_a_sleeping_engine_waits_until_it_is_awake() -> None:
-    pool = SlowMemory()
-    harvest = on_gpu(pool)
-    harvest.idle(ENGINES[0])
-    await asyncio.sleep(0.05)
-    assert pool.asleep == {ENGINES[0]}
-
-    async def send() -> bool:
-        await harvest.needed(ENGINES[0])
-        return ENGINES[0] in pool.asleep
-
-    assert not any(await asyncio.gather(send(), send(), send()))
-    assert pool.calls == ["sleep", "wake", "refresh_drafter"]
-
-
-async def test_an_engine_that_is_falling_asleep_wakes_for_a_send() -> None:
-    pool = SlowMemory()
-    harvest = on_gpu(pool)
-    harvest.idle(ENGINES[0])
-    await asyncio.sleep(0.005)  # the engine does not sleep yet
-    await harvest.needed(ENGINES[0])
-    assert not pool.asleep
-    assert pool.calls == ["sleep", "wake", "refresh_drafter"]
-    harvest.idle(ENGINES[0])
-    await harvest.needed(ENGINES[0])  # before the engine was told to sleep
-    await asyncio.sleep(0.1)
-    assert not pool.asleep
+    play(scene, on_gpu=True)

@@ -18,14 +18,14 @@ from speed import limit  # noqa: E402
 from tlt.drafter.checkpoint import MOMENTS, save_drafter  # noqa: E402
 from tlt.drafter.evaluation import evaluate  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
-from tlt.harvest.rounds import Weights  # noqa: E402
+from tlt.harvest.contract import Weights  # noqa: E402
 from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
     EMBEDDING,
     MIN_WINDOWS,
     WORSE,
-    HarvestSettings,
     HarvestTrainer,
+    HarvestTrainerSettings,
     averaged,
     difference,
     head_and_embedding,
@@ -37,7 +37,7 @@ LONG_S = 1000.0
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> HarvestSettings:
+def settings(tmp_path: Path) -> HarvestTrainerSettings:
     """A drafter, a policy with a tied head, and a buffer with a few samples."""
     save_drafter(drafter(), tmp_path / "drafter", torch.float32)
     (tmp_path / "policy").mkdir()
@@ -48,7 +48,7 @@ def settings(tmp_path: Path) -> HarvestSettings:
     store = SampleBuffer(buffer)
     for index in range(60):
         store.put(str(index), 1, captured(40, 4, seed=index % 4))
-    return HarvestSettings(
+    return HarvestTrainerSettings(
         drafter=str(tmp_path / "drafter"),
         policy=str(tmp_path / "policy"),
         buffer=buffer,
@@ -59,7 +59,7 @@ def settings(tmp_path: Path) -> HarvestSettings:
     )
 
 
-def make_trainer(settings: HarvestSettings) -> HarvestTrainer:
+def make_trainer(settings: HarvestTrainerSettings) -> HarvestTrainer:
     return HarvestTrainer(settings, torch.device("cpu"))
 
 
@@ -71,7 +71,7 @@ def learn(trainer: HarvestTrainer, num_steps: int) -> None:
 
 
 def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(
-    settings: HarvestSettings,
+    settings: HarvestTrainerSettings,
 ) -> None:
     one = make_trainer(settings)
     assert one.begin(1, LONG_S)
@@ -113,7 +113,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_an_evaluation_ends_when_the_difference_is_clear_or_its_time_is_over(
-    settings: HarvestSettings, evaluated: list[int]
+    settings: HarvestTrainerSettings, evaluated: list[int]
 ) -> None:
     one = make_trainer(replace(settings, held_out_tokens=10_000))
     num_windows = sum(e.held_out for e in SampleBuffer(settings.buffer).entries())
@@ -132,7 +132,7 @@ def test_an_evaluation_ends_when_the_difference_is_clear_or_its_time_is_over(
     assert MIN_WINDOWS <= len(evaluated) < num_windows, "clear before the last window"
 
 
-def test_nothing_is_evaluated_twice(settings: HarvestSettings, evaluated: list[int]) -> None:
+def test_nothing_is_evaluated_twice(settings: HarvestTrainerSettings, evaluated: list[int]) -> None:
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     one.train(1, 1.0)
@@ -146,7 +146,7 @@ def test_nothing_is_evaluated_twice(settings: HarvestSettings, evaluated: list[i
     assert evaluated == [], "the drafter that was published is the one just evaluated"
 
 
-def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
+def test_without_a_lease_it_does_nothing(settings: HarvestTrainerSettings) -> None:
     one = make_trainer(settings)
     before = one.export()
     assert one.train(1, LONG_S).num_steps == 0
@@ -162,7 +162,7 @@ def test_without_a_lease_it_does_nothing(settings: HarvestSettings) -> None:
 
 
 def test_it_stops_from_another_thread_in_the_middle_of_its_work(
-    settings: HarvestSettings,
+    settings: HarvestTrainerSettings,
 ) -> None:
     one = make_trainer(settings)
     one.begin(1, LONG_S)
@@ -180,7 +180,7 @@ def test_it_stops_from_another_thread_in_the_middle_of_its_work(
     thread.join()
 
 
-def test_a_lease_runs_out_by_itself(settings: HarvestSettings) -> None:
+def test_a_lease_runs_out_by_itself(settings: HarvestTrainerSettings) -> None:
     one = make_trainer(settings)
     one.begin(1, 0.3)
     started_s = time.monotonic()
@@ -188,7 +188,7 @@ def test_a_lease_runs_out_by_itself(settings: HarvestSettings) -> None:
     assert time.monotonic() - started_s < limit(2.0)
 
 
-def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
+def test_an_empty_buffer_is_said_to_be(settings: HarvestTrainerSettings) -> None:
     SampleBuffer(settings.buffer).clear()
     one = make_trainer(settings)
     one.begin(1, LONG_S)
@@ -197,7 +197,7 @@ def test_an_empty_buffer_is_said_to_be(settings: HarvestSettings) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
-    settings: HarvestSettings,
+    settings: HarvestTrainerSettings,
 ) -> None:
     one = make_trainer(settings)
     published = one.export()
@@ -211,7 +211,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
 
 
 def test_while_it_trains_others_get_the_weights_it_began_with(
-    settings: HarvestSettings, monkeypatch: pytest.MonkeyPatch
+    settings: HarvestTrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, micro_step = [], DrafterTrainer.micro_step
 
@@ -236,7 +236,7 @@ def test_while_it_trains_others_get_the_weights_it_began_with(
     assert not torch.equal(before[name], after[name])
 
 
-def test_a_merge_that_is_worse_is_not_taken(settings: HarvestSettings) -> None:
+def test_a_merge_that_is_worse_is_not_taken(settings: HarvestTrainerSettings) -> None:
     one, other = make_trainer(settings), make_trainer(settings)
     for trainer in (one, other):
         trainer.begin(1, LONG_S)
@@ -263,7 +263,7 @@ def test_averages_leave_out_what_does_not_fit() -> None:
 
 
 def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
-    settings: HarvestSettings,
+    settings: HarvestTrainerSettings,
 ) -> None:
     one = make_trainer(replace(settings, untrained=True))
     before = one.export()["d2t"]
@@ -272,7 +272,7 @@ def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
     assert not torch.equal(before, one.export()["d2t"])
 
 
-def test_the_vocabulary_follows_the_text_of_a_new_policy(settings: HarvestSettings) -> None:
+def test_the_vocabulary_follows_the_text_of_a_new_policy(settings: HarvestTrainerSettings) -> None:
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     one.train(1, 0.2)
@@ -289,28 +289,30 @@ def test_the_vocabulary_follows_the_text_of_a_new_policy(settings: HarvestSettin
 
 
 def test_a_resumed_trainer_continues_with_the_moments_of_its_optimizer(
-    settings: HarvestSettings,
+    settings: HarvestTrainerSettings,
 ) -> None:
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     one.train(1, 1.0)
-    moments = one.moments()
+    moments = one.optimizer_state()
     save_file(moments, Path(settings.drafter) / MOMENTS)
     resumed = make_trainer(settings)
-    assert moments.keys() == resumed.moments().keys()
-    assert all(torch.equal(moments[name], t) for name, t in resumed.moments().items())
+    assert moments.keys() == resumed.optimizer_state().keys()
+    assert all(torch.equal(moments[name], t) for name, t in resumed.optimizer_state().items())
     assert moments["step"] > 0, "no second warm-up"
     resumed.begin(1, LONG_S)
     assert resumed.train(1, 0.5).num_steps > 0
 
 
-def test_moments_of_the_head_are_dropped_with_the_vocabulary(settings: HarvestSettings) -> None:
+def test_moments_of_the_head_are_dropped_with_the_vocabulary(
+    settings: HarvestTrainerSettings,
+) -> None:
     one = make_trainer(settings)
     one.begin(1, LONG_S)
     one.train(1, 0.5)
-    moments = one.moments()
+    moments = one.optimizer_state()
     save_file(moments | {"d2t": moments["d2t"] + 1}, Path(settings.drafter) / MOMENTS)
-    resumed = make_trainer(settings).moments()
+    resumed = make_trainer(settings).optimizer_state()
     dropped = moments.keys() - resumed.keys()
     assert dropped == {name for name in moments if ".lm_head." in name} != set()
 

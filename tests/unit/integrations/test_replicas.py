@@ -100,22 +100,22 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[Server]:
     return [Server(), Server()]
 
 
-async def test_all_replicas_record_and_one_shares_its_policies_ends(
+async def test_all_replicas_record_and_one_shares_embedding_and_head(
     servers: list[Server], tmp_path: Path
 ) -> None:
     found = Replicas(servers, 0)
     await found.start({"folder": str(tmp_path / "samples")})
     record = ("tlt_record", {"folder": str(tmp_path / "samples")})
-    file = tmp_path / "samples-ends" / "policy.safetensors"
+    file = tmp_path / "samples-policy" / "embed_and_head.safetensors"
     assert [server.calls for server in servers] == [
-        [record, ("tlt_share_ends", str(file))],
+        [record, ("tlt_share_embed_and_head", str(file))],
         [record],
     ]
     assert [found.cores(engine) for engine in found.engines] == [(4,), (5,)]
-    assert await found.ends() == {}
+    assert await found.embed_and_head() == {}
     file.parent.mkdir()
     save_file({"lm_head.weight": torch.ones(2, 3)}, file)
-    assert (await found.ends())["lm_head.weight"].tolist() == [[1.0] * 3] * 2
+    assert (await found.embed_and_head())["lm_head.weight"].tolist() == [[1.0] * 3] * 2
 
 
 async def test_replicas_without_tlt_are_refused(servers: list[Server], tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tlt.harvest.contract import Evaluation, Trained, TrainerGone
 from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.leases import Holder, LeaseSettings
-from tlt.harvest.rounds import Evaluation, Trained, TrainerGone
 from tlt.simulate import clock
 from tlt.simulate.clock import now_s
 from tlt.simulate.cluster import Cluster, Learner, Mode, SimTrainer, Simulation, Training

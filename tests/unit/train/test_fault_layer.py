@@ -37,7 +37,7 @@ from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
 from tlt.harvest.forecast import TailForecast  # noqa: E402
 from tlt.harvest.leases import LeaseSettings  # noqa: E402
 from tlt.harvest.published import VERSION  # noqa: E402
-from tlt.harvest.session import ANSWER_S, Harvest  # noqa: E402
+from tlt.harvest.session import ANSWER_S, HarvestSession  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 from tlt.learner.actor import LearnerPlan, Rows  # noqa: E402
 from tlt.learner.calls import InOrder, RankFailed, RankGone  # noqa: E402
@@ -47,8 +47,7 @@ from tlt.observe.live import Live  # noqa: E402
 from tlt.observe.record import read  # noqa: E402
 from tlt.observe.sinks import Sinks  # noqa: E402
 from tlt.observe.timekeeper import NoTimekeeper  # noqa: E402
-from tlt.rollout.distribution import SWAP_S  # noqa: E402
-from tlt.rollout.handle import place_of  # noqa: E402
+from tlt.rollout.client import SWAP_S, place_of  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
 from tlt.rollout.recheck import Rechecks  # noqa: E402
 from tlt.states.writer import Stored  # noqa: E402
@@ -422,7 +421,7 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
     def spawn(_: object, place: TrainerPlace) -> Any:
         return world.trainers.spawn(place.options["worker"])
 
-    harvest = Harvest(
+    harvest = HarvestSession(
         HARVEST,
         cast(Any, SimpleNamespace(drafter=str(world.drafter))),
         pool,
@@ -498,7 +497,7 @@ def records(out: Path) -> list[tuple[float, float]]:
     return [(record["step"], record["reward/mean"]) for record in read(out / "metrics.jsonl")]
 
 
-def light_save(harvest: Harvest, folder: Path, moments: object) -> None:
+def light_save(harvest: HarvestSession, folder: Path, moments: object) -> None:
     folder.mkdir()
     (folder / VERSION).write_text(json.dumps({"version": harvest._published.version}))
 
@@ -507,7 +506,7 @@ def light_save(harvest: Harvest, folder: Path, moments: object) -> None:
 def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from drafter_fixtures import CONFIG
 
-    monkeypatch.setattr(Harvest, "_save", light_save)
+    monkeypatch.setattr(HarvestSession, "_save", light_save)
     folder = tmp_path / "drafter"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG.to_hf("float32")))
