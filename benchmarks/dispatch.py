@@ -140,8 +140,8 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from canvas import pyplot
     from tlt.colours import INK
-    from tlt.pictures import pyplot
 
     shown = {
         "known": "last epoch known",

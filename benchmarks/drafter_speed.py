@@ -278,8 +278,8 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
 
 
 def plot(results: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> None:
+    from canvas import pyplot
     from tlt.colours import INK
-    from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for index, result in enumerate(results):

@@ -122,7 +122,7 @@ def described(found: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw tokens per draft of the three drafters, and the reward, over the RL steps."""
-    from tlt.pictures import pyplot
+    from canvas import pyplot
 
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=(2, 1)

@@ -63,8 +63,8 @@ def mean_rewards(runs: list[dict[str, list[float]]]) -> list[float]:
 
 
 def plot(runs: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
+    from canvas import pyplot
     from tlt.colours import MODES
-    from tlt.pictures import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for arm, colour in ((arm, MODES[arm]) for arm in runs):

@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from canvas import pyplot
 from registry.core import Results
 from registry.e2e import SCENARIOS, labels
 from tlt.colours import INK, MODES
-from tlt.pictures import pyplot
 
 RESULTS = Path(__file__).parents[1] / "results"
 MEASURES = {"end_to_end": ("whole RL steps", "o", 0.14), "rollout": ("rollouts", "D", -0.14)}

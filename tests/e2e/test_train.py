@@ -62,7 +62,7 @@ def test_reward_rises(policy: Path, seed: int) -> None:
     first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
     assert last - first >= 0.2, rewards
     assert "where the seconds of a step go" in " ".join(output.split())
-    for name in ("config.toml", "versions.json", "summary.json", "run.png", "samples"):
+    for name in ("config.toml", "versions.json", "summary.json", "samples"):
         assert (run / name).exists(), name
     assert (run / "policy" / "model.safetensors").exists()
 

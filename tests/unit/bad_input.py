@@ -503,28 +503,6 @@ def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
     return Attempt(arguments, (str(drafter),))
 
 
-def recorded_table(draw: random.Random, world: World, folder: Path) -> Attempt:
-    """Spoil the recorded step times of `tlt bench strategy`."""
-    path = folder / "rollout.json"
-    table = {
-        "arms": [
-            {
-                "drafter": drafter,
-                "num_draft_tokens": length,
-                "seconds": [[batch, 0.01 * batch] for batch in (1, 2, 4, 8)],
-            }
-            for drafter, length in (("off", 0), ("eagle3", 2), ("eagle3", 4))
-        ],
-        "accepted": {"eagle3": [0.8, 0.6, 0.5, 0.4]},
-        "drafted_share": {"eagle3": 1.0},
-    }
-    path.write_text(json.dumps({"steps": table}))
-    harm_file(draw, path)
-    small = ["--requests", "4", "--rollouts", "1", "--seeds", "1", "--longest", "500"]
-    arguments = ["bench", "strategy", str(path), *small, "--out", str(folder / "out")]
-    return Attempt(arguments, (path.name,))
-
-
 OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("sft", "--out", "out"): (
         *("--lr", "--steps", "--num-problems", "--row-tokens", "--seed", "--sizes"),
@@ -537,7 +515,7 @@ OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
         *("--engines", "--gpus", "--repeats", "--requests", "--median", "--p95", "--longest"),
         *("--temperature", "--top-p", "--seed", "--size", "--lengths", "--mode"),
     ),
-    ("bench", "same"): ("--samples", "--max-tokens", "--temperature", "--top-p", "--top-k"),
+    ("verify",): ("--samples", "--max-tokens", "--temperature", "--top-p", "--top-k"),
 }
 """Options that take numbers or files, by command."""
 
@@ -562,7 +540,6 @@ KINDS: dict[str, tuple[Callable[[random.Random, World, Path], Attempt], float]] 
     "scenario_inputs": (scenario_inputs, 0.06),
     "model_folder": (model_folder, 0.08),
     "drafter_folder": (drafter_folder, 0.04),
-    "recorded_table": (recorded_table, 0.02),
     "options": (options, 0.04),
     "data_file": (data_file, 0.06),
     "reward_module": (reward_module, 0.04),

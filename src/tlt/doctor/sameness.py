@@ -63,7 +63,7 @@ def _same(
     num_gpus: int | None = None,
     near_ties: bool = False,
 ) -> dict[str, Any]:
-    """Run `tlt bench same`; raise if a mode differs, or if too few drafts were accepted.
+    """Run `tlt verify`; raise if a mode differs, or if too few drafts were accepted.
 
     With `near_ties`, differences that the rounding of logits explains are allowed.
     """
