@@ -181,7 +181,7 @@ bench:
 	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/neighbour.py
 	$(BIN)/python benchmarks/quality.py
-	$(BIN)/tlt bench same --model models/smollm2 --json > benchmarks/results/same.json
+	$(BIN)/tlt verify --model models/smollm2 --json > benchmarks/results/same.json
 	$(BIN)/python benchmarks/same_run.py --prompts 8
 	$(BIN)/python benchmarks/bfloat16.py
 	$(BIN)/python benchmarks/e2e/run.py identical

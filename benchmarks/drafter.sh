@@ -11,4 +11,4 @@ tlt drafter train --model models/smollm2-sft --out runs/drafter --draft-vocab 20
     --budget-minutes 20
 tlt drafter export runs/drafter --model models/smollm2-sft --out models/smollm2-eagle3
 mkdir -p benchmarks/results/drafter
-cp runs/drafter/report.json runs/drafter/report.png benchmarks/results/drafter/
+cp runs/drafter/report.json runs/drafter/report.svg benchmarks/results/drafter/

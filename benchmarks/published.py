@@ -177,8 +177,8 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]]) -> None:
+    from canvas import pyplot
     from tlt.colours import COLOURS
-    from tlt.pictures import pyplot
 
     figure, panel = pyplot.subplots(figsize=(6.6, 4.4), layout="constrained")
     styles = {1: "^-", 2: "D-", 4: "o-"}

@@ -161,8 +161,8 @@ def main() -> None:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from canvas import pyplot
     from tlt.colours import INK, arm_colour
-    from tlt.pictures import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9.4, 4.4), layout="constrained")
     for axis, kind in zip(axes, ("", "_same_speed"), strict=True):

@@ -267,7 +267,7 @@ def rewards(run: Run) -> list[float]:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    from tlt.pictures import pyplot
+    from canvas import pyplot
 
     figure, axes = pyplot.subplots(5, 1, figsize=(8, 10), constrained_layout=True)
     for number, curve in enumerate(result["band"]):

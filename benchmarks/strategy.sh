@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The adaptive strategy on live engines and in replay: about 45 minutes after `bash benchmarks/drafter.sh`.
 # Writes benchmarks/results/strategy/: live/ (against every fixed arm and BEG-MAB),
-# random_drafter/, no_drafter/, random_text/ (against no speculation), two_engines/, strategy.json, .png.
+# random_drafter/, no_drafter/, random_text/ (against no speculation), two_engines/, strategy.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tlt="${TLT:-.venv/bin/tlt}"
@@ -17,7 +17,7 @@ compiled=(--engine-arg enforce_eager=false)
 "$tlt" bench rollout "${work[@]}" "${compiled[@]}" --drafter "$drafter" --engines 1 --repeats 3 \
   --mode off --mode ngram:4 --mode eagle3:1 --mode eagle3:2 --mode eagle3:3 --mode eagle3:4 \
   --mode eagle3:6 --mode beg_mab --mode adaptive --out "$out/live"
-"$tlt" bench strategy "$out/live/rollout.json" --rollouts 8 --seeds 3 --out "$out"
+"$python" benchmarks/replay.py "$out/live/rollout.json" --rollouts 8 --seeds 3 --out "$out"
 
 "$python" benchmarks/random_drafter.py "$drafter" models/random-eagle3
 "$tlt" bench rollout "${work[@]}" --drafter models/random-eagle3 --engines 1 --repeats 5 \
@@ -28,3 +28,4 @@ compiled=(--engine-arg enforce_eager=false)
   --mode off --mode adaptive --out "$out/random_text"
 "$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 2 --repeats 2 \
   --mode off --mode adaptive --out "$out/two_engines"
+"$python" benchmarks/pictures.py

@@ -17,7 +17,7 @@ if [ ! -d "$drafter" ]; then
       --draft-vocab 4096 --draft-tokens 3 --row-tokens 512 --num-samples 144 --num-held-out 12 \
       --max-tokens 480 --dtype float32 --budget-minutes 10
   tlt drafter export runs/words-drafter --model "$model" --out "$drafter"
-  cp runs/words-drafter/report.json runs/words-drafter/report.png "$out/"
+  cp runs/words-drafter/report.json runs/words-drafter/report.svg "$out/"
 fi
 tlt bench rollout --model "$model" --drafter "$drafter" --task word_problems --natural \
     --longest 480 --requests 48 --engines 2 --repeats 2 --seed 1 --engine-arg enforce_eager=false \

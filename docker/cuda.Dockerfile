@@ -17,7 +17,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 COPY configs configs
 # Into the image's own Python: KubeRay starts `ray` from a login shell, which resets PATH.
-RUN pip install '.[gpu,train,metrics,plot,simulate]'
+RUN pip install '.[gpu,train,metrics,simulate]'
 
 RUN useradd --create-home --uid 1000 tlt && install --directory --owner=tlt /work /work/runs
 USER tlt

@@ -10,10 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tlt.bench.replay import SCENARIOS as SCENARIOS
-    from tlt.bench.replay import Oracle as Oracle
-    from tlt.bench.replay import StepTable as StepTable
-    from tlt.bench.replay import replay as replay
     from tlt.config.rollout import EngineConfig as EngineConfig
     from tlt.config.rollout import PoolConfig as PoolConfig
     from tlt.contracts import OFF as OFF
@@ -64,7 +60,6 @@ __version__ = "0.2.0"
 
 __all__ = [
     "OFF",
-    "SCENARIOS",
     "Arm",
     "Begin",
     "BufferSettings",
@@ -83,7 +78,6 @@ __all__ = [
     "Kill",
     "LeaseSettings",
     "Leases",
-    "Oracle",
     "Pool",
     "PoolConfig",
     "Problem",
@@ -94,7 +88,6 @@ __all__ = [
     "SharedWeights",
     "StepContext",
     "StepReport",
-    "StepTable",
     "Strategy",
     "Trained",
     "TrainerFailed",
@@ -110,12 +103,10 @@ __all__ = [
     "load_drafter",
     "model_folder",
     "ray_spawner",
-    "replay",
     "save_drafter",
 ]
 
 _HOMES = {
-    "tlt.bench.replay": ("SCENARIOS", "Oracle", "StepTable", "replay"),
     "tlt.config.rollout": ("EngineConfig", "PoolConfig"),
     "tlt.contracts": (
         *("OFF", "Arm", "EngineStats", "Sample", "SampleRequest", "SamplingSpec"),

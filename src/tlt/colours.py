@@ -48,6 +48,10 @@ def arm_colour(drafter: str, num_draft_tokens: int) -> str:
     base = MODES.get(drafter, PURPLE)
     if not num_draft_tokens:
         return base
-    share = SHADES[min(len(SHADES), num_draft_tokens) - 1]
-    parts = [int(base[i : i + 2], 16) for i in (1, 3, 5)]
+    return paler(base, SHADES[min(len(SHADES), num_draft_tokens) - 1])
+
+
+def paler(colour: str, share: float) -> str:
+    """Return this share of a colour, on white."""
+    parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(255 - (255 - part) * share):02x}" for part in parts)

@@ -61,7 +61,7 @@ def test_reward_rises(policy: Path, seed: int) -> None:
     fifth = len(rewards) // 5
     first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
     assert last - first >= 0.2, rewards
-    files = ("config.toml", "versions.json", "summary.json", "run.png", "samples")
+    files = ("config.toml", "versions.json", "summary.json", "samples")
     for name in (*files, "policy/model.safetensors"):
         assert (run / name).exists(), name
     for name in ("run.log", "logs/engine-0.log", "logs/rank-0.log"):

@@ -14,9 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tlt.rollout.ahead import AheadText
+
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, SamplingSpec
-from tlt.rollout.ahead import AheadText
 from tlt.rollout.recheck import Verdict
 
 # Engines are forked from a process that has imported vLLM, because the import takes longer than the

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tlt.bench.replay import Run, StepTable
+
 from tlt.contracts import OFF, Arm, StepReport, Strategy
 from tlt.strategy.spec import Fixed
 from tlt.tasks.tail import HeavyTail

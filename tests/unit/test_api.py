@@ -107,7 +107,7 @@ def test_a_deep_import_would_be_found() -> None:
 def test_light_names_load_no_heavy_library() -> None:
     code = (
         "import sys, tlt\n"
-        "tlt.Arm, tlt.EngineConfig, tlt.build_strategy, tlt.Leases, tlt.Harvest, tlt.replay\n"
+        "tlt.Arm, tlt.EngineConfig, tlt.build_strategy, tlt.Leases, tlt.Harvest\n"
         "print(sorted({'torch', 'vllm', 'ray', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

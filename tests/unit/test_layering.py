@@ -15,7 +15,6 @@ ALLOWED = {
     "packing": set(),
     "spans": set(),
     "colours": set(),
-    "pictures": {"colours"},
     "contracts": set(),
     "hardware": set(),
     "logs": set(),
@@ -25,7 +24,7 @@ ALLOWED = {
     "models": {"contracts", "errors", "config"},
     "node": {"contracts", "errors", "config"},
     "states": {"contracts", "errors", "config", "node"},
-    "drafter": {"contracts", "errors", "config", "hardware", "packing", "pictures", "states"},
+    "drafter": {"contracts", "errors", "config", "hardware", "packing", "states"},
     "learner": {
         *("contracts", "errors", "config", "hardware", "logs", "packing", "node", "states"),
         "user_code",
@@ -43,13 +42,13 @@ ALLOWED = {
         *("node", "states", "drafter", "rollout"),
     },
     "observe": {"contracts", "errors", "config", "hardware", "spans"},
-    "report": {"contracts", "errors", "config", "spans", "colours", "pictures", "observe"},
+    "report": {"contracts", "errors", "config", "spans", "colours", "observe"},
     "simulate": {
-        *("contracts", "errors", "config", "spans", "pictures"),
+        *("contracts", "errors", "config", "spans", "colours"),
         *("strategy", "tasks", "rollout", "harvest", "observe", "report"),
     },
     "bench": {
-        *("contracts", "errors", "config", "colours", "pictures"),
+        *("contracts", "errors", "config", "colours", "report"),
         *("strategy", "vllm", "rollout", "tasks"),
     },
 }

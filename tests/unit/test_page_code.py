@@ -1,5 +1,6 @@
 """The code of a page runs: its named blocks become files, and its tests pass."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ def test_the_code_of_the_development_page_runs(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -7,8 +7,8 @@ works at a time. The modes take turns within each repeat, so that a slow minute 
 all of them. A first, short round warms every engine up and is not counted. Strategies that learn
 start from nothing in every run.
 
-The result includes the time of every engine step, as a `StepTable` for `tlt bench strategy`, and
-the decisions of each mode's last run.
+The result includes the times of engine steps, for replays of strategies, and the decisions of each
+mode's last run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from tlt.bench import workload
 from tlt.bench.metrics import RolloutMetrics, measure, spread
-from tlt.bench.replay import StepTable
+from tlt.bench.steps import step_table
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SamplingSpec, ShowProgress, StepReport
 from tlt.errors import ConfigError
@@ -83,8 +83,9 @@ class Plan:
     modes: tuple[Mode, ...]
     repeats: int
     lengths: tuple[int, ...]
-    length_source: workload.LengthSpec | str
-    """Where the lengths come from. `natural` lengths are limits: responses end by themselves."""
+    length_source: dict[str, int] | str
+    """The distribution of the lengths, `file` or `natural`. Natural lengths are
+    limits: responses end by themselves."""
     prompts: tuple[tuple[int, ...], ...]
     temperature: float
     top_p: float
@@ -168,7 +169,7 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
         "summary": summarize(plan.modes, runs),
         "runs": runs,
         "decisions": decisions,
-        "steps": StepTable.from_reports(steps).as_dict(),
+        "steps": step_table(steps),
     }
 
 
@@ -234,18 +235,18 @@ def summarize(modes: Sequence[Mode], runs: Sequence[dict[str, Any]]) -> list[dic
     baseline = {r["repeat"]: r for r in runs if r["mode"] == modes[0].name}
     rows = []
     for mode in modes:
-        mine = [r for r in runs if r["mode"] == mode.name]
-        idle = [sum(r["idle_s"].values()) / len(r["idle_s"]) for r in mine]
-        ratio = [r["tokens_per_s"] / baseline[r["repeat"]]["tokens_per_s"] for r in mine]
+        mine = [run for run in runs if run["mode"] == mode.name]
+        values = {
+            "tokens_per_s": [run["tokens_per_s"] for run in mine],
+            "speed_vs_first": [
+                run["tokens_per_s"] / baseline[run["repeat"]]["tokens_per_s"] for run in mine
+            ],
+            "wall_s": [run["wall_s"] for run in mine],
+            "acceptance_length": [run["acceptance_length"] for run in mine],
+            "tail_share": [run["tail_share"] for run in mine],
+            "idle_s_per_engine": [sum(run["idle_s"].values()) / len(run["idle_s"]) for run in mine],
+        }
         rows.append(
-            {
-                "mode": mode.name,
-                "tokens_per_s": asdict(spread([r["tokens_per_s"] for r in mine])),
-                "speed_vs_first": asdict(spread(ratio)),
-                "wall_s": asdict(spread([r["wall_s"] for r in mine])),
-                "acceptance_length": asdict(spread([r["acceptance_length"] for r in mine])),
-                "tail_share": asdict(spread([r["tail_share"] for r in mine])),
-                "idle_s_per_engine": asdict(spread(idle)),
-            }
+            {"mode": mode.name, **{name: asdict(spread(of)) for name, of in values.items()}}
         )
     return rows

@@ -1,4 +1,4 @@
-"""`tlt bench same`: the same samples with and without drafts, compared token by token.
+"""`tlt verify`: the same samples with and without drafts, compared token by token.
 
 Two engines generate the same prompts with the same seeds. One engine cannot draft, and the other
 one drafts. The first mode is plain decoding of all samples at once; every other mode must draw
@@ -47,7 +47,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run of `tlt bench same`."""
+    """One run of `tlt verify`."""
 
     model: str
     drafter: str | None

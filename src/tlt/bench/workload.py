@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,10 @@ MOST_TOKENS = 10_000_000
 """Longest response."""
 
 
-@dataclass(frozen=True, slots=True)
-class LengthSpec:
-    """Log-normal response lengths with this median and 95th percentile, cut off at `longest`."""
-
-    num_requests: int
-    median: int
-    p95: int
-    longest: int
-    seed: int
-
-    def draw(self) -> list[int]:
-        """Draw the lengths."""
-        rng = random.Random(self.seed)
-        tail = HeavyTail(self.median, self.p95, self.longest)
-        return [tail.draw(rng) for _ in range(self.num_requests)]
+def draw_lengths(num_requests: int, tail: HeavyTail, seed: int) -> list[int]:
+    """Draw log-normal response lengths."""
+    rng = random.Random(seed)
+    return [tail.draw(rng) for _ in range(num_requests)]
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -92,11 +80,11 @@ def _seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def describe(source: LengthSpec | str, lengths: Sequence[int]) -> dict[str, Any]:
+def describe(source: Mapping[str, int] | str, lengths: Sequence[int]) -> dict[str, Any]:
     """Return the lengths and their summary, as plain data; a source may be `file` or `natural`."""
     ordered = sorted(lengths)
     return {
-        "source": source if isinstance(source, str) else asdict(source),
+        "source": source,
         "num_requests": len(ordered),
         "total_tokens": sum(ordered),
         "median": ordered[len(ordered) // 2],

@@ -47,15 +47,8 @@ END_S = 40.0
 """Seconds that an interrupted run may take to end; more than its own limit."""
 SHARED_GIB = 0.5
 """Room in shared memory for hidden states and weights."""
-NEEDED = {
-    "torch": "cpu",
-    "vllm": "cpu",
-    "ray": "cpu",
-    "transformers": "train",
-    "reasoning_gym": "train",
-    "pebble": "train",
-}
-"""Libraries that the demo uses, by the extra that brings them."""
+NEEDED = ("torch", "vllm", "ray", "transformers", "reasoning_gym", "pebble")
+"""Libraries that the demo uses."""
 
 LINE: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 
@@ -91,7 +84,7 @@ def demo(
         off = Job("off", settings, out / "off", steps or STEPS)
         done = off.run(console, show, (MODEL_SHARE, OFF_SHARE), clock)
         tlt = Job("tlt", settings, out / "tlt", done, ("tlt.enabled=true",))
-        tlt.train(console, show, (OFF_SHARE, 1.0), clock)
+        tlt.run(console, show, (OFF_SHARE, 1.0), clock)
     views = [look_at(job.out) for job in (off, tlt)]
     page = out / "report.html"
     page.write_text(as_html(views, page))
@@ -100,10 +93,9 @@ def demo(
         print_json(found | {"report": str(page)})
         return
     _show(console, found)
-    commands = [shlex.join(["tlt", *job.arguments]) for job in (off, tlt)]
     console.print("The two runs were:", **LINE)
-    for command in commands:
-        console.print(f"  {command}", markup=False, **LINE)
+    for job in (off, tlt):
+        console.print(f"  {shlex.join(['tlt', *job.arguments])}", markup=False, **LINE)
     say_written(console, f"{page}: open it in a browser")
 
 
@@ -217,6 +209,8 @@ class Job:
         self, console: Console, show: ShowProgress, shares: tuple[float, float], clock: Clock
     ) -> int:
         """Train until all RL steps are done or the time is over; return how many were done."""
+        from tlt.observe.record import read_metrics
+
         log = self.out.with_suffix(".log")
         begin, end = shares
         begun_s = time.monotonic()
@@ -226,14 +220,16 @@ class Job:
             while process.poll() is None:
                 time.sleep(0.5)
                 now = _live(self.out)
-                done = _done(now)
+                if now is None:
+                    continue
+                done = int(now.record.get("step", 0))
+                show(f"{self.name}: {now.what}", begin + (end - begin) * done / self.num_steps, 1)
                 if not ended_early and clock.left_s(end) <= 0 and done >= MIN_STEPS:
                     ended_early = True
                     process.terminate()
-                if now is not None:
-                    show(f"{self.name}: {now.what}", begin + (end - begin) * _share(now), 1)
             code = process.returncode
-        done = _num_steps(self.out)
+        metrics = self.out / "metrics.jsonl"
+        done = len(read_metrics(metrics)) if metrics.exists() else 0
         if (code and not ended_early) or done < 1:
             _fail(self.name, code, log)
         seconds = time.monotonic() - begun_s
@@ -275,23 +271,6 @@ def _live(run: Path) -> Now | None:
     return None
 
 
-def _done(now: Now | None) -> int:
-    return int(now.record.get("step", 0)) if now is not None else 0
-
-
-def _share(now: Now) -> float:
-    """Return how much of a run is done."""
-    within = now.done / now.total if now.total > 0 and "generating" in now.what else 0.0
-    return min(1.0, (_done(now) + 0.8 * within) / max(1, now.num_steps))
-
-
-def _num_steps(run: Path) -> int:
-    from tlt.observe.record import read_metrics
-
-    path = run / "metrics.jsonl"
-    return len(read_metrics(path)) if path.exists() else 0
-
-
 def _fail(name: str, code: int, log: Path) -> NoReturn:
     """Say what the run itself said last."""
     from tlt.errors import EngineError
@@ -321,14 +300,15 @@ def _found(views: list[RunView], out: Path) -> dict[str, Any]:
 
 def _same_samples(off: Path, tlt: Path) -> dict[str, int]:
     """Count the samples that both runs wrote down, and those with the same text."""
-    compared = same = 0
-    for file in sorted((off / "samples").glob("*.jsonl")):
-        other = tlt / "samples" / file.name
-        if other.exists():
-            mine, yours = _responses(file), _responses(other)
-            compared += mine.total()
-            same += (mine & yours).total()
-    return {"compared": compared, "same": same}
+    mine, yours = (
+        {file.name: _responses(file) for file in (run / "samples").glob("*.jsonl")}
+        for run in (off, tlt)
+    )
+    both = mine.keys() & yours.keys()
+    return {
+        "compared": sum(mine[name].total() for name in both),
+        "same": sum((mine[name] & yours[name]).total() for name in both),
+    }
 
 
 def _responses(file: Path) -> Counter[tuple[str, str]]:
@@ -347,29 +327,19 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
             **LINE,
         )
     console.print(_drafts_table(found["drafts"]))
-    if found["leases"]:
-        console.print(_leases(found["leases"]), **LINE)
+    if idle := found["leases"]:
+        console.print(
+            f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "
+            f"{idle['training_s'] + idle['idle_s']:.0f} idle seconds; better drafters published: "
+            f"{idle['published']:.0f}.",
+            **LINE,
+        )
     samples = found["samples"]
     if samples["compared"]:
         console.print(
             f"Samples: {samples['same']} of {samples['compared']} are the same text in both runs.",
             **LINE,
         )
-
-
-def _leases(idle: Mapping[str, float]) -> str:
-    whole_s = idle["training_s"] + idle["idle_s"]
-    if not idle["training_s"]:
-        return f"Leases: none; workers were idle for {whole_s:.0f} s, never long enough at a time."
-    text = (
-        f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of {whole_s:.0f} "
-        f"idle seconds; better drafters published: {idle['published']:.0f}"
-    )
-    if idle["published"]:
-        text += (
-            f", the last with {idle['held_out_length']:.2f} tokens per draft on held-out samples"
-        )
-    return f"{text}."
 
 
 def _drafts_table(drafts: Mapping[str, Mapping[str, float]]) -> Table:

@@ -27,7 +27,6 @@ from tlt.cli.options import (
     number,
     print_json,
     read_prompts,
-    require_plots,
     result_table,
     say_written,
 )
@@ -72,16 +71,15 @@ def train(
     from tlt.config.rollout import EngineConfig
     from tlt.drafter.export import ExportPlan
     from tlt.drafter.export import export as export_drafter
-    from tlt.drafter.plot import plot_training
     from tlt.drafter.trainer import TrainerSettings
     from tlt.hardware import compute_dtype
     from tlt.models.hub import local_folder
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
     from tlt.offline.drafter import DrafterPlan, train_drafter
+    from tlt.report.training import training_picture
 
     console = Console(stderr=as_json)
-    require_plots()
     name, model = str(model), local_folder(model, "--model")
     init = None if init is None else local_folder(init, "--init")
     with named_by_options():
@@ -123,13 +121,13 @@ def train(
         report = asyncio.run(train_drafter(plan, show))
     report |= {"model": name, "provenance": provenance(command_line())}
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot_training(report, out / "report.png")
+    (out / "report.svg").write_text(training_picture(report))
     export_drafter(ExportPlan(source=out, target=model, target_name=name, out=out / "drafter"))
     if as_json:
         print_json(report)
         return
     console.print(_table(report))
-    say_written(console, f"{out}/drafter, {out}/report.json and {out}/report.png")
+    say_written(console, f"{out}/drafter, {out}/report.json and {out}/report.svg")
 
 
 @app.command()

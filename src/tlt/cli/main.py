@@ -22,6 +22,7 @@ from tlt.cli import (
     sft,
     simulate,
     train,
+    verify,
     watch,
 )
 
@@ -41,6 +42,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.add_typer(drafter.app, name="drafter")
+app.command("verify")(verify.verify)
 app.add_typer(bench.app, name="bench")
 app.command("calibrate")(simulate.calibrate)
 app.command("simulate")(simulate.simulate)

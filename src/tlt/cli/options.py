@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -142,14 +141,6 @@ def named_by_options(options: Mapping[str, str] = OPTION_OF) -> Iterator[None]:
         for setting, option in options.items():
             text = text.replace(setting, option)
         raise ConfigError(text) from error
-
-
-def require_plots() -> None:
-    """Fail early if the plotting library is missing."""
-    from tlt.errors import ConfigError
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib; run: pip install 'tlt-rl[plot]'")
 
 
 def command_line() -> str:

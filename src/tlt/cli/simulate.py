@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tlt.cli.options import Json, print_json, require_plots, result_table, say_written
+from tlt.cli.options import Json, print_json, result_table, say_written
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def simulate(
         typer.Option(help="Values to compare, as section.key=a,b,c. Repeatable, for a grid."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for simulation.json and simulation.png.")
+        Path | None, typer.Option(help="Folder for simulation.json and simulation.svg.")
     ] = None,
     plot: Annotated[
         bool,
-        typer.Option(help="Draw simulation.png, with curves over engines, drafters and tails."),
+        typer.Option(help="Draw simulation.svg, with curves over engines, drafters and tails."),
     ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -93,8 +93,6 @@ def simulate(
     from tlt.simulate.validity import validity
 
     plot = plot and not json and not sweep
-    if plot:
-        require_plots()
     changes = list(overrides or [])
     if scenario is not None and "=" in scenario.name:
         scenario, changes = None, [str(scenario), *changes]
@@ -145,7 +143,7 @@ def simulate(
     if plot:
         with progress_bar(console) as show:
             curves = what_if(asked, show)
-        picture = folder / "simulation.png"
+        picture = folder / "simulation.svg"
         written.append(plot_simulation(engine_ends, found, curves, below[0], picture))
     for path in written:
         say_written(console, str(path))

@@ -157,16 +157,10 @@ def _memory_table(places: list[Place]) -> Table:
 def _report(
     console: Console, out: str, records: list[dict[str, float]], as_json: bool = False
 ) -> None:
-    import importlib.util
-
     from tlt.observe.summary import stage_table, summary
 
     folder = Path(out)
     steps = [record for record in records if "reward/mean" in record]
-    if importlib.util.find_spec("matplotlib") is not None:
-        from tlt.report.plot import plot_run
-
-        plot_run(records, folder / "run.png", folder.name)
     found = summary(steps)["reward"]
     if as_json:
         stages = [{"stage": s, "median_s": m, "share": share} for s, m, share in stage_table(steps)]
@@ -183,4 +177,4 @@ def _report(
         f"{found['last_fifth']:.3f} (last fifth)",
         highlight=False,
     )
-    say_written(console, f"{folder}: metrics.jsonl, samples/, policy/, run.log, run.png")
+    say_written(console, f"{folder}: metrics.jsonl, samples/, policy/, run.log")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from tlt.observe.summary import Record
     from tlt.report.findings import Bottleneck
     from tlt.simulate.saved import Saved
+    from tlt.spans import Span
 
 COLOURS = {
     "generating": "blue",
@@ -45,19 +48,8 @@ LAST_STEP = (
     ("drafter", "drafter_version", "v{:.0f}"),
 )
 
-ALARMS = {
-    "learner/gap_alarms": "engines and learner disagree about the samples of this RL step",
-    "recheck/faults": "samples of this RL step come out different without drafts",
-    "rollout/policy_mismatches": "an engine held another policy than the learner's",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerArm:
-    """What a worker decoded with in the last RL step."""
-
-    arm: str
-    acceptance_length: float
+GRAVE = 1.0
+"""Weight from which a finding is about samples or learning, not about speed."""
 
 
 @dataclass(slots=True)
@@ -65,29 +57,12 @@ class Past:
     """What the files of a run say about its latest RL steps."""
 
     records: list[Record] = field(default_factory=list)
-    arms: dict[str, WorkerArm] = field(default_factory=dict)
+    arms: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """The arm that each worker decoded with for longest, and its acceptance length."""
     findings: list[Bottleneck] = field(default_factory=list)
     saved: Saved | None = None
     fault: str = ""
     """Why the files cannot be read."""
-
-
-class Files:
-    """The run's files, read again only when an RL step has been added."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self._seen: tuple[Any, ...] | None = None
-        self._past = Past()
-
-    def past(self) -> Past:
-        marks = tuple(
-            (found.st_mtime_ns, found.st_size) if (found := _stat(self._run / name)) else None
-            for name in ("metrics.jsonl", "timeline.json", "config.toml")
-        )
-        if marks != self._seen:
-            self._seen, self._past = marks, _read_past(self._run)
-        return self._past
 
 
 def watch(
@@ -105,20 +80,19 @@ def watch(
 
     if not (run / "config.toml").exists():
         raise ConfigError(f"{run} holds no run of `tlt train`; give the folder that run.out named")
-    files = Files(run)
     if as_json:
-        print_json(_data(_read(run), files.past()))
+        print_json(_data(_read(run), read_past(run)))
         return
     console = Console()
     if once:
-        console.print(_view(run, files))
+        console.print(_view(run))
         return
-    with Live(_view(run, files), console=console, refresh_per_second=2) as live:
+    with Live(_view(run), console=console, refresh_per_second=2) as live:
         try:
             # A run takes minutes to start, and has its folder open all the time.
             while _read(run) is not None or is_open(run):
                 time.sleep(0.5)
-                live.update(_view(run, files))
+                live.update(_view(run))
         except KeyboardInterrupt:
             return
     console.print(
@@ -137,14 +111,15 @@ def _read(run: Path) -> Now | None:
     return found if found is not None and time.time() - found.at_s < STALE_S else None
 
 
-def _stat(path: Path) -> Any:
-    try:
-        return path.stat()
-    except OSError:
-        return None
+def read_past(run: Path) -> Past:
+    """Return what the run's files say; they are read again only when an RL step has been added."""
+    files = [run / name for name in ("metrics.jsonl", "timeline.json", "config.toml")]
+    found = [path.stat() for path in files if path.exists()]
+    return _read_past(run, tuple((file.st_mtime_ns, file.st_size) for file in found))
 
 
-def _read_past(run: Path) -> Past:
+@lru_cache(maxsize=1)
+def _read_past(run: Path, marks: tuple[tuple[int, int], ...]) -> Past:
     """Read the latest RL steps; a file that is damaged costs only what it would have said."""
     from tlt.errors import ConfigError
     from tlt.report.findings import findings
@@ -154,10 +129,8 @@ def _read_past(run: Path) -> Past:
         return Past()
     try:
         view = look_at(run, NUM_STEPS)
-        past = Past(view.records)
-        if view.timelines:
-            past.arms = _arms(view.timelines[-1].rows)
-        past.findings = findings(view)
+        arms = _arms(view.timelines[-1].rows) if view.timelines else {}
+        past = Past(view.records, arms, [f for f in findings(view) if f.kind != "nothing"])
         if importlib.util.find_spec("numpy") is not None:
             from tlt.simulate.saved import saved
 
@@ -167,8 +140,7 @@ def _read_past(run: Path) -> Past:
         return Past(fault=str(error))
 
 
-def _arms(rows: Mapping[str, Sequence[Any]]) -> dict[str, WorkerArm]:
-    """Return the arm that every worker decoded with for longest, and its acceptance length."""
+def _arms(rows: Mapping[str, Sequence[Span]]) -> dict[str, tuple[str, float]]:
     found = {}
     for worker, spans in rows.items():
         seconds: dict[str, float] = {}
@@ -176,10 +148,10 @@ def _arms(rows: Mapping[str, Sequence[Any]]) -> dict[str, WorkerArm]:
             if span.state == "generating" and span.arm:
                 seconds[span.arm] = seconds.get(span.arm, 0.0) + span.seconds
         if seconds:
-            arm = max(seconds, key=lambda each: seconds[each])
+            arm = max(seconds, key=seconds.__getitem__)
             own = [span for span in spans if span.arm == arm]
-            drafts, accepted = (sum(getattr(s, n) for s in own) for n in ("drafts", "accepted"))
-            found[worker] = WorkerArm(arm, 1 + accepted / drafts if drafts else 1.0)
+            drafts, accepted = sum(s.drafts for s in own), sum(s.accepted for s in own)
+            found[worker] = arm, 1 + accepted / drafts if drafts else 1.0
     return found
 
 
@@ -187,24 +159,23 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
     """Return what is shown, ready for JSON."""
     from tlt.observe.live import step_remaining_s
 
-    told = [f for f in past.findings if f.kind != "nothing"]
+    saved = past.saved
     return {
         "now": now.model_dump() if now else None,
         "step_remaining_s": step_remaining_s(now, past.records) if now else None,
         "arms": {
-            worker: {"arm": of.arm, "acceptance_length": of.acceptance_length}
-            for worker, of in past.arms.items()
+            worker: {"arm": arm, "acceptance_length": length}
+            for worker, (arm, length) in past.arms.items()
         },
         "leased": sum(w.state == "training" for w in now.workers.values()) if now else 0,
-        "gain": None
-        if past.saved is None
-        else {
-            "modelled": past.saved.gain,
-            "is_bound": past.saved.is_bound,
-            "measured_s": past.saved.measured_s,
-            "plain_s": past.saved.plain_s,
+        "gain": saved
+        and {
+            "modelled": saved.gain,
+            "is_bound": saved.is_bound,
+            "measured_s": saved.measured_s,
+            "plain_s": saved.plain_s,
         },
-        "findings": [{"kind": f.kind, "says": f.says, "change": f.change} for f in told],
+        "findings": [{"kind": f.kind, "says": f.says, "change": f.change} for f in past.findings],
         "fault": past.fault or None,
     }
 
@@ -212,34 +183,22 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
 # --- what is shown --------------------------------------------------------------------------------
 
 
-def _view(run: Path, files: Files) -> RenderableType:
-    now, past = _read(run), files.past()
+def _view(run: Path) -> RenderableType:
+    now, past = _read(run), read_past(run)
     if now is None:
-        nothing = Text(f"{run}: no step is under way (starting up, or ended)")
-        last = past.records[-1] if past.records else {}
-        return Group(nothing, *_gain(past), *_findings(past, last))
+        return Group(
+            Text(f"{run}: no step is under way (starting up, or ended)"),
+            *_gain(past),
+            *_findings(past),
+        )
     return Group(
-        *_ill(now.record),
         _headline(now, past),
         _workers(now.workers, now.total, past.arms),
         *_leases(now),
         _last(now.record),
         *_gain(past),
-        *_findings(past, now.record),
+        *_findings(past),
     )
-
-
-def _ill(record: Record) -> list[Text]:
-    """Return what is wrong with the last RL step."""
-    from tlt.observe.health import signs
-
-    lines = [
-        f"{sign.says}\n  {sign.change}" for sign in signs([record] if "step" in record else [])
-    ]
-    lines += [
-        f"{says}: see `tlt doctor --run`" for name, says in ALARMS.items() if record.get(name)
-    ]
-    return [Text(line, style="bold red") for line in lines]
 
 
 def _headline(now: Now, past: Past) -> Text:
@@ -259,31 +218,31 @@ def _headline(now: Now, past: Past) -> Text:
 
 
 def _workers(
-    workers: Mapping[str, WorkerNow], total: float, arms: Mapping[str, WorkerArm]
+    workers: Mapping[str, WorkerNow], total: float, arms: Mapping[str, tuple[str, float]]
 ) -> Table:
     table = Table(box=None, pad_edge=False)
-    headings = ["worker", "state", "requests", ""]
-    if arms:
-        headings[3:3] = ["last arm", "accepts"]
-    for heading in headings:
+    for heading in ("worker", "state", "requests", "last arm", "accepts", ""):
         right = heading in ("requests", "accepts")
         table.add_column(heading, justify="right" if right else "left")
-    most = max([1, *(worker.running for worker in workers.values())])
+    most = max([total / max(1, len(workers)), 1, *(worker.running for worker in workers.values())])
     # Too many workers: show the busiest.
     shown = list(workers.items())
     if len(shown) > MAX_ROWS:
         shown = sorted(shown, key=lambda item: -item[1].running)[:MAX_ROWS]
     for name, worker in shown:
         colour = COLOURS.get(worker.state, "dim")
-        bar = "█" * round(30 * worker.running / max(most, total / max(1, len(workers))))
-        cells = [escape(name), f"[{colour}]{escape(worker.state)}[/]", str(worker.running)]
-        if arms:
-            of = arms.get(name)
-            cells += [of.arm, f"{of.acceptance_length:.2f}"] if of else ["-", "-"]
-        table.add_row(*cells, f"[{colour}]{bar}[/]")
+        arm, length = arms.get(name, ("-", None))
+        table.add_row(
+            escape(name),
+            f"[{colour}]{escape(worker.state)}[/]",
+            str(worker.running),
+            arm,
+            "-" if length is None else f"{length:.2f}",
+            f"[{colour}]{'█' * round(30 * worker.running / most)}[/]",
+        )
     if len(workers) > MAX_ROWS:
-        states = [worker.state for worker in workers.values()]
-        counts = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+        states = Counter(worker.state for worker in workers.values())
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
         table.add_row(f"... {len(workers)} in all", escape(counts))
     return table
 
@@ -294,15 +253,14 @@ def _leases(now: Now) -> list[Text]:
     if "harvest/used_s" not in record:
         return []
     training = sum(worker.state == "training" for worker in now.workers.values())
-    cells = [
-        f"{training} of {len(now.workers)} workers train the drafter",
+    text = (
+        f"leases: {training} of {len(now.workers)} workers train the drafter, "
         f"{record['harvest/used_s']:.1f} of {record.get('harvest/idle_s', 0.0):.1f} idle seconds "
-        "used in the last RL step",
-        f"{record.get('harvest/published', 0):.0f} published",
-    ]
-    if record.get("harvest/held_out_length"):
-        cells.append(f"held-out acceptance length {record['harvest/held_out_length']:.2f}")
-    return [Text("leases: " + ", ".join(cells), style="green" if training else "")]
+        f"used in the last RL step, {record.get('harvest/published', 0):.0f} published"
+    )
+    if length := record.get("harvest/held_out_length"):
+        text += f", held-out acceptance length {length:.2f}"
+    return [Text(text, style="green" if training else "")]
 
 
 def _last(record: Mapping[str, float]) -> Text:
@@ -325,12 +283,11 @@ def _gain(past: Past) -> list[Text]:
     return [Text(f"{says}; measure with `tlt report OFF TLT`)")]
 
 
-def _findings(past: Past, record: Record) -> list[Text]:
-    """Return what the report would open with, the costliest first, but for what stands above."""
-    from tlt.observe.health import signs
-
+def _findings(past: Past) -> list[Text]:
+    """Return what the report would open with, the costliest first."""
     if past.fault:
         return [Text(f"no findings: {past.fault}", style="dim")]
-    told = {sign.kind for sign in signs([record] if "step" in record else [])}
-    found = [f for f in past.findings if f.kind not in {"nothing", *told}][:NUM_FINDINGS]
-    return [Text(f"{f.says}\n  -> {f.change}", style="yellow") for f in found]
+    return [
+        Text(f"{f.says}\n  -> {f.change}", style="bold red" if f.weight > GRAVE else "yellow")
+        for f in past.findings[:NUM_FINDINGS]
+    ]

@@ -59,7 +59,7 @@ def _same(
     eager: bool = True,
     num_gpus: int | None = None,
 ) -> dict[str, Any]:
-    """Run `tlt bench same`; raise if a mode differs, or if too few drafts were accepted.
+    """Run `tlt verify`; raise if a mode differs, or if too few drafts were accepted.
 
     With `near_ties`, differences that the rounding of logits explains are allowed.
     """

@@ -12,11 +12,10 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree.ElementTree import Element, tostring
 
-from tlt.colours import INK
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
 from tlt.report.findings import Bottleneck, findings
 from tlt.report.gain import compare, in_words
-from tlt.report.svg import Chart, draw, element
+from tlt.report.svg import Chart, as_file, draw, element
 from tlt.report.view import RunView, describe
 from tlt.spans import STATES
 
@@ -71,15 +70,9 @@ def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
 
 
 def pictures(views: Sequence[RunView]) -> dict[str, str]:
-    """Return every chart as an SVG file, by its file name. Its ink suits light and dark pages."""
-
-    def drawn(chart: Chart) -> str:
-        picture = draw(chart)
-        picture.set("style", f"color:{INK}")
-        return tostring(picture, encoding="unicode")
-
+    """Return every chart as an SVG file, by its file name."""
     return {
-        f"{view.name.replace('/', '-')}-{name}.svg": drawn(chart)
+        f"{view.name.replace('/', '-')}-{name}.svg": as_file(draw(chart))
         for view, charts in zip(views, charts_of(views), strict=True)
         for name, chart in charts.items()
         if chart.shapes

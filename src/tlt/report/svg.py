@@ -1,7 +1,7 @@
-"""Charts as values, and the one function that draws them as SVG. Pure.
+"""Charts as values, and the functions that draw them as SVG. Pure.
 
 A `Chart` says what to show, in the units of its axes; `draw` alone knows about pixels. Text and
-lines follow the reader's light or dark theme.
+lines of a page follow the reader's light or dark theme; those of a file suit both.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from xml.etree.ElementTree import Element
+from textwrap import wrap
+from xml.etree.ElementTree import Element, tostring
+
+from tlt import colours
 
 WIDTH, HEIGHT = 460, 250
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 36
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 36
+GAP = 24  # between the charts of a sheet
+LETTER = 6.3  # width of a letter
 MAX_DOTS = 40  # points of a longer line are not marked
 
 INK = "currentColor"  # that of text: dark on a light page, light on a dark one
 STYLE = (
     "svg{color:#3c434b}text{font:11px system-ui,sans-serif;fill:currentColor}"
     "line{stroke:currentColor}.rule{opacity:.15}.axis{opacity:.6}.mark{stroke-dasharray:3 3}"
+    ".title{font-weight:600}"
     "@media (prefers-color-scheme:dark){svg{color:#d5dae0}}"
 )
 
@@ -88,6 +94,11 @@ class Chart:
     note: str = ""
 
     @property
+    def left(self) -> int:
+        """Pixels to the left of the y axis: room for its longest name."""
+        return max([LEFT, *(12 + round(LETTER * len(name)) for name in self.y.names.values())])
+
+    @property
     def height(self) -> int:
         """Pixels without the legend."""
         return 60 + 26 * len(self.y.names) if self.y.names else HEIGHT
@@ -121,16 +132,48 @@ def element(tag: str, /, *inside: Element | str, **attributes: float | str) -> E
 def draw(chart: Chart) -> Element:
     """Return the chart as an `svg` element, with its legend below it."""
     legend, height = _legend(chart)
+    shapes = [part for shape in chart.shapes for part in _parts(chart, shape)]
+    return _svg(chart.title, WIDTH, height, *shapes, *_axes(chart), *legend)
+
+
+def as_file(picture: Element) -> str:
+    """Return a picture as the text of a file. Its ink suits light and dark pages."""
+    picture.set("style", f"color:{colours.INK}")
+    return tostring(picture, encoding="unicode")
+
+
+def sheet(title: str, charts: Sequence[Chart], below: Sequence[str] = (), columns: int = 2) -> str:
+    """Return one file with charts side by side, their titles, and lines of text below them."""
+    columns = min(columns, len(charts))
+    width = columns * (WIDTH + GAP) - GAP
+    parts = [element("text", title, class_="title", x=6, y=18)]
+    y = 34
+    for first in range(0, len(charts), columns):
+        row = [(chart, draw(chart)) for chart in charts[first : first + columns]]
+        heading = 16 if any(chart.title for chart, _ in row) else 0
+        for place, (chart, picture) in enumerate(row):
+            x = place * (WIDTH + GAP)
+            parts.append(element("text", chart.title, class_="title", x=x + 6, y=y + 6))
+            picture.set("x", str(x))
+            picture.set("y", str(y + heading))
+            parts.append(picture)
+        y += heading + max(int(picture.get("height", 0)) for _, picture in row) + 10
+    for line in (part for text in below for part in wrap(text, int((width - 12) / LETTER) + 8)):
+        parts.append(element("text", line, x=6, y=y + 8))
+        y += 15
+    return as_file(_svg(title, width, y + 6, *parts))
+
+
+def _svg(title: str, width: int, height: int, *inside: Element) -> Element:
     return element(
-        "svg", element("style", STYLE),
-        *(part for shape in chart.shapes for part in _parts(chart, shape)), *_axes(chart), *legend,
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", role="img",
-        aria_label=chart.title,
+        "svg", element("style", STYLE), *inside,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}",
+        width=width, height=height, role="img", aria_label=title,
     )  # fmt: skip
 
 
 def _x(chart: Chart, value: float) -> float:
-    return LEFT + chart.x.share(value) * (WIDTH - LEFT - RIGHT)
+    return chart.left + chart.x.share(value) * (WIDTH - chart.left - RIGHT)
 
 
 def _y(chart: Chart, value: float) -> float:
@@ -162,11 +205,11 @@ def _line(chart: Chart, line: Line) -> list[Element]:
 
 
 def _axes(chart: Chart) -> list[Element]:
-    right, bottom = WIDTH - RIGHT, chart.height - BOTTOM
+    left, right, bottom = chart.left, WIDTH - RIGHT, chart.height - BOTTOM
     turned = f"translate(11 {(TOP + bottom) / 2}) rotate(-90)"
-    place = {"x": (LEFT + right) / 2, "y": chart.height - 5}
+    place = {"x": (left + right) / 2, "y": chart.height - 5}
     parts = [
-        element("line", class_="axis", x1=LEFT, x2=right, y1=bottom, y2=bottom),
+        element("line", class_="axis", x1=left, x2=right, y1=bottom, y2=bottom),
         element("text", chart.x.label, text_anchor="middle", **place),
         element("text", chart.y.label, text_anchor="middle", transform=turned),
     ]
@@ -175,9 +218,9 @@ def _axes(chart: Chart) -> list[Element]:
         parts.append(element("text", name, text_anchor="middle", x=x, y=bottom + 15))
     for value, name in chart.y.labels(4).items():
         y = _y(chart, value)
-        parts.append(element("text", name, text_anchor="end", x=LEFT - 5, y=y + 4))
+        parts.append(element("text", name, text_anchor="end", x=left - 5, y=y + 4))
         if not chart.y.names:
-            parts.append(element("line", class_="rule", x1=LEFT, x2=right, y1=y, y2=y))
+            parts.append(element("line", class_="rule", x1=left, x2=right, y1=y, y2=y))
     for value, says in chart.marks.items():
         x = _x(chart, value)
         offset, anchor = (-5, "end") if x > WIDTH * 0.6 else (5, "start")
@@ -190,7 +233,7 @@ def _legend(chart: Chart) -> tuple[list[Element], int]:
     """Return the legend, and the height of the picture with it."""
     parts, x, y = [], LEFT, chart.height + 10
     for name, colour in chart.legend.items():
-        width = 17 + round(6.3 * len(name)) + 12
+        width = 17 + round(LETTER * len(name)) + 12
         if x > LEFT and x + width > WIDTH:
             x, y = LEFT, y + 17
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, rx=2, fill=colour))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
-import numpy as np
-
+from tlt.colours import MODES, STAGES
+from tlt.report.svg import INK, Axis, Box, Chart, Line, sheet
 from tlt.simulate.answer import LABELS, figures, speed_ups
 from tlt.simulate.scenario import ScenarioConfig, begins_without_drafter, simulate
 
-COLOURS = {"off": "C7", "static": "C0", "ngram": "C2", "frozen": "C4", "tlt": "C1"}
-FOOTNOTE_WIDTH = 230
-"""Characters in a line below the panels."""
+COLOURS = {"static": MODES["eagle3"], **MODES}
 FACTORS = (0.25, 0.5, 1, 2, 4)
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 TAILS = (1.5, 2, 3, 5, 8)
@@ -76,21 +73,12 @@ def plot_simulation(
 
     `below` is what the answer assumes and where it was validated.
     """
-    from tlt.pictures import pyplot
-
-    figure, axes = pyplot.subplots(1, 2 + len(curves), figsize=(4.2 * (2 + len(curves)), 3.8))
-    _plot_rollout(axes[0], engine_ends)
-    _plot_steps(axes[1], modes)
-    for panel, (name, curve) in zip(axes[2:], curves.items(), strict=True):
-        _plot_curve(panel, name, curve)
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    lines = [part for line in below for part in wrap(line, FOOTNOTE_WIDTH)]
-    note = "\n".join(["Modelled, not measured.", *lines])
-    figure.text(0.01, -0.02, note, va="top", fontsize=8)
-    figure.savefig(out, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    charts = [_rollout(engine_ends), _steps(modes)]
+    charts += [_curve(name, curve) for name, curve in curves.items()]
+    base, *_ = modes
+    *_, (best, gained) = speed_ups(modes).items()
+    title = f"{_label(best)}: {gained['end_to_end']:.2f}x the speed of {_label(base)}, modelled"
+    out.write_text(sheet(title, charts, ["Modelled, not measured.", *below], columns=3))
     return out
 
 
@@ -98,46 +86,58 @@ def _label(mode: str) -> str:
     return LABELS.get(mode, mode)
 
 
-def _plot_rollout(panel: Any, engine_ends: Mapping[str, Any]) -> None:
-    for name, ends in engine_ends.items():
-        times = np.concatenate([[0.0], np.sort(ends)])
-        busy = np.arange(len(ends), -1, -1)
-        panel.step(times, busy, where="post", color=COLOURS[name], label=_label(name))
-    panel.set(title="the last rollout, modelled", xlabel="seconds", ylabel="engines that generate")
-    panel.set_xlim(left=0)
-    panel.set_ylim(bottom=0)
-    panel.legend(frameon=False, loc="upper right")
+def _legend(modes: Iterable[str]) -> dict[str, str]:
+    return {_label(mode): COLOURS[mode] for mode in modes}
 
 
-def _plot_steps(panel: Any, modes: Mapping[str, Mapping[str, float]]) -> None:
-    names = list(modes)
-    rollout = np.array([modes[name]["rollout_s"] for name in names])
-    update = np.array([modes[name]["update_s"] for name in names])
-    other = np.maximum(0.0, np.array([modes[name]["step_s"] for name in names]) - rollout - update)
-    left = np.zeros(len(names))
-    for label, part, colour in (
-        ("rollout", rollout, "C0"), ("update", update, "C3"), ("other", other, "C7"),
-    ):  # fmt: skip
-        panel.barh([_label(name) for name in names], part, left=left, color=colour, label=label)
-        left = left + part
-    for place, gained in enumerate(speed_ups(modes).values()):
-        panel.text(left[place], place, f" {gained['end_to_end']:.2f}x", va="center")
-    panel.invert_yaxis()
-    panel.set_xlim(right=1.2 * left.max())
-    panel.set(title="an RL step, modelled", xlabel="seconds")
-    panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3)
+def _rollout(engine_ends: Mapping[str, Any]) -> Chart:
+    lines = []
+    for mode, ends in engine_ends.items():
+        points = [(0.0, float(len(ends)))]
+        points += [(float(end), len(ends) - n) for n, end in enumerate(sorted(ends), 1)]
+        lines.append(Line(points, COLOURS[mode], stairs=True))
+    return Chart(
+        "the last rollout, modelled",
+        Axis("seconds", 0, max(line.points[-1][0] for line in lines)),
+        Axis("engines that generate", 0, max(line.points[0][1] for line in lines)),
+        lines,
+        _legend(engine_ends),
+    )
 
 
-def _plot_curve(panel: Any, name: str, curve: Curve) -> None:
-    values: Sequence[float] = [value for value, _ in curve]
-    for mode in list(curve[0][1])[1:]:
-        speeds = [of[mode] for _, of in curve]
-        panel.plot(values, speeds, "o-", color=COLOURS[mode], label=_label(mode))
-    base = next(iter(curve[0][1]))
-    panel.axhline(1.0, color=COLOURS[base], linewidth=1)
-    if name == "engines":
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(values, [f"{value:g}" for value in values])
-        panel.minorticks_off()
-    panel.set(title=f"speed-up over {_label(base)}, modelled", xlabel=name)
-    panel.legend(frameon=False, loc="upper left")
+def _steps(modes: Mapping[str, Mapping[str, float]]) -> Chart:
+    gained = speed_ups(modes)
+    boxes, names = [], {}
+    for place, (mode, of) in enumerate(reversed(modes.items())):
+        names[place + 0.5] = f"{_label(mode)}, {gained[mode]['end_to_end']:.2f}x"
+        start_s, busy_s = 0.0, of["rollout_s"] + of["update_s"]
+        ends_s = (of["rollout_s"], busy_s, max(busy_s, of["step_s"]))
+        for stage, end_s in zip(("rollout", "update", "other"), ends_s, strict=True):
+            says = f"{_label(mode)}: {stage} {end_s - start_s:.1f} s"
+            boxes.append(Box((start_s, end_s), (place + 0.15, place + 0.85), STAGES[stage], says))
+            start_s = end_s
+    return Chart(
+        "an RL step, modelled",
+        Axis("seconds", 0, max(box.x[1] for box in boxes)),
+        Axis("", 0, len(names), names=names),
+        boxes,
+        {stage: STAGES[stage] for stage in ("rollout", "update", "other")},
+    )
+
+
+def _curve(name: str, curve: Curve) -> Chart:
+    values = [value for value, _ in curve]
+    base, *others = curve[0][1]
+    lines = [Line([(v, of[mode]) for v, of in curve], COLOURS[mode]) for mode in others]
+    speeds = [speed for line in lines for _, speed in line.points]
+    lines.append(Line([(values[0], 1.0), (values[-1], 1.0)], INK, dashed=True, stairs=True))
+    is_log = name == "engines"
+    return Chart(
+        f"speed-up over {_label(base)}, modelled",
+        Axis(
+            name, values[0], values[-1], log=is_log, names={value: f"{value:g}" for value in values}
+        ),
+        Axis("times as fast", min([0.9, *speeds]), 1.05 * max([1.0, *speeds])),
+        lines,
+        _legend(others),
+    )

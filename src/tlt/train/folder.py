@@ -6,7 +6,7 @@
     checkpoints/     what a run resumes from      policy/         the trained model, at the end
     live.json        what the run is doing now    drafter/        its drafter, if it has one
     inputs.json      digests of what it reads     policy-before/  policy of a run being extended
-    run.png          pictures of the metrics      summary.json    the run in a few numbers
+    summary.json     the run in a few numbers
     run.log          what the driver did          logs/           what engines, ranks, trainers did
 
 A checkpoint is written to a hidden folder and becomes visible by a rename, after its RL step's line

@@ -1,4 +1,4 @@
-"""`tlt bench same`: differences are found and judged, and the table and the exit code say so."""
+"""`tlt verify`: differences are found and judged, and the table and the exit code say so."""
 
 import json
 import math

@@ -187,35 +187,6 @@ def test_a_slow_machine_makes_fewer_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert runs.commands[1][6] == f"run.num_steps={demo.STEPS}"
 
 
-def test_how_much_of_a_run_is_done() -> None:
-    from tlt.observe.live import Now
-
-    now = Now(
-        at_s=0.0, num_steps=10, what="step 5: generating", done=32, total=64, since_s=0.0,
-        remaining_s=None, workers={}, record={"step": 4.0},
-    )  # fmt: skip
-    assert demo._share(now) == pytest.approx(0.44)
-    assert demo._share(now.model_copy(update={"record": {}})) == pytest.approx(0.04)
-
-
-@pytest.mark.parametrize(
-    ("idle", "words"),
-    [
-        ({"training_s": 0.0, "idle_s": 9.0, "published": 0}, "Leases: none; workers were idle"),
-        (
-            {"training_s": 6.0, "idle_s": 3.0, "published": 0},
-            "for 6 of 9 idle seconds; better drafters published: 0.",
-        ),
-        (
-            {"training_s": 6.0, "idle_s": 3.0, "published": 2, "held_out_length": 2.5},
-            "published: 2, the last with 2.50 tokens per draft on held-out samples.",
-        ),
-    ],
-)
-def test_leases_in_words(idle: dict[str, float], words: str) -> None:
-    assert words in demo._leases(idle)
-
-
 def test_the_time_for_the_runs_is_limited() -> None:
     import time
 

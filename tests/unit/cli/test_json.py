@@ -59,16 +59,6 @@ def test_the_findings_of_a_run(folder: Path) -> None:
     assert json.loads(output)["findings"][0]["change"]
 
 
-def test_a_replay_of_strategies(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code, output, errors = tlt(
-        *("bench", "strategy", "--requests", "4", "--rollouts", "1", "--seeds", "1"),
-        *("--longest", "500", "--out", str(tmp_path / "out"), "--json"),
-    )
-    assert code == 0, errors
-    assert json.loads(output)["results"]
-
-
 def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:
     from tlt.cli.options import print_json
 

@@ -46,7 +46,7 @@ def test_light(code: str) -> None:
         ("tlt tr", ["train"]),
         ("tlt data ", ["gsm8k", "math", "jsonl"]),
         ("tlt train --d", ["--dry-run"]),
-        ("tlt bench s", ["strategy", "same"]),
+        ("tlt v", ["verify"]),
     ],
 )
 def test_the_shell_completes(typed: str, offered: list[str]) -> None:

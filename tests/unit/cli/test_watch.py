@@ -115,21 +115,9 @@ def test_a_damaged_file_costs_only_what_it_says(folder: Path) -> None:
     assert "metrics.jsonl, line 1" in shown
 
 
-def test_files_are_read_again_only_after_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads: list[Path] = []
-
-    def read(run: Path) -> watch.Past:
-        reads.append(run)
-        return watch.Past()
-
-    monkeypatch.setattr(watch, "_read_past", read)
-    files = watch.Files(folder)
-    for _ in range(5):
-        files.past()
-    assert len(reads) == 1
+def test_files_are_read_again_only_after_a_step(folder: Path) -> None:
+    first = watch.read_past(folder)
+    assert watch.read_past(folder) is first
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("\n")
-    files.past()
-    assert len(reads) == 2
+    assert watch.read_past(folder) is not first

@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from benchmarks.replay import SCENARIOS, StepTable, compare, published_h100, replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategy_fixtures import ARMS, EAGLE, NGRAM, recorded, report, rollouts
 
-from tlt.bench.replay import SCENARIOS, StepTable, compare, published_h100, replay
 from tlt.contracts import OFF, Arm, StepContext, Strategy
 from tlt.strategy.adaptive import Adaptive, Caution
 from tlt.strategy.beg_mab import BegMab

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from strategy_fixtures import EAGLE, always, given_strategy, recorded, rollouts
-
 from tlt.bench.replay import SCENARIOS, StepTable, compare, published_h100, replay
+
 from tlt.contracts import OFF, Arm, StepContext
 from tlt.errors import ConfigError
 from tlt.strategy.spec import Fixed

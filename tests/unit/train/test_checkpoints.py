@@ -14,12 +14,13 @@ import pytest
 
 pytest.importorskip("ray")
 
+from tlt.rollout.lengths import LengthForecast
+from tlt.rollout.texts import Texts
+
 from tlt.config.train import TrainConfig
 from tlt.errors import CheckpointFailed, ConfigError, LearnerLost
 from tlt.harvest.contract import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
-from tlt.rollout.lengths import LengthForecast
-from tlt.rollout.texts import Texts
 from tlt.train.checkpoints import LENGTHS, TEXTS, Checkpoints
 from tlt.train.folder import RunFolder
 from tlt.train.manifest import damage

@@ -1,4 +1,9 @@
-"""Replays strategies on recorded step times: how close do they come to the best arm?
+"""Replay strategies on recorded step times: how close do they come to the best arm?
+
+    python benchmarks/replay.py benchmarks/results/strategy/live/rollout.json
+
+Writes `strategy.json`; `benchmarks/pictures.py` draws it. The comparison always includes a table of
+step times from published H100 figures.
 
 A `StepTable` holds the step time of each arm at each batch size, and the acceptance of each
 drafter. `replay` runs a strategy against the table step by step, as an engine would: each step
@@ -8,12 +13,14 @@ verifies the drafts of the previous one, requests end one by one, and step times
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 import statistics
+import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -21,18 +28,16 @@ from typing import Any
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
+from tlt.observe.provenance import provenance
 from tlt.strategy.adaptive import Adaptive
 from tlt.strategy.beg_mab import VERIFIED_TOKENS, BegMab
 from tlt.strategy.spec import Fixed
+from tlt.tasks.tail import HeavyTail
 
 Scenario = Callable[[float], float]
 """Maps the progress of a run, 0 to 1, to the power to which acceptance rates are raised. Power 1
 leaves the rates as recorded; a larger power makes the drafter worse."""
 
-MIN_STEPS = 15
-"""Engine steps behind each point of a recorded table."""
-LONGEST_S = 1e4
-"""Engine steps are shorter than this."""
 NOISE = 0.1
 """Standard deviation of the logarithm of step times."""
 SCENARIOS: dict[str, Scenario] = {
@@ -107,21 +112,7 @@ class StepTable:
     @classmethod
     def load(cls, path: Path) -> StepTable:
         """Load the table from the result of a `tlt bench rollout`."""
-        try:
-            table = cls.from_dict(json.loads(path.read_bytes())["steps"])
-            table.check()
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            raise ConfigError(
-                f"{path} is no result of `tlt bench rollout` ({error!r}); e.g. "
-                "runs/bench-rollout/rollout.json"
-            ) from error
+        table = cls.from_dict(json.loads(path.read_bytes())["steps"])
         widest = max((points[-1][0] for points in table.seconds.values()), default=0.0)
         for arm, points in list(table.seconds.items()):
             if arm != OFF and (len(points) < 3 or points[-1][0] < widest / 4):
@@ -133,76 +124,6 @@ class StepTable:
                 "--mode eagle3:2 --requests 32"
             )
         return table
-
-    def check(self) -> None:
-        """Raise a `ValueError` if no engine could have recorded this table."""
-        for arm, points in self.seconds.items():
-            batches = [batch for batch, _ in points]
-            if not points or batches != sorted(batches) or batches[0] <= 0:
-                raise ValueError(f"batch sizes of {arm} do not rise")
-            if not all(0 < seconds < LONGEST_S for _, seconds in points):
-                raise ValueError(f"an engine step with {arm} takes no time, or for ever")
-            if arm != OFF and not 0 <= self.drafted_share[arm.drafter] <= 1:
-                raise ValueError(f"{arm.drafter} drafts more than it is asked for")
-            if arm != OFF and arm.drafter not in self.accepted:
-                raise ValueError(f"no acceptance of {arm.drafter}")
-        if not all(0 <= rate <= 1 for rates in self.accepted.values() for rate in rates):
-            raise ValueError("an acceptance rate that is no share")
-
-    @classmethod
-    def from_reports(cls, reports: Iterable[StepReport]) -> StepTable:
-        """Build a table from an engine's steady steps: median times by arm and batch size."""
-        times: dict[Arm, dict[int, list[float]]] = {}
-        seen: dict[str, list[float]] = {}
-        accepted: dict[str, list[float]] = {}
-        asked: dict[str, float] = {}
-        drafted: dict[str, float] = {}
-        for report in reports:
-            arm = report.verified
-            if arm != report.proposed or report.num_prefill_tokens or not report.num_decodes:
-                continue
-            times.setdefault(arm, {}).setdefault(report.num_decodes, []).append(report.elapsed_s)
-            for position in range(arm.num_draft_tokens):
-                counts = seen.setdefault(arm.drafter, [])
-                hits = accepted.setdefault(arm.drafter, [])
-                if position == len(counts):
-                    counts.append(0.0)
-                    hits.append(0.0)
-                counts[position] += report.num_decodes
-                if position < len(report.accepted_at):
-                    hits[position] += report.accepted_at[position]
-            if arm.num_draft_tokens:
-                full = report.num_decodes * arm.num_draft_tokens
-                asked[arm.drafter] = asked.get(arm.drafter, 0.0) + full
-                drafted[arm.drafter] = drafted.get(arm.drafter, 0.0) + report.num_draft_tokens
-        return cls(
-            seconds={arm: _smooth(by_batch) for arm, by_batch in times.items()},
-            accepted={
-                drafter: [a / max(n, 1.0) for a, n in zip(accepted[drafter], counts, strict=True)]
-                for drafter, counts in seen.items()
-            },
-            drafted_share={drafter: drafted[drafter] / asked[drafter] for drafter in asked},
-        )
-
-
-def _smooth(by_batch: dict[int, list[float]]) -> list[tuple[float, float]]:
-    """Return medians over neighbouring batch sizes, with at least `MIN_STEPS` steps each.
-
-    A larger batch never takes less time: points that say so are noise and are pooled.
-    """
-    groups: list[tuple[list[int], list[float]]] = []
-    for batch in sorted(by_batch):
-        if not groups or len(groups[-1][1]) >= MIN_STEPS:
-            groups.append(([], []))
-        groups[-1][0].extend([batch] * len(by_batch[batch]))
-        groups[-1][1].extend(by_batch[batch])
-        while len(groups) > 1 and statistics.median(groups[-2][1]) > statistics.median(
-            groups[-1][1]
-        ):
-            batches, seconds = groups.pop()
-            groups[-1][0].extend(batches)
-            groups[-1][1].extend(seconds)
-    return [(statistics.fmean(b), statistics.median(s)) for b, s in groups]
 
 
 def _interpolate(points: Sequence[tuple[float, float]], batch: float) -> float:
@@ -401,3 +322,40 @@ def contenders(table: StepTable) -> dict[str, Callable[[Run], Strategy]]:
 def largest_batch(table: StepTable) -> int:
     """Return the largest recorded batch; times of larger batches would be guesses."""
     return int(table.seconds[OFF][-1][0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("recorded", nargs="?", type=Path, help="rollout.json with several arms")
+    parser.add_argument("--requests", type=int, default=64, help="requests per rollout")
+    parser.add_argument("--rollouts", type=int, default=12, help="rollouts, one after another")
+    parser.add_argument("--median", type=int, default=60, help="median response length")
+    parser.add_argument("--p95", type=int, default=500, help="95th percentile of the lengths")
+    parser.add_argument("--longest", type=int, default=1500, help="longest response")
+    parser.add_argument("--seeds", type=int, default=5, help="repeats with different seeds")
+    parser.add_argument("--out", type=Path, default=Path("runs/strategy"), help="folder to write")
+    options = parser.parse_args()
+    tables = {}
+    if options.recorded is not None:
+        tables[f"recorded: {options.recorded}"] = StepTable.load(options.recorded)
+    tables["made from published H100 figures"] = published_h100()
+    rng, tail = random.Random(0), HeavyTail(options.median, options.p95, options.longest)
+    work = [[tail.draw(rng) for _ in range(options.requests)] for _ in range(options.rollouts)]
+    results = {}
+    for name, table in tables.items():
+        within = [lengths[: largest_batch(table)] for lengths in work]
+        results[name] = compare(table, contenders(table), within, range(options.seeds))
+        print(name)
+        for row in results[name]:
+            print(f"  {row['scenario']:12} {row['strategy']:12} {row['of_oracle']:.3f}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "provenance": provenance(" ".join(["python", *sys.argv])),
+        "tables": {name: table.as_dict() for name, table in tables.items()},
+        "results": results,
+    }
+    (options.out / "strategy.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
