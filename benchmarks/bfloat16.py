@@ -79,6 +79,7 @@ def _sample(
 ) -> tuple[list[tuple[int, ...]], int]:
     """Return the tokens of all samples, and how many draft tokens were verified."""
     from tlt.config.rollout import EngineConfig
+    from tlt.rollout.client import Engine
     from tlt.rollout.offline import ChildEngine
 
     config = EngineConfig(
@@ -91,10 +92,10 @@ def _sample(
     tokens: dict[str, tuple[int, ...]] = {}
     with ChildEngine(config) as engine:
         engine.report()
-        engine.call("submit", requests)
+        engine.call(Engine.submit, requests)
         while len(tokens) < len(requests):
-            tokens |= {s.sample_id: s.token_ids for s in engine.call("take_finished", 60.0)}
-        num_drafted = engine.call("stats").draft_tokens
+            tokens |= {s.sample_id: s.token_ids for s in engine.call(Engine.take_finished, 60.0)}
+        num_drafted = engine.call(Engine.stats).draft_tokens
     return [tokens[request.sample_id] for request in requests], num_drafted
 
 

@@ -84,6 +84,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     from tlt.harvest.actor import RayTrainer, TrainerPlace
     from tlt.harvest.trainer import HarvestTrainerSettings
     from tlt.rollout.actor import RayEngine
+    from tlt.rollout.client import Engine
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
 
@@ -125,9 +126,9 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
                         lease += 1
                         await trainer.begin(lease, 1000)
                         work = asyncio.create_task(trainer.train(lease, 1000))
-                    await engine.call("take_trace")
+                    await engine.call(Engine.take_trace)
                     await asyncio.sleep(seconds * rng.uniform(0.9, 1.1))
-                    trace = await engine.call("take_trace")
+                    trace = await engine.call(Engine.take_trace)
                     if work is not None:
                         asked_s = time.monotonic()
                         await trainer.end(lease)

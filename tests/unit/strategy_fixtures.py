@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from tlt.bench.replay import Run, StepTable
+from benchmarks.replay import Run, StepTable
 
 from tlt.contracts import OFF, Arm, StepReport, Strategy
 from tlt.strategy.spec import Fixed

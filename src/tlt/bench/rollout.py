@@ -29,6 +29,7 @@ from tlt.bench.steps import step_table
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SamplingSpec, ShowProgress, StepReport
 from tlt.errors import ConfigError
+from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
 from tlt.strategy.spec import LEARNING, build_strategy, complete_strategy
 from tlt.tasks.tail import length_summary
@@ -149,10 +150,12 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
             pool = pools[mode.setup]
             await pool.set_strategy(mode.strategy)
             report = partial(on_progress, label)
-            await pool.call_all("reset_prefix_cache")  # clears the n-grams of earlier runs, too
-            await pool.call_all("take_trace")
+            await pool.call_all(
+                Engine.reset_prefix_cache
+            )  # clears the n-grams of earlier runs, too
+            await pool.call_all(Engine.take_trace)
             metrics, responses = await _rollout(plan, pool, lengths, repeat, mode.name, report)
-            traces = await pool.call_all("take_trace")
+            traces = await pool.call_all(Engine.take_trace)
             if repeat >= 0:
                 described = _describe(plan, responses) if plan.length_source == "natural" else {}
                 runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics), **described})

@@ -20,6 +20,7 @@ from typing import Any
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, SampleRequest, SamplingSpec, ShowProgress
 from tlt.errors import ConfigError
+from tlt.rollout.client import Engine
 from tlt.rollout.offline import ChildEngine
 from tlt.rollout.recheck import NEAR_TIES
 from tlt.rollout.recheck import first_difference as first_position
@@ -199,10 +200,10 @@ def run(plan: Plan, show: ShowProgress) -> dict[str, Any]:
 
 def _warm_up(engine: ChildEngine, work: Sequence[SampleRequest]) -> None:
     few = [replace(r, sampling=replace(r.sampling, max_tokens=4)) for r in work[:2]]
-    engine.call("submit", few)
+    engine.call(Engine.submit, few)
     finished = 0
     while finished < len(few):
-        finished += len(engine.call("take_finished", 1.0))
+        finished += len(engine.call(Engine.take_finished, 1.0))
 
 
 def _generate(
@@ -213,21 +214,21 @@ def _generate(
     before: int,
     total: int,
 ) -> Outcome:
-    engine.call("set_strategy", mode.strategy)
-    engine.call("reset_prefix_cache")  # clears the n-grams of earlier modes, too
-    stats = engine.call("stats")
+    engine.call(Engine.set_strategy, mode.strategy)
+    engine.call(Engine.reset_prefix_cache)  # clears the n-grams of earlier modes, too
+    stats = engine.call(Engine.stats)
     waiting = list(work)
     tokens: dict[str, tuple[int, ...]] = {}
     started_s = time.perf_counter()
     while len(tokens) < len(work):
         free = mode.at_a_time - (len(work) - len(waiting) - len(tokens))
         if new := waiting[:free]:
-            engine.call("submit", new)
+            engine.call(Engine.submit, new)
             del waiting[:free]
         show(mode.name, before + len(tokens), total)
-        tokens |= {s.sample_id: s.token_ids for s in engine.call("take_finished", 1.0)}
+        tokens |= {s.sample_id: s.token_ids for s in engine.call(Engine.take_finished, 1.0)}
     seconds = time.perf_counter() - started_s
-    counted = EngineStats.difference([stats], [engine.call("stats")])
+    counted = EngineStats.difference([stats], [engine.call(Engine.stats)])
     return Outcome(
         mode.name,
         counted.drafts,

@@ -11,6 +11,7 @@ from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.rollout.client import Engine
 from tlt.rollout.offline import ChildEngine
 from tlt.rollout.recheck import first_difference
 
@@ -82,7 +83,7 @@ def work(count: int, max_tokens: int, rl_step: int | None = None) -> list[Sample
 
 def tokens_of(engine: ChildEngine, requests: Sequence[SampleRequest]) -> list[tuple[int, ...]]:
     """Generate, and return the tokens of each request."""
-    engine.call("submit", list(requests))
+    engine.call(Engine.submit, list(requests))
     return collect(engine, requests)
 
 
@@ -90,7 +91,7 @@ def collect(engine: ChildEngine, requests: Sequence[SampleRequest]) -> list[tupl
     """Wait for submitted requests, and return the tokens of each."""
     found: dict[str, tuple[int, ...]] = {}
     while len(found) < len(requests):
-        found |= {s.sample_id: s.token_ids for s in engine.call("take_finished", 5.0)}
+        found |= {s.sample_id: s.token_ids for s in engine.call(Engine.take_finished, 5.0)}
     return [found[request.sample_id] for request in requests]
 
 

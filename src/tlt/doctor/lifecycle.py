@@ -19,6 +19,7 @@ from tlt.doctor.engines import (
     tokens_of,
     work,
 )
+from tlt.rollout.client import Engine
 from tlt.rollout.offline import ChildEngine
 
 OFF = {"kind": "off"}
@@ -49,23 +50,23 @@ def drafter_swap(place: Place) -> dict[str, Any]:
         SharedWeights(bad.items()) as untrained,
         started(engine_config(place)) as engine,
     ):
-        engine.call("set_strategy", OFF)
+        engine.call(Engine.set_strategy, OFF)
         expected = tokens_of(engine, requests)
-        engine.call("set_strategy", EAGLE)
-        engine.call("submit", requests)
+        engine.call(Engine.set_strategy, EAGLE)
+        engine.call(Engine.submit, requests)
         seconds, in_mid_sample = [], 0
         for version, weights in enumerate((untrained, trained, untrained), start=1):
-            in_mid_sample += engine.call("stats").running > 0
-            seconds.append(engine.call("update_drafter", weights.manifest(), version))
+            in_mid_sample += engine.call(Engine.stats).running > 0
+            seconds.append(engine.call(Engine.update_drafter, weights.manifest(), version))
         tokens = collect(engine, requests)
         differing = [expect_same(place, tokens, expected, "drafters swapped in mid-sample")]
         rates = []
         for version, weights in enumerate((untrained, trained), start=4):
-            engine.call("update_drafter", weights.manifest(), version)
-            before = engine.call("stats")
+            engine.call(Engine.update_drafter, weights.manifest(), version)
+            before = engine.call(Engine.stats)
             tokens = tokens_of(engine, requests)
             differing.append(expect_same(place, tokens, expected, f"drafter version {version}"))
-            counted = EngineStats.difference([before], [engine.call("stats")])
+            counted = EngineStats.difference([before], [engine.call(Engine.stats)])
             rates.append(counted.accepted_tokens / max(1, counted.draft_tokens))
     if not in_mid_sample:
         raise AssertionError("all samples ended before the first swap: nothing was shown")
@@ -100,7 +101,7 @@ def policy_update(place: Place) -> dict[str, Any]:
         updates = ((policy.state_dict(), expected), (original, first))
         for version, (state, wanted) in enumerate(updates, start=1):
             with SharedWeights(state.items()) as weights:
-                seconds.append(engine.call("update_policy", weights.manifest(), version))
+                seconds.append(engine.call(Engine.update_policy, weights.manifest(), version))
             tokens = tokens_of(engine, requests)
             differing.append(expect_same(place, tokens, wanted, f"policy version {version}"))
     if first == expected:
@@ -124,9 +125,9 @@ def sleep(place: Place) -> dict[str, Any]:
             freed = _freed_bytes(place, engine, keep_policy=policy == "kept")
             began_s = time.monotonic()
             if policy == "synced":
-                engine.call("wake_weights")
-                engine.call("update_policy", weights.manifest(), 1)
-            engine.call("wake")  # takes the memory of the KV cache back, which comes last
+                engine.call(Engine.wake_weights)
+                engine.call(Engine.update_policy, weights.manifest(), 1)
+            engine.call(Engine.wake)  # takes the memory of the KV cache back, which comes last
             seconds = time.monotonic() - began_s
             tokens = tokens_of(engine, requests)
             differing = expect_same(place, tokens, expected, f"after a sleep, policy {policy}")
@@ -139,10 +140,10 @@ def _freed_bytes(place: Place, engine: ChildEngine, keep_policy: bool) -> int:
     import torch
 
     if not place.num_gpus:
-        engine.call("sleep", keep_policy)
+        engine.call(Engine.sleep, keep_policy)
         return 0
     before = torch.cuda.mem_get_info(0)[0]
-    engine.call("sleep", keep_policy)
+    engine.call(Engine.sleep, keep_policy)
     freed = int(torch.cuda.mem_get_info(0)[0] - before)
     if freed < KV_CACHE_BYTES / 2:
         raise AssertionError(f"an engine that sleeps freed {freed} bytes")

@@ -8,6 +8,7 @@ from typing import Any
 from tlt.bench import same
 from tlt.contracts import SamplingSpec
 from tlt.doctor.engines import LEAST_ACCEPTED, Place, engine_config, started, tokens_of, work
+from tlt.rollout.client import Engine
 
 
 def start(place: Place) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def start(place: Place) -> dict[str, Any]:
         if not str(report["proposer"]).startswith("Switching"):
             raise AssertionError(f"{report['proposer']} drafts, which cannot switch the drafter")
         tokens_of(engine, work(4, 16))
-        steps_s = sorted(step.elapsed_s for step in engine.call("take_trace"))
+        steps_s = sorted(step.elapsed_s for step in engine.call(Engine.take_trace))
     return {"start_s": seconds, "report": report, "step_s_median": steps_s[len(steps_s) // 2]}
 
 

@@ -12,11 +12,11 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Rows = list[list[TrainSample]]
 
 
@@ -302,14 +304,14 @@ class RayRank:
         ).remote(plan, rank, str(Path.cwd()))
         self._number = 0
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the thread that trains."""
+    async def call(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> T:
+        """Give a command to the thread that trains."""
         self._number += 1
-        return await self._answer(self._actor.do.remote(self._number, method, *args))
+        return await self._answer(self._actor.do.remote(self._number, command.__name__, *args))
 
-    async def call_beside(self, method: str, *args: Any) -> Any:
-        """Call a method that waits for files, beside training."""
-        beside = getattr(self._actor, method).options(concurrency_group="io")
+    async def call_beside(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> T:
+        """Give a command that waits for files, beside training."""
+        beside = getattr(self._actor, command.__name__).options(concurrency_group="io")
         return await self._answer(beside.remote(*args))
 
     async def kill(self) -> None:

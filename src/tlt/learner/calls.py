@@ -8,7 +8,14 @@ checkpoint.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
+
+if TYPE_CHECKING:
+    from tlt.learner.actor import LearnerActor
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class RankFailed(RuntimeError):
@@ -22,12 +29,12 @@ class RankGone(RankFailed):
 class RankHandle(Protocol):
     """A rank in another process; a call that fails raises `RankFailed`."""
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the thread that trains."""
+    async def call(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> T:
+        """Give a command to the thread that trains."""
         ...
 
-    async def call_beside(self, method: str, *args: Any) -> Any:
-        """Call a method that waits for files, beside training."""
+    async def call_beside(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> T:
+        """Give a command that waits for files, beside training."""
         ...
 
     async def kill(self) -> None:

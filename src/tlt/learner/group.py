@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from tlt.errors import CheckpointFailed, LearnerLost
-from tlt.learner.actor import LearnerPlan, RayRank, Rows
+from tlt.learner.actor import LearnerActor, LearnerPlan, RayRank, Rows
 from tlt.learner.batch import TrainSample, rows_by_rank
 from tlt.learner.calls import RankFailed, RankGone, RankHandle
 from tlt.node.cluster import this_node
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from tlt.learner.rank import UpdateReport
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 BLAME_S = 2.0
 """Seconds to wait, after a rank failed, for the news that another one is gone."""
@@ -52,16 +55,18 @@ class LearnerGroup:
         """Start all ranks from a checkpoint or from the model, and return their process ids."""
         for rank in range(self._plan.num_ranks):
             self._ranks.append(self._spawn(self._plan, rank, self._place(rank)))
-        self._nodes = await self._all("node")
+        self._nodes = await self._all(LearnerActor.node)
         saved = None if restore is None else str(restore / "learner")
         on_one_node = len(set(self._nodes)) == 1
-        (meeting,) = await self._gather("meeting", {0: self._ranks[0].call("meeting", on_one_node)})
+        (meeting,) = await self._gather(
+            LearnerActor.meeting, {0: self._ranks[0].call(LearnerActor.meeting, on_one_node)}
+        )
         pids: list[int] = await self._each(
-            "start", [(meeting, saved, self._nodes.count(node)) for node in self._nodes]
+            LearnerActor.start, [(meeting, saved, self._nodes.count(node)) for node in self._nodes]
         )
         if self._plan.buffer is not None:
             await self._on_nodes(
-                "restore_buffer",
+                LearnerActor.restore_buffer,
                 lambda node: (str(restore / f"buffer-{node}") if restore else None,),
             )
         return pids
@@ -80,21 +85,23 @@ class LearnerGroup:
     async def accumulate(self, samples: Sequence[TrainSample], rl_step: int) -> None:
         """Add the gradients of these samples."""
         if samples:
-            await self._each("accumulate", [(rows, rl_step) for rows in self._rows(samples)])
+            await self._each(
+                LearnerActor.accumulate, [(rows, rl_step) for rows in self._rows(samples)]
+            )
 
     async def remember_logprobs(self, samples: Sequence[TrainSample]) -> None:
         """Keep the log-probabilities of one optimizer step's samples, before the first one."""
-        await self._each("remember_logprobs", [(rows,) for rows in self._rows(samples)])
+        await self._each(LearnerActor.remember_logprobs, [(rows,) for rows in self._rows(samples)])
 
     async def forget_logprobs(self) -> None:
-        await self._all("forget_logprobs")
+        await self._all(LearnerActor.forget_logprobs)
 
     async def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, Stored]:
         """Make an optimizer step of the added gradients.
 
         Return its report, and what became of the samples captured on all nodes.
         """
-        answers = await self._all("step", denominator, max_gap)
+        answers = await self._all(LearnerActor.step, denominator, max_gap)
         reports, stored = zip(*answers, strict=True)
         first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
         return reports[0], Stored(
@@ -111,7 +118,7 @@ class LearnerGroup:
     async def publish(self, dtype: str) -> SharedWeights:
         """Return the current policy's weights for the engines, in this node's shared memory."""
         same_node = self._nodes[0] == self._here()
-        return await self._adopt((await self._all("publish", dtype, same_node))[0])
+        return await self._adopt((await self._all(LearnerActor.publish, dtype, same_node))[0])
 
     async def send(
         self, route: Any, dtype: str, version: int, keep: Sequence[str]
@@ -119,15 +126,15 @@ class LearnerGroup:
         """Send the policy to the engines of a route, and return the tensors named in `keep`."""
         connected, self._connected = self._connected, None  # a connection that fails is lost
         if route.engines != connected:
-            await self._all("connect", route, dtype)
+            await self._all(LearnerActor.connect, route, dtype)
         same_node = self._nodes[0] == self._here()
-        kept = (await self._all("send", version, tuple(keep), same_node))[0]
+        kept = (await self._all(LearnerActor.send, version, tuple(keep), same_node))[0]
         self._connected = route.engines
         return await self._adopt(kept)
 
     async def free_cache(self) -> None:
         """Give the memory that ranks keep for later back to the devices' other processes."""
-        await self._all("free_cache")
+        await self._all(LearnerActor.free_cache)
 
     async def _adopt(self, weights: Any) -> SharedWeights:
         if isinstance(weights, str):
@@ -138,19 +145,22 @@ class LearnerGroup:
         return await asyncio.to_thread(SharedWeights.of_bytes, weights)
 
     async def save_policy(self, folder: Path, dtype: str) -> None:
-        await self._all("save_policy", str(folder), dtype)
+        await self._all(LearnerActor.save_policy, str(folder), dtype)
 
     async def save(self, folder: Path) -> None:
         """Copy the learner's state; `wait_saved` returns when the copy is on disk."""
-        await self._all("save", str(folder / "learner"))
+        await self._all(LearnerActor.save, str(folder / "learner"))
 
     async def wait_saved(self, folder: Path, earlier: Path | None, rl_step: int) -> None:
         """Wait until the state is on disk, and add the samples captured up to this RL step."""
-        calls = {rank: handle.call_beside("wait_saved") for rank, handle in enumerate(self._ranks)}
-        faults = await self._gather("wait_saved", calls)
+        calls = {
+            rank: handle.call_beside(LearnerActor.wait_saved)
+            for rank, handle in enumerate(self._ranks)
+        }
+        faults = await self._gather(LearnerActor.wait_saved, calls)
         if self._plan.buffer is not None:
             faults += await self._on_nodes(
-                "save_buffer",
+                LearnerActor.save_buffer,
                 lambda node: (
                     str(folder / f"buffer-{node}"),
                     str(earlier / f"buffer-{node}") if earlier else None,
@@ -162,25 +172,31 @@ class LearnerGroup:
 
     # --- calls --------------------------------------------------------------------------------
 
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        return await self._each(method, [args] * len(self._ranks))
+    async def _all(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> list[T]:
+        return await self._each(command, [args] * len(self._ranks))
 
-    async def _each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of all ranks, each with its own arguments."""
+    async def _each(
+        self, command: Callable[[LearnerActor, *Ts], T], args: Sequence[tuple[*Ts]]
+    ) -> list[T]:
+        """Give a command to all ranks, each with its own arguments."""
         pairs = zip(self._ranks, args, strict=True)
-        calls = {rank: handle.call(method, *own) for rank, (handle, own) in enumerate(pairs)}
-        return await self._gather(method, calls)
+        calls = {rank: handle.call(command, *own) for rank, (handle, own) in enumerate(pairs)}
+        return await self._gather(command, calls)
 
-    async def _on_nodes(self, method: str, args: Callable[[int], tuple[Any, ...]]) -> list[Any]:
-        """Call the first rank of every node, beside training."""
+    async def _on_nodes(
+        self, command: Callable[[LearnerActor, *Ts], T], args: Callable[[int], tuple[*Ts]]
+    ) -> list[T]:
+        """Give a command to the first rank of every node, beside training."""
         first = [self._nodes.index(node) for node in dict.fromkeys(self._nodes)]
         calls = {
-            rank: self._ranks[rank].call_beside(method, *args(number))
+            rank: self._ranks[rank].call_beside(command, *args(number))
             for number, rank in enumerate(first)
         }
-        return await self._gather(method, calls)
+        return await self._gather(command, calls)
 
-    async def _gather(self, method: str, calls: Mapping[int, Awaitable[Any]]) -> list[Any]:
+    async def _gather(
+        self, command: Callable[..., object], calls: Mapping[int, Awaitable[T]]
+    ) -> list[T]:
         """Return the answers of ranks, in order; `LearnerLost` names the ranks that are lost."""
         waiting = {asyncio.ensure_future(call): rank for rank, call in calls.items()}
         limit_s = self._plan.timeout_s
@@ -192,11 +208,11 @@ class LearnerGroup:
                 # A rank that loses another one in a collective often fails before that one's death
                 # is known.
                 done, late = await asyncio.wait(waiting, timeout=BLAME_S)
-            self._raise_first(method, {waiting[call]: call.exception() for call in done})
+            self._raise_first(command.__name__, {waiting[call]: call.exception() for call in done})
             if late:
                 names = ", ".join(str(rank) for rank in sorted(waiting[call] for call in late))
                 raise LearnerLost(
-                    f"{method} took more than {limit_s:g} s (learner.timeout_s) in learner rank "
+                    f"{command.__name__} took more than {limit_s:g} s (learner.timeout_s) in learner rank "
                     f"{names}"
                 )
             return [call.result() for call in waiting]

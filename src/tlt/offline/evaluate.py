@@ -22,6 +22,7 @@ from tlt.contracts import Sample, SampleRequest, SamplingSpec, ShowProgress
 from tlt.errors import ConfigError
 from tlt.hardware import compute_dtype
 from tlt.models.folder import read_settings
+from tlt.rollout.client import Engine
 from tlt.rollout.offline import ChildEngine
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
@@ -188,10 +189,10 @@ def generate(
         for each in engines:
             each.report()
         for number, each in enumerate(engines):
-            each.call("submit", [r for of in work[number :: len(engines)] for r in of])
+            each.call(Engine.submit, [r for of in work[number :: len(engines)] for r in of])
         while len(samples) < total:
             for each in engines:
-                finished = each.call("take_finished", 0.5)
+                finished = each.call(Engine.take_finished, 0.5)
                 samples |= {sample.sample_id: sample for sample in finished}
             show("generating", len(samples), total)
     return samples

@@ -1,9 +1,9 @@
 """RL steps of a cluster in simulated time.
 
 Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
-(`pace`), the dispatcher (`rollout`), the coordinator with its leases and rounds, the forecast of the tail. Not
-modelled: a drafter swap in the middle of a rollout (a better drafter helps from the next rollout
-on).
+(`pace`), the dispatcher (`rollout`), the coordinator with its leases and
+rounds, the forecast of the tail. Not modelled: a drafter swap in the middle of a rollout (a better
+drafter helps from the next rollout on).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The learner's half of vLLM's weight transfer from GPU to GPU (`device_transfer`).
 
 vLLM's trainer engines drive the transfer: connect, start, update chunk by chunk, finish. They call
-the engines through a client, here `TransferClient`. Every rank of the learner holds a `PolicySender`,
-because every rank takes part in gathering the tensors; only rank 0 calls the engines.
+the engines through a client, here `TransferClient`. Every rank of the learner holds a
+`PolicySender`, because every rank takes part in gathering the tensors; only rank 0 calls engines.
 
 Fingerprints are made of the tensors that are sent, and the engines compare them with what they
 loaded. Engines check names and shapes before they start an update, because they cannot undo one.

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from benchmarks.replay import SCENARIOS, StepTable, compare, published_h100, replay
 from strategy_fixtures import EAGLE, always, given_strategy, recorded, rollouts
-from tlt.bench.replay import SCENARIOS, StepTable, compare, published_h100, replay
 
 from tlt.contracts import OFF, Arm, StepContext
 from tlt.errors import ConfigError
