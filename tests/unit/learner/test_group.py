@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -32,7 +33,8 @@ class Rank:
         self.after_s = 1.0
         self.killed = False
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, command: Callable[..., Any], *args: Any) -> Any:
+        method = command.__name__
         await asyncio.sleep(self.after_s)
         if self.fault[0] == method:
             if self.fault[1] is None:
@@ -41,8 +43,8 @@ class Rank:
             raise self.fault[1]
         return {"node": "here", "meeting": "m", "start": self.rank, "wait_saved": ""}.get(method)
 
-    async def call_beside(self, method: str, *args: Any) -> Any:
-        return await self.call(method, *args)
+    async def call_beside(self, command: Callable[..., Any], *args: Any) -> Any:
+        return await self.call(command, *args)
 
     async def kill(self) -> None:
         self.killed = True

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.replay import SCENARIOS, StepTable, compare, published_h100, replay
 from strategy_fixtures import EAGLE, always, given_strategy, recorded, rollouts
 
+from tlt.bench.steps import step_table
 from tlt.contracts import OFF, Arm, StepContext
 from tlt.errors import ConfigError
 from tlt.strategy.spec import Fixed
@@ -27,7 +28,7 @@ def test_a_table_is_learned_from_reports() -> None:
     table = recorded()
     arm = EAGLE[2]
     made = replay(always(arm), table, lambda p: 1.0, rollouts(4, 64), 0)
-    learned = StepTable.from_reports(made.reports)
+    learned = StepTable.from_dict(step_table(made.reports))
     assert learned.accepted["eagle3"] == pytest.approx(table.accepted["eagle3"], abs=0.03)
     for batch in (2, 16, 40):
         assert learned.step_s(batch, arm, arm) == pytest.approx(

@@ -145,7 +145,11 @@ def module(name: str, code: str, key: str = "reward.function") -> Spoil:
 
 
 def both(*spoils: Spoil) -> Spoil:
-    return lambda attempt: [spoil(attempt) for spoil in spoils] and None
+    def spoil(attempt: Attempt) -> None:
+        for each in spoils:
+            each(attempt)
+
+    return spoil
 
 
 def begun(*overrides: str, resume: bool, damage: str | None = None) -> Spoil:

@@ -5,7 +5,6 @@ import errno
 import json
 import shutil
 import zlib
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from tlt.rollout.lengths import LengthForecast
-from tlt.rollout.texts import Texts
-
 from tlt.config.train import TrainConfig
 from tlt.errors import CheckpointFailed, ConfigError, LearnerLost
 from tlt.harvest.contract import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
-from tlt.train.checkpoints import LENGTHS, TEXTS, Checkpoints
+from tlt.train.checkpoints import Checkpoints
 from tlt.train.folder import RunFolder
 from tlt.train.manifest import damage
 
@@ -63,7 +59,7 @@ def names(folder: RunFolder) -> list[str]:
 async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast(), Texts(0))
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
     for step in (1, 2, 3):
         await checkpoints.begin(step, Stopwatch())
         checkpoints.end(step)
@@ -80,59 +76,10 @@ async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> N
     assert learner.earlier == [None, "step-000002", "step-000004"]
 
 
-async def test_a_resumed_run_knows_the_lengths_of_its_last_step(tmp_path: Path) -> None:
-    folder, learner, lengths = RunFolder(tmp_path), FakeLearner(), LengthForecast()
-    of_run: Any = learner
-    learner.on_disk.set()
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), lengths, Texts(0))
-
-    def rollout(tokens: int) -> None:
-        lengths.ended("prompt", tokens)
-        lengths.rollout_ended()
-
-    for step, tokens in ((1, 10), (2, 20), (3, 30)):
-        rollout(tokens)
-        await checkpoints.begin(step, Stopwatch())
-        checkpoints.end(step)
-    rollout(40)  # of RL step 4, which a signal ends
-    await checkpoints.write_now(3)
-    for name, known in (("step-000002", 20), ("step-000003", 30)):
-        resumed = LengthForecast()
-        again = Checkpoints(CONFIG, folder, of_run, NoHarvest(), resumed, Texts(0))
-        again.restore(folder.path / "checkpoints" / name)
-        assert resumed.state() == {"prompt": known}
-    # A checkpoint of an earlier version has no lengths.
-    (folder.path / "checkpoints" / name / LENGTHS).unlink()
-    again = Checkpoints(CONFIG, folder, of_run, NoHarvest(), unknown := LengthForecast(), Texts(0))
-    again.restore(folder.path / "checkpoints" / name)
-    assert unknown.state() == {}
-
-
-async def test_a_resumed_run_knows_the_texts_of_its_last_step(tmp_path: Path) -> None:
-    """Damaged texts are not used, and the run goes on."""
-    folder, learner, texts = RunFolder(tmp_path), FakeLearner(), Texts(10_000)
-    of_run: Any = learner
-    learner.on_disk.set()
-    texts.restore(b'{"prompt": [2]}\n' + array("i", [5, 6]).tobytes())
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast(), texts)
-    await checkpoints.begin(2, Stopwatch())
-    checkpoints.end(2)
-    await checkpoints.finish()
-    last, _ = checkpoints.last()
-    assert last is not None
-    assert damage(last) == {}
-    for content, known in ((texts.state(), texts.num_bytes), (b"{", 0)):
-        (last / TEXTS).write_bytes(content)
-        resumed = Texts(10_000)
-        again = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast(), resumed)
-        again.restore(last)
-        assert resumed.num_bytes == known
-
-
 async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast(), Texts(0))
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
     await checkpoints.begin(2, Stopwatch())
     checkpoints.end(2)
     learner.lost = True
@@ -152,7 +99,7 @@ async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: 
 async def test_a_run_that_ends_badly_still_finishes_its_checkpoint(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast(), Texts(0))
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
     learner.on_disk.set()
     await checkpoints.begin(2, Stopwatch())
     checkpoints.end(2)
@@ -231,7 +178,7 @@ async def test_a_last_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: P
 async def test_a_learner_lost_in_a_checkpoint_is_noticed_in_the_next_step(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest(), LengthForecast(), Texts(0))
+    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
     await checkpoints.begin(2, Stopwatch())
     checkpoints.end(2)
     learner.lost = True

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,11 +33,11 @@ from tlt.config.train import AlgorithmConfig, TrainConfig  # noqa: E402
 from tlt.contracts import EngineStats, Sample, SampleRequest  # noqa: E402
 from tlt.errors import EngineError, EngineGone  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
-from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
+from tlt.harvest.coordinator import ANSWER_S, CoordinatorSettings  # noqa: E402
 from tlt.harvest.forecast import TailForecast  # noqa: E402
 from tlt.harvest.leases import LeaseSettings  # noqa: E402
 from tlt.harvest.published import VERSION  # noqa: E402
-from tlt.harvest.session import ANSWER_S, HarvestSession  # noqa: E402
+from tlt.harvest.session import HarvestSession  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 from tlt.learner.actor import LearnerPlan, Rows  # noqa: E402
 from tlt.learner.calls import InOrder, RankFailed, RankGone  # noqa: E402
@@ -48,6 +48,7 @@ from tlt.observe.record import read  # noqa: E402
 from tlt.observe.sinks import Sinks  # noqa: E402
 from tlt.observe.timekeeper import NoTimekeeper  # noqa: E402
 from tlt.rollout.client import SWAP_S, place_of  # noqa: E402
+from tlt.rollout.client import Engine as Commands  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
 from tlt.rollout.recheck import Rechecks  # noqa: E402
 from tlt.states.writer import Stored  # noqa: E402
@@ -236,26 +237,19 @@ class Engine(Actor):
         return EngineStats(self.name)
 
 
-class EngineHandle:
+class LightProcess:
     def __init__(self, world: World, name: str) -> None:
         self.engine, self.layer = Engine(world, name), world.layers[0]
 
     async def start(self) -> dict[str, Any]:
         return await self._call(lambda: {"slots": 2, "cores": [0]})
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self._call(lambda: self.engine.submit(requests))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return await self._call(lambda: self.engine.withdraw(sample_ids))
-
-    async def take_finished(self) -> list[Sample]:
-        return await self.layer.call(
-            self.engine, self.engine.take_finished, EngineError, EngineGone
-        )
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await self._call(lambda: getattr(self.engine, method)(*args))
+    async def call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if command is Commands.take_finished:
+            return await self.layer.call(
+                self.engine, self.engine.take_finished, EngineError, EngineGone
+            )
+        return await self._call(lambda: getattr(self.engine, command.__name__)(*args))
 
     async def stop(self, graceful: bool) -> None:
         await self.engine.kill()
@@ -367,13 +361,13 @@ class RankHandle:
     def __init__(self, world: World, plan: LearnerPlan, rank: int) -> None:
         self.layer, self.rank, self.number = world.layers[1], Rank(plan, rank, world.shared), 0
 
-    async def call(self, method: str, *args: Any) -> Any:
+    async def call(self, command: Callable[..., Any], *args: Any) -> Any:
         self.number += 1
-        work = partial(self.rank.do, self.number, method, *args)
+        work = partial(self.rank.do, self.number, command.__name__, *args)
         return await self.layer.call(self.rank, work, RankFailed, RankGone)
 
-    async def call_beside(self, method: str, *args: Any) -> Any:
-        work = partial(getattr(self.rank, method), *args)
+    async def call_beside(self, command: Callable[..., Any], *args: Any) -> Any:
+        work = partial(getattr(self.rank, command.__name__), *args)
         return await self.layer.call(self.rank, work, RankFailed, RankGone)
 
     async def kill(self) -> None:
@@ -416,7 +410,7 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
     for number in [number for number in world.drafters if number > first]:
         del world.drafters[number]  # a resumed run has its drafters again
     loop = asyncio.get_running_loop()
-    pool = RolloutPool(settings.pool, lambda name: EngineHandle(world, name), loop.time)
+    pool = RolloutPool(settings.pool, lambda name: LightProcess(world, name), loop.time)
 
     def spawn(_: object, place: TrainerPlace) -> Any:
         return world.trainers.spawn(place.options["worker"])

@@ -192,17 +192,3 @@ def test_samples_of_neighbouring_steps_and_places_are_independent() -> None:
         table = numpy.zeros((4, 4))
         numpy.add.at(table, (first, second), 1)
         assert stats.chi2_contingency(table).pvalue > 1e-5
-
-
-@pytest.mark.parametrize("lengths", [None, {"median": 5, "p95": 20, "longest": 40}])
-def test_samples_of_the_next_rl_step_are_generated_ahead_as_they_will_be(
-    lengths: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the prompts, ids, seeds and lengths of the samples, and without prompts too long."""
-    monkeypatch.setattr(FakeChat, "long", frozenset({"7"}))
-    _, _, pool = generate(forced_lengths=lengths, temperature=0.5)
-    assert len(pool.requests) == 11 * 11
-    ahead = FakePool()
-    rollouts_of(ahead, None, 1, forced_lengths=lengths, temperature=0.5).look_ahead(2, PROBLEMS)
-    assert ahead.ahead == pool.requests
-    assert ahead.requests == []

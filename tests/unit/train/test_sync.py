@@ -1,7 +1,7 @@
 """The weight sync: who frees and takes the memory of a GPU when, and who gets which policy."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from tlt.config.rollout import PoolConfig  # noqa: E402
 from tlt.config.train import TrainConfig  # noqa: E402
-from tlt.contracts import Sample  # noqa: E402
 from tlt.errors import ConfigError, EngineGone, LearnerLost  # noqa: E402
 from tlt.node.weights import SharedWeights  # noqa: E402
+from tlt.rollout.client import Engine as Commands  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
 from tlt.train.placement import transfer  # noqa: E402
 from tlt.train.sync import DeviceSync, HostSync, weight_sync  # noqa: E402
@@ -32,20 +32,14 @@ class Engine:
     async def start(self) -> dict[str, Any]:
         return {"slots": 1}
 
-    async def submit(self, requests: Any) -> None: ...
-
-    async def withdraw(self, sample_ids: Any) -> list[str]:
-        return []
-
-    async def take_finished(self) -> list[Sample]:
-        await asyncio.sleep(0.001)
-        if self.dead:
-            raise EngineGone("gone")
-        return []
-
-    async def call(self, method: str, *args: Any) -> Any:
-        given = [a for a in args if not isinstance(a, dict)]
-        self._log.append(" ".join([self.name, method, *map(str, given)]))
+    async def call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if command is Commands.take_finished:
+            await asyncio.sleep(0.001)
+            if self.dead:
+                raise EngineGone("gone")
+            return []
+        given = [a for a in (*args, *kwargs.values()) if not isinstance(a, dict)]
+        self._log.append(" ".join([self.name, command.__name__, *map(str, given)]))
         return 0.0
 
     async def stop(self, graceful: bool) -> None:
