@@ -20,7 +20,7 @@ from steps import rounded
 
 from tlt.colours import INK, STATES
 from tlt.observe.provenance import provenance
-from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline
+from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline, worker_seconds
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "e2e" / "workers.json"
@@ -65,10 +65,15 @@ def seconds(timeline: StepTimeline) -> float:
     return float(max(row[-1][2] for row in states(timeline).values()))
 
 
+def updating_s(timeline: StepTimeline) -> float:
+    """Return the seconds of the worker that updated the policy for the shortest time."""
+    return min(of["updating"] for of in worker_seconds([timeline]).values())
+
+
 def typical(steps: dict[str, dict[int, StepTimeline]]) -> int:
     """Return the RL step, after the first, with an update, whose speed-up is the median one."""
     both = sorted(steps["off"].keys() & steps["tlt"].keys())[1:]
-    both = [step for step in both if min(steps["off"][step].seconds("updating").values()) > 1]
+    both = [step for step in both if updating_s(steps["off"][step]) > 1]
     ordered = sorted(
         both, key=lambda step: seconds(steps["off"][step]) / seconds(steps["tlt"][step])
     )

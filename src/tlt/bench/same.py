@@ -14,12 +14,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, SampleRequest, SamplingSpec, ShowProgress
-from tlt.errors import ConfigError
 from tlt.rollout.client import Engine
 from tlt.rollout.offline import ChildEngine
 from tlt.rollout.recheck import NEAR_TIES
@@ -94,11 +92,6 @@ class Outcome:
     tokens: tuple[tuple[int, ...], ...]
     """The responses, in the order of the prompts."""
 
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per verified draft, the policy's own token included."""
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
-
 
 def modes(num_samples: int, has_drafter: bool) -> tuple[Mode, ...]:
     """Return the modes to compare; the first one is plain decoding of all samples at once."""
@@ -162,11 +155,6 @@ def requests(plan: Plan) -> list[SampleRequest]:
 def check(plan: Plan) -> None:
     """Refuse bad settings before an engine starts."""
     check_sampling(plan.sampling, speculating=True)
-    if plan.drafter is not None and not (Path(plan.drafter) / "config.json").exists():
-        raise ConfigError(
-            f"--drafter {plan.drafter} is not a drafter's folder: config.json is missing; make one "
-            "with `tlt drafter train`"
-        )
     for drafts in (False, True):
         engine_args(engine_config(plan, drafts))
 
@@ -275,20 +263,19 @@ def examine(
 
     policy = AutoModelForCausalLM.from_pretrained(plan.model, dtype=torch.float32)
     found: list[Difference | None] = []
+    by_vllm = bool(plan.num_gpus) and plan.sampling.temperature > 0
     for difference in differences:
-        if difference is None or difference.expected is None or difference.got is None:
+        both = [] if difference is None else [difference.expected, difference.got]
+        tokens = [token for token in both if token is not None]
+        if difference is None or by_vllm or len(tokens) < 2:
             found.append(difference)
             continue
         request = work[difference.sample - 1]
-        if plan.num_gpus and request.sampling.temperature > 0:
-            found.append(difference)
-            continue
         before = expected.tokens[difference.sample - 1][: difference.position - 1]
         with torch.no_grad():
             row = policy(torch.tensor([[*request.prompt_token_ids, *before]])).logits[0, -1]
         limit = NEAR_TIES[plan.dtype]
-        both = (difference.expected, difference.got)
-        apart = max(missed(row, request.sampling, len(before), token, limit) for token in both)
+        apart = max(missed(row, request.sampling, len(before), token, limit) for token in tokens)
         found.append(replace(difference, apart=apart, near_tie=apart <= limit))
     return found
 
@@ -338,7 +325,7 @@ def summary(
             "tokens": sum(map(len, outcome.tokens)),
             "draft_tokens": outcome.draft_tokens,
             "accepted_tokens": outcome.accepted_tokens,
-            "acceptance_length": outcome.acceptance_length,
+            "acceptance_length": 1 + outcome.accepted_tokens / max(1, outcome.drafts),
             "seconds": outcome.seconds,
             "difference": asdict(difference) if difference else None,
         }

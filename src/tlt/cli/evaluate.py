@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from tlt.cli.options import (
     Engines,
@@ -26,9 +25,8 @@ from tlt.cli.options import (
 from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from tlt.config.train import TaskConfig, TrainConfig
+    from tlt.config.train import TaskConfig
 
-FILES = (".jsonl", ".parquet")
 MAX_TOKENS = 1024
 
 
@@ -80,12 +78,14 @@ def evaluate(
 
     pass@k is the share of problems of which at least one of k samples is right.
     """
+    from tlt.config.load import apply_overrides
     from tlt.errors import ConfigError
     from tlt.observe.provenance import provenance
     from tlt.offline.evaluate import EvalPlan
     from tlt.offline.evaluate import evaluate as measure
+    from tlt.offline.problems import Asked, chosen_problems, model_of
 
-    model, run = _model(target)
+    model, run = model_of(target)
     if temperature is None:
         temperature = run.sampling.temperature if run else 1.0
     if temperature == 0 and samples > 1:
@@ -94,9 +94,16 @@ def evaluate(
             "a temperature such as 0.6"
         )
     with named_by_options():
-        chosen, function, note = _problems(
-            run, task, parameter or [], sizes, instruction, reward, problems, seed
+        asked = Asked(
+            task,
+            apply_overrides({}, parameter or []),
+            read_sizes(sizes),
+            instruction,
+            reward,
+            problems,
+            seed,
         )
+        chosen, function, note = chosen_problems(run, asked, _file_task)
     console = Console(stderr=as_json)
     plan = EvalPlan(
         model=str(model),
@@ -118,13 +125,14 @@ def evaluate(
     if as_json:
         print_json(result)
         return
-    console.print(
-        f"{target}: {note}, {samples} samples each at temperature {temperature:g}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    console.print(_table(result))
+    says = f"{target}: {note}, {samples} samples each at temperature {temperature:g}"
+    console.print(says, highlight=False, markup=False, soft_wrap=True)
+    table = result_table("")
+    for heading in ("k", "pass@k", "95% interval"):
+        table.add_column(heading, justify="right")
+    for k, of in result["pass_at"].items():
+        table.add_row(k, f"{of['value']:.1%}", f"{of['low']:.1%} to {of['high']:.1%}")
+    console.print(table)
     rest = (
         f"{result['mean_tokens']:.0f} tokens per response, {result['truncated_share']:.0%} cut off "
         f"at {plan.max_tokens}; mean reward {result['reward_mean']:.3f}"
@@ -134,140 +142,14 @@ def evaluate(
     console.print(rest, highlight=False, soft_wrap=True)
 
 
-def _model(target: str) -> tuple[Path, TrainConfig | None]:
-    """Return the model folder of a run or a model, and the settings of the run."""
-    from tlt.config.load import check, read_toml
-    from tlt.config.train import TrainConfig
-    from tlt.errors import ConfigError
-    from tlt.models.folder import read_model
-    from tlt.models.hub import local_folder
-
-    folder = Path(target)
-    if not (folder / "config.toml").exists():
-        if folder.is_dir() and not (folder / "config.json").exists():
-            raise ConfigError(
-                f"{target} is neither a run (no config.toml) nor a model (no config.json); give "
-                "the folder that run.out named, a model folder, or a Hub id"
-            )
-        folder = local_folder(target, "RUN_OR_MODEL")
-        read_model(folder, "RUN_OR_MODEL")
-        return folder, None
-    path = folder / "config.toml"
-    run = check(TrainConfig, read_toml(path), str(path))
-    if not (folder / "policy").exists():
-        raise ConfigError(
-            f"{target} holds no policy yet: the run has not ended; wait for it, or give the model "
-            f"it started from, {run.policy.model}"
-        )
-    read_model(folder / "policy", "RUN_OR_MODEL")
-    return folder / "policy", run
-
-
-def _problems(
-    run: TrainConfig | None,
-    task: str | None,
-    parameters: list[str],
-    sizes: str | None,
-    instruction: str | None,
-    reward: str | None,
-    count: int | None,
-    seed: int,
-) -> tuple[list[Any], Any, str]:
-    """Return the problems, their reward function, and in words which problems they are."""
-    from tlt.config.load import apply_overrides
-    from tlt.config.train import SizesConfig, TaskConfig
-    from tlt.errors import ConfigError
-    from tlt.tasks.file import read_problems
-    from tlt.tasks.rewards import reward_function
-    from tlt.tasks.source import open_source
-
-    if task is None:
-        if run is None:
-            raise ConfigError(
-                "--task is missing: a model alone has no problems; e.g. --task gcd, or "
-                "--task problems.jsonl"
-            )
-        if parameters or sizes:
-            raise ConfigError(
-                "--parameter and --sizes go with --task; without it, the run's own problems count"
-            )
-        return _held_out(run, instruction, reward, count)
-    from_file = Path(task).suffix.lower() in FILES
-    # A run on a file says how to ask and score another file; one on a task, how to score a task.
-    like = run if run is not None and (run.task.path is not None) == from_file else None
-    name = like.reward.function if like else "math" if from_file else "auto"
-    function = reward_function(reward or name, from_file)
-    if from_file:
-        if parameters or sizes:
-            raise ConfigError(
-                "--parameter and --sizes go with a task's name, not with a file; leave them out"
-            )
-        config = _of_file(task, like)
-        text = config.instruction if instruction is None else instruction
-        rows = read_problems(config)[: count or None]
-        asked = [_with(row, text) for row in rows]
-        return asked, function, f"{len(rows)} problems of {task}"
-    tail = read_sizes(sizes)
-    config = TaskConfig(
-        name=task,
-        parameters=apply_overrides({}, parameters),
-        instruction=(like.task.instruction if like else "") if instruction is None else instruction,
-        sizes=SizesConfig(median=tail.median, p95=tail.p95, longest=tail.longest) if tail else None,
-    )
-    made = open_source(config, seed, 0).held_out(count or 64)
-    return made, function, f"{len(made)} problems of {task}"
-
-
-def _held_out(
-    run: TrainConfig, instruction: str | None, reward: str | None, count: int | None
-) -> tuple[list[Any], Any, str]:
-    from tlt.errors import ConfigError
-    from tlt.tasks.rewards import reward_function
-    from tlt.tasks.source import open_source
-
-    from_file = run.task.path is not None
-    held_out = run.eval.num_problems if run.eval.every_steps or not from_file else 0
-    if not held_out:
-        raise ConfigError(
-            "the run held out no problems (eval.every_steps = 0): all of its file were trained on; "
-            "give others, e.g. --task test.jsonl"
-        )
-    if from_file and count is not None and count > held_out:
-        raise ConfigError(
-            f"--problems {count} is more than the {held_out} that the run held out; give at most "
-            f"{held_out}, or others with --task"
-        )
-    change = {} if instruction is None else {"instruction": instruction}
-    task = run.task.model_copy(update=change)
-    made = open_source(task, run.run.seed, held_out).held_out(count or held_out)
-    function = reward_function(reward or run.reward.function, from_file)
-    return made, function, f"{len(made)} held-out problems of the run"
-
-
-def _of_file(path: str, run: TrainConfig | None) -> TaskConfig:
+def _file_task(path: str, like: TaskConfig | None) -> TaskConfig:
     """Return how to read a file's problems and ask them: as a run does, or as is usual."""
     from tlt.config.train import TaskConfig
     from tlt.tasks.file import columns, task_of
 
-    if run is None:
-        return TaskConfig(**task_of(path, "--task")["task"])
-    own = run.task.model_copy(update={"path": path, "id_key": None})
-    if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
-        return own
+    if like is not None:
+        own = like.model_copy(update={"path": path, "id_key": None})
+        if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
+            return own
     usual = TaskConfig(**task_of(path, "--task")["task"])
-    return usual.model_copy(update={"instruction": own.instruction})
-
-
-def _with(problem: Any, instruction: str) -> Any:
-    from dataclasses import replace
-
-    return replace(problem, question=f"{problem.question}\n{instruction}")
-
-
-def _table(result: dict[str, Any]) -> Table:
-    table = result_table("")
-    for heading in ("k", "pass@k", "95% interval"):
-        table.add_column(heading, justify="right")
-    for k, of in result["pass_at"].items():
-        table.add_row(k, f"{of['value']:.1%}", f"{of['low']:.1%} to {of['high']:.1%}")
-    return table
+    return usual.model_copy(update={"instruction": like.instruction}) if like else usual

@@ -34,14 +34,14 @@ class Sign:
 
 def signs(records: Sequence[Record]) -> Iterator[Sign]:
     """Yield what is wrong with these RL steps, the worst first."""
-    if skipped := _steps_with(records, "learner/skipped_updates"):
+    if skipped := steps_with(records, "learner/skipped_updates"):
         yield Sign(
             "skipped_updates",
             f"In {skipped} the gradient was not finite: the policy did not change.",
             "Lower learner.lr or learner.max_grad_norm, set policy.dtype = 'float32', and look at "
             "the rewards in samples/: one huge reward is enough.",
         )
-    if faulty := _steps_with(records, "reward/fault_share", FAULT_SHARE):
+    if faulty := steps_with(records, "reward/fault_share", FAULT_SHARE):
         total = sum(series(records, "reward/faults")[1])
         worst = max(series(records, "reward/fault_share")[1])
         yield Sign(
@@ -51,7 +51,7 @@ def signs(records: Sequence[Record]) -> Iterator[Sign]:
             "See run.log in run.out for the reward's errors, and `fault` in samples/. Raise "
             "reward.timeout_s or reward.num_workers if it is too slow.",
         )
-    if unwritten := _steps_with(records, "checkpoint/faults"):
+    if unwritten := steps_with(records, "checkpoint/faults"):
         yield Sign(
             "checkpoint_faults",
             f"In {unwritten} a checkpoint could not be written.",
@@ -59,7 +59,7 @@ def signs(records: Sequence[Record]) -> Iterator[Sign]:
         )
 
 
-def _steps_with(records: Sequence[Record], name: str, above: float = 0.0) -> str:
+def steps_with(records: Sequence[Record], name: str, above: float = 0.0) -> str:
     """Return the RL steps in which the metric is above a threshold, in words; empty if none."""
     steps, values = series(records, name)
     found = [f"{step:.0f}" for step, value in zip(steps, values, strict=True) if value > above]

@@ -48,14 +48,6 @@ class StepTimeline:
     stages: list[tuple[str, float, float]] = field(default_factory=list)
     rows: dict[str, list[Span]] = field(default_factory=dict)
 
-    def seconds(self, state: State) -> dict[str, float]:
-        """Return the seconds of every worker in this state."""
-        return {
-            worker: sum(span.seconds for span in spans if span.state == state)
-            for worker, spans in self.rows.items()
-            if worker != LEARNER
-        }
-
 
 def step_timeline(
     step: int,
@@ -332,8 +324,9 @@ def worker_seconds(timelines: Iterable[StepTimeline]) -> dict[str, dict[str, flo
     """Return the seconds of every worker in every state, over all RL steps."""
     total: dict[str, dict[str, float]] = {}
     for timeline in timelines:
-        for state in STATES:
-            for worker, seconds in timeline.seconds(state).items():
-                of_worker = total.setdefault(worker, dict.fromkeys(STATES, 0.0))
-                of_worker[state] += seconds
+        for worker, spans in timeline.rows.items():
+            of_worker = total.setdefault(worker, dict.fromkeys(STATES, 0.0))
+            for span in spans:
+                of_worker[span.state] += span.seconds
+    total.pop(LEARNER, None)
     return total

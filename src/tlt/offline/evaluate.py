@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import comb, sqrt
 from pathlib import Path
 from statistics import fmean, variance
@@ -220,8 +220,8 @@ def summary(
         passed[_problem(name)] += reward.fault is None and reward.value >= 1
     found = {}
     for k in ks(plan.num_samples):
-        at = interval([pass_at(plan.num_samples, count, k) for count in passed], plan.num_samples)
-        found[str(k)] = {"value": at.value, "low": at.low, "high": at.high}
+        shares = [pass_at(plan.num_samples, count, k) for count in passed]
+        found[str(k)] = asdict(interval(shares, plan.num_samples))
     lengths = [len(sample.token_ids) for sample in samples.values()]
     cut = [sample.finish_reason == "length" for sample in samples.values()]
     return {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from tlt.observe.health import signs
+from tlt.observe.health import signs, steps_with
 from tlt.observe.summary import series, stage_table
 from tlt.report.view import RunView, arms, lengths, reclaimed, tail_share
 
@@ -89,7 +89,7 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
     """Report what the run did not learn, then samples of a wrong policy or a wrong sampler."""
     for place, sign in enumerate(signs(view.records)):
         yield Bottleneck(sign.kind, sign.says, sign.change, 4.0 - 0.1 * place)
-    steps = _steps_with(view, "learner/gap_alarms")
+    steps = steps_with(view.records, "learner/gap_alarms")
     if steps:
         then = view.setting("alarm.then", "drop")
         follows = "trained on all the same" if then == "warn" else "not trained on"
@@ -102,7 +102,7 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "issue.",
             2.0,
         )
-    steps = _steps_with(view, "recheck/faults")
+    steps = steps_with(view.records, "recheck/faults")
     if steps:
         checked, faults = (
             sum(series(view.records, f"recheck/{name}")[1]) for name in ("samples", "faults")
@@ -118,7 +118,7 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "the lines of run.log on rechecks.",
             1.8,
         )
-    steps = _steps_with(view, "rollout/policy_mismatches")
+    steps = steps_with(view.records, "rollout/policy_mismatches")
     if steps:
         yield Bottleneck(
             "policy_mismatch",
@@ -129,15 +129,6 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "file an issue.",
             1.5,
         )
-
-
-def _steps_with(view: RunView, name: str) -> str:
-    """Return the RL steps in which the metric is not 0, in words; empty if there are none."""
-    steps = [
-        f"{step:.0f}" for step, count in zip(*series(view.records, name), strict=True) if count
-    ]
-    shown = ", ".join(steps[:8]) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
-    return f"RL step{'s' if len(steps) > 1 else ''} {shown}," if steps else ""
 
 
 def _rewards(view: RunView) -> Iterator[Bottleneck]:

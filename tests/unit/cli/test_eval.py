@@ -27,7 +27,7 @@ from tlt.tasks.rewards import Reward
 # --- statistics -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_samples", "passed"), [(1, 0), (4, 1), (5, 2), (6, 6), (7, 5)])
+@pytest.mark.parametrize(("num_samples", "passed"), [(1, 0), (5, 2), (6, 6)])
 def test_pass_at_k_counts_all_draws_of_k_samples(num_samples: int, passed: int) -> None:
     outcomes = [True] * passed + [False] * (num_samples - passed)
     for k in range(1, num_samples + 1):
@@ -56,7 +56,7 @@ def test_values_that_vary_less_have_a_narrower_interval() -> None:
 
 
 @pytest.mark.parametrize("chances", [(0.1, 0.5, 0.9), (0.5,)])
-@pytest.mark.parametrize("num_problems", [3, 5, 10, 40])
+@pytest.mark.parametrize("num_problems", [3, 40])
 def test_the_interval_holds_the_truth_as_often_as_it_says(
     num_problems: int, chances: tuple[float, ...]
 ) -> None:
@@ -73,11 +73,8 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(
     assert 0.92 <= hits / 400 <= 1.0
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "expected"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
-)
-def test_the_ks_of_the_table(num_samples: int, expected: list[int]) -> None:
-    assert ks(num_samples) == expected
+def test_the_ks_of_the_table() -> None:
+    assert [ks(n) for n in (1, 6, 8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -150,7 +147,7 @@ def problems(count: int, path: str = "sums.jsonl") -> str:
 
 def test_a_model_on_a_file(model: Path) -> None:
     arguments = ("eval", str(model), "--task", problems(10), "--reward", "exact")
-    code, output, errors = tlt(*arguments, "--samples", "2", "--json")
+    code, output, errors = tlt(*arguments, "--samples", "2", "--engines", "2", "--json")
     assert code == 0, errors
     found = json.loads(output)
     assert found["num_problems"] == 10
@@ -158,21 +155,11 @@ def test_a_model_on_a_file(model: Path) -> None:
     assert found["pass_at"]["2"]["value"] == 1.0
     assert 0.7 < found["pass_at"]["2"]["low"] < 1.0
     assert found["faults"] == 0
-    seeds = {request.sampling.seed for request in FakeEngine.seen}
-    assert len(seeds) == 20
+    assert len({request.sampling.seed for request in FakeEngine.seen}) == 20
     code, output, _ = tlt(*arguments, "--samples", "2")
     assert "pass@k" in output
     assert "50.0%" in output
     assert "sums.jsonl" in output
-
-
-def test_two_engines_share_the_problems(model: Path) -> None:
-    code, output, errors = tlt(
-        *("eval", str(model), "--task", problems(5), "--reward", "exact", "--json"),
-        *("--engines", "2", "--samples", "1"),
-    )
-    assert code == 0, errors
-    assert json.loads(output)["pass_at"]["1"]["value"] == 1.0
 
 
 def run_folder(model: Path, **changes: Any) -> Path:
@@ -253,19 +240,19 @@ def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "RUN_OR_MODEL = 'nowhere' holds no config.json"),
-        (["."], ". is neither a run (no config.toml) nor a model (no config.json); give"),
-        (["M"], "--task is missing: a model alone has no problems; e.g. --task gcd"),
-        (["M", "--task", "gdc"], "--task: reasoning-gym has no task 'gdc'; e.g. gcd"),
-        (["M", "--task", "none.jsonl"], "--task: none.jsonl does not exist; give"),
-        (["M", "--task", "gcd", "--parameter", "x=1"], "--parameter: x is no parameter of gcd"),
-        (["M", "--task", "gcd", "--sizes", "1"], "--sizes '1' is not three numbers; e.g."),
-        (["M", "--task", "gcd", "--reward", "mine"], "--reward: 'mine' is not gym, exact, math"),
-        (["M", "--task", "gcd", "--temperature", "0"], "4 equal samples of every problem; give"),
-        (["M", "--task", "gcd", "--max-tokens", "99999"], "but the model takes 4096; e.g. --max"),
-        (["run", "--parameter", "x=1"], "--parameter and --sizes go with --task; without"),
-        (["unfinished"], "unfinished holds no policy yet: the run has not ended; wait"),
-        (["all"], "held out no problems (eval.every_steps = 0)"),
+        (["nowhere"], "RUN_OR_MODEL = 'nowhere'"),
+        (["."], "config.json"),
+        (["M"], "e.g. --task gcd"),
+        (["M", "--task", "gdc"], "--task: reasoning-gym has no task 'gdc'"),
+        (["M", "--task", "none.jsonl"], "--task: none.jsonl"),
+        (["M", "--task", "gcd", "--parameter", "x=1"], "--parameter: x"),
+        (["M", "--task", "gcd", "--sizes", "1"], "--sizes '1'"),
+        (["M", "--task", "gcd", "--reward", "mine"], "--reward: 'mine'"),
+        (["M", "--task", "gcd", "--temperature", "0"], "--samples 1"),
+        (["M", "--task", "gcd", "--max-tokens", "99999"], "4096; e.g. --max-tokens"),
+        (["run", "--parameter", "x=1"], "--parameter and --sizes go with --task"),
+        (["unfinished"], "unfinished holds no policy"),
+        (["all"], "eval.every_steps = 0"),
     ],
 )
 def test_mistakes_name_the_option(model: Path, arguments: Sequence[str], words: str) -> None:

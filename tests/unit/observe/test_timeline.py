@@ -141,7 +141,7 @@ def test_who_does_what_in_a_step() -> None:
         "waiting", "idle", "generating", "idle", "training", "idle", "waiting", "updating",
         "waiting",
     ]  # fmt: skip
-    assert a_step().seconds("training") == {"engine-0": 0, "engine-1": pytest.approx(5.4)}
+    assert worker_seconds([a_step()])["engine-1"]["training"] == pytest.approx(5.4)
 
 
 def test_workers_wait_for_a_learner_with_devices_of_its_own() -> None:

@@ -1,6 +1,7 @@
 """The gain of one run over another: more than noise or not, and what made it."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,8 @@ def test_a_report_and_the_demo_say_the_same_of_two_runs(tmp_path: Path) -> None:
     off.records[0]["time/step_s"] = 1e6  # loads and compiles
     told, found = compare(off, tlt), gain(off, tlt)
     assert found is not None
-    assert told["step"] == found.step.as_data
-    assert told["rollout"] == found.rollout.as_data
+    assert told["step"] == asdict(found.step)
+    assert told["rollout"] == asdict(found.rollout)
     assert told["rollout_per_token"]["median"] == pytest.approx(2.0)
     assert told["whole"] == pytest.approx((1e6 + 3 * 13.7) / (4 * 8.7))
     assert told["steps"] == 4

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from xml.etree.ElementTree import fromstring
+
 import pytest
 
-from tlt.report.svg import Axis, Box, Chart, Line, draw, log_ticks, number, on_same_axes, ticks
+from tlt.report.svg import (
+    Axis,
+    Box,
+    Chart,
+    Line,
+    draw,
+    log_ticks,
+    number,
+    on_same_axes,
+    sheet,
+    ticks,
+)
+from tlt.report.training import training_picture
 
 
 def test_round_numbers_on_axes() -> None:
@@ -47,3 +61,30 @@ def test_the_same_axes() -> None:
         assert (chart.x.low, chart.x.high) == (0, 8)
     assert {(chart.y.low, chart.y.high) for chart in found} == {(-1, 9), (0, 5)}
     assert found[0].shapes == short.shapes
+
+
+def test_a_sheet_holds_its_charts_side_by_side() -> None:
+    chart = Chart("A", Axis("x", 0, 1), Axis("", 0, 1, names={0.5: "a long name of a row"}))
+    found = fromstring(sheet("All", [chart] * 3, ["below " * 60]))
+    inside = [each for each in found if each.tag.endswith("svg")]
+    (x0, y0), (x1, y1), (x2, y2) = ((int(e.attrib["x"]), int(e.attrib["y"])) for e in inside)
+    assert x0 == x2 < x1
+    assert y0 == y1 < y2
+    words = [each.text or "" for each in found if each.tag.endswith("text")]
+    assert words[:2] == ["All", "A"]
+    assert sum(text.startswith("below") for text in words) > 1  # wrapped
+    assert chart.left > Chart("B").left
+
+
+def test_the_picture_of_a_training() -> None:
+    measured = {"0": {"length": 1.5, "by_position": [0.3, 0.2]}}
+    report = {
+        "num_draft_tokens": 2,
+        "num_held_out_prompts": 8,
+        "training": {"history": [{"elapsed_s": 60.0 * n, "length@0": 1.0 + n} for n in range(3)]},
+        "acceptance": {"before": measured, "after": {"0": {**measured["0"], "length": 2.5}}},
+    }
+    shown = training_picture(report)
+    assert "Acceptance length 1.50 before training, 2.50 after" in shown
+    assert shown.count("<circle") == 3
+    assert "after, temperature 0: 30%" in shown

@@ -1,0 +1,130 @@
+"""Which model and which problems `tlt eval` measures: those of a run, of a file, or of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tlt.config.load import check, read_toml, renewed
+from tlt.config.train import SizesConfig, TaskConfig, TrainConfig
+from tlt.errors import ConfigError
+from tlt.models.folder import read_model
+from tlt.models.hub import local_folder
+from tlt.tasks.file import read_problems
+from tlt.tasks.gym import Problem
+from tlt.tasks.rewards import RewardFunction, reward_function
+from tlt.tasks.source import open_source
+from tlt.tasks.tail import HeavyTail
+
+FILES = (".jsonl", ".parquet")
+NUM_PROBLEMS = 64
+
+Chosen = tuple[list[Problem], RewardFunction, str]
+"""Problems, their reward function, and in words which problems they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The options of `tlt eval` that name problems; None for those of the run."""
+
+    task: str | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    sizes: HeavyTail | None = None
+    instruction: str | None = None
+    reward: str | None = None
+    count: int | None = None
+    seed: int = 0
+
+
+def model_of(target: str) -> tuple[Path, TrainConfig | None]:
+    """Return the model folder of a run or a model, and the settings of the run."""
+    folder = Path(target)
+    path = folder / "config.toml"
+    if path.exists():
+        run = check(TrainConfig, renewed(read_toml(path)), str(path))
+        folder /= "policy"
+        if not folder.exists():
+            raise ConfigError(
+                f"{target} holds no policy yet: the run has not ended; wait for it, or give the "
+                f"model it started from, {run.policy.model}"
+            )
+    else:
+        run = None
+        if folder.is_dir() and not (folder / "config.json").exists():
+            raise ConfigError(
+                f"{target} is neither a run (no config.toml) nor a model (no config.json); give "
+                "the folder that run.out named, a model folder, or a Hub id"
+            )
+        folder = local_folder(target, "RUN_OR_MODEL")
+    read_model(folder, "RUN_OR_MODEL")
+    return folder, run
+
+
+def chosen_problems(
+    run: TrainConfig | None,
+    asked: Asked,
+    file_task: Callable[[str, TaskConfig | None], TaskConfig],
+) -> Chosen:
+    """Return the problems to solve: those that the run held out, unless a task is named.
+
+    `file_task` says how to read the problems of a file, and how to ask them, given a run's task.
+    """
+    if asked.task is None:
+        if run is None:
+            raise ConfigError(
+                "--task is missing: a model alone has no problems; e.g. --task gcd, or "
+                "--task problems.jsonl"
+            )
+        return _held_out(run, asked)
+    from_file = Path(asked.task).suffix.lower() in FILES
+    # A run on a file says how to ask and score another file; one on a task, how to score a task.
+    like = run if run is not None and (run.task.path is not None) == from_file else None
+    usual = "math" if from_file else "auto"
+    function = reward_function(asked.reward or (like.reward.function if like else usual), from_file)
+    if from_file:
+        _refuse_parameters(asked, "a task's name, not with a file; leave them out")
+        config = file_task(asked.task, like.task if like else None)
+        text = config.instruction if asked.instruction is None else asked.instruction
+        found = [
+            replace(problem, question=f"{problem.question}\n{text}")
+            for problem in read_problems(config)[: asked.count]
+        ]
+    else:
+        usual = like.task.instruction if like else ""
+        tail = asked.sizes
+        config = TaskConfig(
+            name=asked.task,
+            parameters=dict(asked.parameters),
+            instruction=usual if asked.instruction is None else asked.instruction,
+            sizes=SizesConfig(**asdict(tail)) if tail else None,
+        )
+        found = open_source(config, asked.seed, 0).held_out(asked.count or NUM_PROBLEMS)
+    return found, function, f"{len(found)} problems of {asked.task}"
+
+
+def _held_out(run: TrainConfig, asked: Asked) -> Chosen:
+    _refuse_parameters(asked, "--task; without it, the run's own problems count")
+    from_file = run.task.path is not None
+    held_out = run.eval.num_problems if run.eval.every_steps or not from_file else 0
+    if not held_out:
+        raise ConfigError(
+            "the run held out no problems (eval.every_steps = 0): all of its file were trained on; "
+            "give others, e.g. --task test.jsonl"
+        )
+    if from_file and asked.count is not None and asked.count > held_out:
+        raise ConfigError(
+            f"--problems {asked.count} is more than the {held_out} that the run held out; give at "
+            f"most {held_out}, or others with --task"
+        )
+    change = {} if asked.instruction is None else {"instruction": asked.instruction}
+    source = open_source(run.task.model_copy(update=change), run.run.seed, held_out)
+    found = source.held_out(asked.count or held_out)
+    function = reward_function(asked.reward or run.reward.function, from_file)
+    return found, function, f"{len(found)} held-out problems of the run"
+
+
+def _refuse_parameters(asked: Asked, rest: str) -> None:
+    if asked.parameters or asked.sizes:
+        raise ConfigError(f"--parameter and --sizes go with {rest}")
