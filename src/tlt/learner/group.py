@@ -212,8 +212,8 @@ class LearnerGroup:
             if late:
                 names = ", ".join(str(rank) for rank in sorted(waiting[call] for call in late))
                 raise LearnerLost(
-                    f"{command.__name__} took more than {limit_s:g} s (learner.timeout_s) in learner rank "
-                    f"{names}"
+                    f"{command.__name__} took more than {limit_s:g} s (learner.timeout_s) in "
+                    f"learner rank {names}"
                 )
             return [call.result() for call in waiting]
         finally:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tlt.config.load import check, read_toml, renewed
+from tlt.config.load import check, read_toml
 from tlt.config.train import SizesConfig, TaskConfig, TrainConfig
 from tlt.errors import ConfigError
 from tlt.models.folder import read_model
@@ -43,7 +43,7 @@ def model_of(target: str) -> tuple[Path, TrainConfig | None]:
     folder = Path(target)
     path = folder / "config.toml"
     if path.exists():
-        run = check(TrainConfig, renewed(read_toml(path)), str(path))
+        run = check(TrainConfig, read_toml(path), str(path))
         folder /= "policy"
         if not folder.exists():
             raise ConfigError(

@@ -165,7 +165,7 @@ def choose(
 def _candidates(hardware: Hardware, context: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a template and its values, the longest responses and largest KV caches first."""
     for max_tokens in _lengths(GPU_TOKENS if hardware.gpus else CPU_TOKENS, context):
-        common = {"max_tokens": max_tokens, "prompts": 8, "group": 8}
+        common: dict[str, Any] = {"max_tokens": max_tokens, "prompts": 8, "group": 8}
         if not hardware.gpus:
             for engines in range(min(hardware.cores, MAX_CPU_ENGINES), 0, -1):
                 own = {"engines": engines, "harvest": _toml(engines > 1)}
