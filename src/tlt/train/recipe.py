@@ -165,7 +165,7 @@ def choose(
 def _candidates(hardware: Hardware, context: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a template and its values, the longest responses and largest KV caches first."""
     for max_tokens in _lengths(GPU_TOKENS if hardware.gpus else CPU_TOKENS, context):
-        common = {"max_tokens": max_tokens, "prompts": 8, "group": 8}
+        common: dict[str, Any] = {"max_tokens": max_tokens, "prompts": 8, "group": 8}
         if not hardware.gpus:
             for engines in range(min(hardware.cores, MAX_CPU_ENGINES), 0, -1):
                 own = {"engines": engines, "harvest": _toml(engines > 1)}
@@ -185,9 +185,10 @@ def _candidates(hardware: Hardware, context: int | None) -> Iterator[tuple[str, 
             "memory": "".join(f"{key} = {size}\n" for key, size in memory.items() if size),
         }
         for gpus in (n for n in (1, 2, 4, 8, 16) if hardware.gpus % n == 0):
-            engines = {"gpus": gpus, "engines": total // gpus, "harvest": _toml(total // gpus > 1)}
+            num = total // gpus
+            common |= {"gpus": gpus, "engines": num, "harvest": _toml(num > 1)}
             for utilization in UTILIZATIONS:
-                yield HEAD + ON_GPUS + TAIL, common | engines | {"utilization": utilization}
+                yield HEAD + ON_GPUS + TAIL, common | {"utilization": utilization}
 
 
 def _lengths(tokens: Sequence[int], context: int | None) -> list[int]:

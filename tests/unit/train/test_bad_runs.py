@@ -144,8 +144,12 @@ def module(name: str, code: str, key: str = "reward.function") -> Spoil:
     return spoil
 
 
-def both(*spoils: Spoil) -> Spoil:
-    return lambda attempt: [spoil(attempt) for spoil in spoils] and None
+def both(first: Spoil, second: Spoil) -> Spoil:
+    def spoil(attempt: Attempt) -> None:
+        first(attempt)
+        second(attempt)
+
+    return spoil
 
 
 def begun(*overrides: str, resume: bool, damage: str | None = None) -> Spoil:
