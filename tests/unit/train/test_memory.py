@@ -26,7 +26,9 @@ def arguments(tmp_path: Path, recipe: str, *overrides: str) -> list[str]:
     """Return overrides for the recipe with a model folder that holds only a config.json."""
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[recipe.partition("_math")[0]]))
+    (folder / "config.json").write_text(
+        json.dumps(SHAPES.get(recipe.partition("_math")[0], SHAPES["qwen3_4b"]))
+    )
     own = [f"policy.model={folder}", f"run.out={tmp_path / 'run'}"]
     return [*own, *NODE, *WITHOUT_TLT, *overrides]
 
@@ -129,6 +131,7 @@ REFUSED = {
                 "engine.engine_args.max_num_seqs=16", "tlt.row_tokens=8192"],
     ),
     "captured states": (SEVEN, ["capture.capacity_gib=300", "node.host_gib=420"]),
+    "CPU engines": ("tiny_tail_cpu", ["engine.kv_cache_gib=1000", "node.host_gib=300"]),
     "loading": (THIRTY_TWO, ["node.host_gib=900"]),
 }  # fmt: skip
 
