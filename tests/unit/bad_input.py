@@ -36,8 +36,6 @@ SHORT = [
     *("cluster.num_engines=2", "modes=['off', 'tlt']"),
 ]
 """A scenario that takes little time."""
-
-
 INIT = ["--hardware", "cpu", "--steps", "2"]
 EVAL = ["--problems", "2", "--samples", "1", "--max-tokens", "8", "--json"]
 

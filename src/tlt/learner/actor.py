@@ -68,8 +68,9 @@ class LearnerPlan:
 class LearnerActor:
     """Runs in a rank's process: one thread trains, another one waits for checkpoints."""
 
-    def __init__(self, plan: LearnerPlan, rank: int, code_folder: str = ".") -> None:
-        import_from(Path(code_folder))  # where a user's loss may lie
+    def __init__(self, plan: LearnerPlan, rank: int, code_folder: str | None = None) -> None:
+        if code_folder is not None:
+            import_from(Path(code_folder))  # where a user's loss may lie
         self._plan = plan
         self._rank_index = rank
         self._calls = InOrder()

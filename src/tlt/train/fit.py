@@ -107,8 +107,13 @@ def _fixes(sizes: Sizes, place: Place) -> Iterator[Changes]:
         captured = dict(place.parts).get("captured states", 0)
         if over < captured / 2:
             yield {"capture.capacity_gib": math.floor((captured - over) / GIB * 100) / 100}
-        if not sizes.on_gpu and config.pool.num_engines > 1:
-            yield less | {"pool.num_engines": config.pool.num_engines // 2}
+    if place.name == "host":
+        engines = config.pool.num_engines
+        cache = config.engine.kv_cache_gib - over / engines / GIB
+        if cache * GIB >= sizes.max_model_len * sizes.kv_token:
+            yield {"engine.kv_cache_gib": math.floor(100 * cache) / 100}
+        if engines > 1:
+            yield less | {"pool.num_engines": engines // 2}
 
 
 def _more_gpus(sizes: Sizes) -> Iterator[Changes]:

@@ -185,9 +185,10 @@ def _candidates(hardware: Hardware, context: int | None) -> Iterator[tuple[str, 
             "memory": "".join(f"{key} = {size}\n" for key, size in memory.items() if size),
         }
         for gpus in (n for n in (1, 2, 4, 8, 16) if hardware.gpus % n == 0):
-            own = {"gpus": gpus, "engines": total // gpus, "harvest": _toml(total // gpus > 1)}
+            num = total // gpus
+            common |= {"gpus": gpus, "engines": num, "harvest": _toml(num > 1)}
             for utilization in UTILIZATIONS:
-                yield HEAD + ON_GPUS + TAIL, common | own | {"utilization": utilization}
+                yield HEAD + ON_GPUS + TAIL, common | {"utilization": utilization}
 
 
 def _lengths(tokens: Sequence[int], context: int | None) -> list[int]:

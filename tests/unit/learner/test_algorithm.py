@@ -1,8 +1,9 @@
 """An advantage and a loss of the user's own reach the update; wrong names are refused."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -63,3 +64,14 @@ def test_functions_of_users_reach_the_update(tmp_path: Path) -> None:
 def test_a_wrong_name_is_refused_with_the_key(find: Any, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: .*; e\.g\. my_algorithm:"):
         find("ppo")
+
+
+def test_a_rank_finds_the_code_in_the_drivers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from tlt.learner.actor import LearnerActor
+
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    LearnerActor(cast(Any, None), 0, str(tmp_path / "driver"))
+    assert str(tmp_path / "driver") in sys.path

@@ -144,10 +144,10 @@ def module(name: str, code: str, key: str = "reward.function") -> Spoil:
     return spoil
 
 
-def both(*spoils: Spoil) -> Spoil:
+def both(first: Spoil, second: Spoil) -> Spoil:
     def spoil(attempt: Attempt) -> None:
-        for each in spoils:
-            each(attempt)
+        first(attempt)
+        second(attempt)
 
     return spoil
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +25,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from fault_layer import Actor, Layer, batches, run  # noqa: E402
+from light_ranks import FIRST_POLICY, KILL_S, Rank, RankHandle, digest  # noqa: E402
 from light_trainers import Trainers  # noqa: E402
 
 from tlt.config.train import AlgorithmConfig, TrainConfig  # noqa: E402
@@ -38,9 +37,8 @@ from tlt.harvest.forecast import TailForecast  # noqa: E402
 from tlt.harvest.leases import LeaseSettings  # noqa: E402
 from tlt.harvest.published import VERSION  # noqa: E402
 from tlt.harvest.session import HarvestSession  # noqa: E402
-from tlt.harvest.trainer import EMBEDDING  # noqa: E402
-from tlt.learner.actor import LearnerPlan, Rows  # noqa: E402
-from tlt.learner.calls import InOrder, RankFailed, RankGone  # noqa: E402
+from tlt.learner.actor import Rows  # noqa: E402
+from tlt.learner.calls import RankFailed  # noqa: E402
 from tlt.learner.group import LearnerGroup  # noqa: E402
 from tlt.node.weights import SharedWeights, read_weights  # noqa: E402
 from tlt.observe.live import Live  # noqa: E402
@@ -51,7 +49,6 @@ from tlt.rollout.client import SWAP_S, place_of  # noqa: E402
 from tlt.rollout.client import Engine as Commands  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
 from tlt.rollout.recheck import Rechecks  # noqa: E402
-from tlt.states.writer import Stored  # noqa: E402
 from tlt.tasks.gym import Problem  # noqa: E402
 from tlt.tasks.rewards import Reward  # noqa: E402
 from tlt.train.folder import RunFolder  # noqa: E402
@@ -64,17 +61,13 @@ NUM_STEPS = 5
 KNOWN = (108, 463, 765)
 """Later seeds that have found something: an engine that outlived the pool, because its end was
 broken off, and a command that failed in one engine while the others died."""
-FIRST_POLICY = 1
 MAX_ENGINE_FAULTS = 4
 """Faults of engines in an RL step: five losses of one sample would rightly end the run."""
-KILL_S = 0.3
 LEASES = LeaseSettings(min_s=0.1, lease_s=12.0, stop_timeout_s=2.0, max_leases=3)
 HARVEST = CoordinatorSettings(LEASES, session_s=1.0, publish=True)
 RELEASE_S = LEASES.stop_timeout_s + 2 * ANSWER_S + SWAP_S + ANSWER_S
 """Most seconds that harvest may keep a run waiting at the end of a rollout."""
-LIMIT_S = 6000.0
-"""Simulated seconds that a run may take, its restarts included."""
-SUMS = ("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens", "gap", "kl")
+LIMIT_S = 6000.0  # simulated seconds that a run may take, its restarts included
 
 
 def config(out: Path) -> TrainConfig:
@@ -93,12 +86,6 @@ def config(out: Path) -> TrainConfig:
             "eval": {"every_steps": 0},
         }
     )
-
-
-def digest(*values: Any) -> int:
-    """Return a number below 2**60 that follows from these values."""
-    text = json.dumps(values).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 4
 
 
 class World:
@@ -262,118 +249,6 @@ class LightProcess:
         return await self.layer.call(self.engine, arrived, EngineError, EngineGone)
 
 
-# --- learner ranks --------------------------------------------------------------------------------
-
-
-class Meeting:
-    """Where ranks of one start exchange numbers: a collective that waits for all of them."""
-
-    all: ClassVar[dict[str, Meeting]] = {}
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._given: dict[int, dict[int, int]] = {}
-        self._changed = asyncio.Condition()
-
-    async def total(self, number: int, rank: int, value: int) -> int:
-        given = self._given.setdefault(number, {})
-        async with self._changed:
-            given[rank] = value
-            self._changed.notify_all()
-            await self._changed.wait_for(lambda: len(given) == self._num_ranks)
-        return sum(given.values())
-
-
-class Rank(Actor):
-    """A rank whose share of the gradient is a sum of numbers."""
-
-    names = itertools.count()
-
-    def __init__(self, plan: LearnerPlan, rank: int, shared: list[SharedWeights]) -> None:
-        super().__init__(KILL_S)
-        self.plan, self.rank, self.shared = plan, rank, shared
-        self.calls, self.turn = InOrder(), asyncio.Lock()
-        self.policy, self.gradient, self.steps = FIRST_POLICY, 0, 0
-        self.num_exchanges = 0
-        self.saved: Path | None = None
-
-    async def do(self, number: int, method: str, *args: Any) -> Any:
-        async with self.turn:
-            self.calls.check(number, method)
-            await asyncio.sleep(0.01)
-            return await getattr(self, method)(*args)
-
-    async def total(self, value: int) -> int:
-        """Add up a number of all ranks."""
-        self.num_exchanges += 1
-        return await self.ranks.total(self.num_exchanges, self.rank, value)
-
-    async def node(self) -> str:
-        return "here"
-
-    async def meeting(self, on_one_node: bool) -> str:
-        name = f"meeting-{next(Rank.names)}"
-        Meeting.all[name] = Meeting(self.plan.num_ranks)
-        return name
-
-    async def start(self, meeting: str, saved: str | None, ranks_here: int) -> int:
-        self.ranks = Meeting.all[meeting]
-        if saved is not None:
-            state = json.loads((Path(saved) / f"{self.rank}.json").read_text())
-            self.policy, self.steps = state["policy"], state["steps"]
-        await self.total(0)
-        return 1
-
-    async def accumulate(self, rows: Rows, rl_step: int) -> None:
-        samples = [sample for row in rows for sample in row]
-        self.gradient += sum(
-            digest(s.sample_id, s.response_ids, round(s.advantage, 6), rl_step) for s in samples
-        )
-
-    async def step(self, denominator: float, max_gap: float) -> Any:
-        total = await self.total(self.gradient)
-        self.gradient = 0
-        self.policy = digest(self.policy, total, denominator)
-        self.steps += 1
-        sums = SimpleNamespace(**dict.fromkeys(SUMS, 0.0), learned_tokens=1.0)
-        report = SimpleNamespace(sums=sums, grad_norm=1.0, lr=1e-3, skipped=False, refused=False)
-        return report, Stored()
-
-    async def publish(self, dtype: str, same_node: bool) -> str | None:
-        await self.total(0)
-        if self.rank:
-            return None
-        self.shared.append(SharedWeights([(EMBEDDING, torch.tensor([[self.policy]]))]))
-        return str(self.shared[-1].path)
-
-    async def save(self, folder: str) -> None:
-        self.saved, self.state = Path(folder), {"policy": self.policy, "steps": self.steps}
-
-    async def wait_saved(self) -> str:
-        await asyncio.sleep(0.5)
-        assert self.saved is not None
-        self.saved.mkdir(parents=True, exist_ok=True)
-        (self.saved / f"{self.rank}.json").write_text(json.dumps(self.state))
-        return ""
-
-
-class RankHandle:
-    def __init__(self, world: World, plan: LearnerPlan, rank: int) -> None:
-        self.layer, self.rank, self.number = world.layers[1], Rank(plan, rank, world.shared), 0
-
-    async def call(self, command: Callable[..., Any], *args: Any) -> Any:
-        self.number += 1
-        work = partial(self.rank.do, self.number, command.__name__, *args)
-        return await self.layer.call(self.rank, work, RankFailed, RankGone)
-
-    async def call_beside(self, command: Callable[..., Any], *args: Any) -> Any:
-        work = partial(getattr(self.rank, command.__name__), *args)
-        return await self.layer.call(self.rank, work, RankFailed, RankGone)
-
-    async def kill(self) -> None:
-        await self.rank.kill()
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -429,7 +304,7 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
     plan = SimpleNamespace(num_ranks=2, row_tokens=64, timeout_s=15.0, buffer=None)
     learner = LearnerGroup(
         cast(Any, plan),
-        spawn=lambda plan, rank, options: RankHandle(world, plan, rank),
+        spawn=lambda plan, rank, options: RankHandle(world.layers[1], world.shared, plan, rank),
         here=lambda: "here",
     )
     try:
@@ -562,8 +437,7 @@ def test_an_advantage_of_the_users_own_reaches_the_ranks(
         await accumulate(rank, rows, rl_step)
 
     monkeypatch.setattr(Rank, "accumulate", noting)
-    monkeypatch.setitem(
-        globals(), "config", lambda out: usual(out).model_copy(update={"algorithm": own})
-    )
+    changed = {"algorithm": own}
+    monkeypatch.setitem(globals(), "config", lambda out: usual(out).model_copy(update=changed))
     run(whole_run(World(None, drafter), tmp_path / "out"), LIMIT_S)
     assert seen == {7.0}

@@ -3,11 +3,11 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from model_folders import SHAPES
 from tlt.cli.main import app
 from tlt.config.load import load_config
 from tlt.config.train import NodeConfig, TrainConfig, resolve_defaults
@@ -16,29 +16,19 @@ from tlt.train.memory import GIB, Place
 from tlt.train.preflight import check_outline
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2_5_7b_math_8gpu": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    },
-    "qwen2_5_32b_math_4nodes": {
-        "model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648,
-        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
-        "vocab_size": 152064,
-    },
-}  # fmt: skip
 NODE = ("node.num_gpus=8", "node.gpu_gib=79", "node.host_gib=1900")
 WITHOUT_TLT = ("tlt.enabled=false", "engine.strategy.kind=off", "capture.enabled=true")
 """Without a drafter, whose parts have tests of their own."""
-SEVEN, THIRTY_TWO = SHAPES
+RECIPES = SEVEN, THIRTY_TWO = "qwen2_5_7b_math_8gpu", "qwen2_5_32b_math_4nodes"
 
 
 def arguments(tmp_path: Path, recipe: str, *overrides: str) -> list[str]:
     """Return overrides for the recipe with a model folder that holds only a config.json."""
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[recipe]))
+    (folder / "config.json").write_text(
+        json.dumps(SHAPES.get(recipe.partition("_math")[0], SHAPES["qwen3_4b"]))
+    )
     own = [f"policy.model={folder}", f"run.out={tmp_path / 'run'}"]
     return [*own, *NODE, *WITHOUT_TLT, *overrides]
 
@@ -93,7 +83,7 @@ def test_engines_that_drop_their_policy_keep_none_on_the_host(tmp_path: Path) ->
     found = {}
     for harvest in ("true", "false"):
         tlt = ("tlt.enabled=true", f"tlt.harvest={harvest}")
-        for recipe in SHAPES:
+        for recipe in RECIPES:
             places = plan(tmp_path, recipe, *tlt)
             hosts = places["host, start"], places["host, running"]
             found[recipe, harvest] = [part in dict(host.parts) for host in hosts]
@@ -141,6 +131,7 @@ REFUSED = {
                 "engine.engine_args.max_num_seqs=16", "tlt.row_tokens=8192"],
     ),
     "captured states": (SEVEN, ["capture.capacity_gib=300", "node.host_gib=420"]),
+    "CPU engines": ("tiny_tail_cpu", ["engine.kv_cache_gib=1000", "node.host_gib=300"]),
     "loading": (THIRTY_TWO, ["node.host_gib=900"]),
 }  # fmt: skip
 

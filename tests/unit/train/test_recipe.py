@@ -12,24 +12,13 @@ from called import tlt
 pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
 
+from model_folders import SHAPES
 from tlt.errors import ConfigError
 from tlt.models import tiny
 from tlt.tasks.file import task_of
 from tlt.train.recipe import Hardware, choose, parse_hardware
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
+QWEN3_8B = SHAPES["qwen3_8b"]
 GPU_NODE = Hardware(gpus=8, gpu_gib=79.0, host_gib=900.0)
 
 
