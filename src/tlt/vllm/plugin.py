@@ -15,8 +15,8 @@ from tlt.vllm.environment import SWITCH_VARIABLE
 
 _CLASSES = {
     "tlt_shm": ("tlt.vllm.transfer", "SharedMemoryTransfer"),
-    "tlt_ipc": ("tlt.vllm.device_transfer", "IpcTransfer"),
-    "tlt_nccl": ("tlt.vllm.device_transfer", "NcclTransfer"),
+    "tlt_ipc": ("tlt.vllm.send", "IpcTransfer"),
+    "tlt_nccl": ("tlt.vllm.send", "NcclTransfer"),
 }
 
 active = False

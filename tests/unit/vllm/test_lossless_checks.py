@@ -22,7 +22,7 @@ def config(**kwargs: Any) -> EngineConfig:
     ("settings", "error", "message"),
     [
         ({"drafter": None}, ConfigError, "engine.drafter is not set"),
-        ({"strategy": NGRAM, "ngram": None}, ConfigError, "engine.ngram is null"),
+        ({"strategy": NGRAM, "ngram": None}, ConfigError, "engine.ngram is not set"),
         ({"ngram": {"min_match": 5, "max_match": 2}}, ConfigError, "min_match = 2"),
         ({"max_draft_tokens": 2}, ConfigError, "set it to 4"),
         ({"engine_args": {"scheduler_cls": "x"}}, ConfigError, "TLT's scheduler"),
@@ -138,7 +138,7 @@ def test_runners_follow_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu["additional_config"]["tlt"]["runner"] == "v1"
     assert gpu["additional_config"]["tlt"]["runner"] == "v2"
     assert cpu["worker_cls"] == "tlt.vllm.cpu_worker.AdaptiveCPUWorker"
-    assert gpu["worker_cls"] == "tlt.vllm.gpu_worker.AdaptiveGPUWorker"
+    assert gpu["worker_cls"] == "tlt.vllm.worker.AdaptiveGPUWorker"
 
 
 def test_the_v1_runner_on_a_gpu_looks_ngrams_up_synchronously(
