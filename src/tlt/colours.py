@@ -1,7 +1,5 @@
 """The colours of all pictures: one for one thing. They can be read on light and dark pages."""
 
-from tlt.contracts import DRAFTERS
-
 INK = "#7d8590"
 """Text and axes of a picture that does not know its page: in the middle, 4 to 1 on both."""
 COLOURS = ("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6")
@@ -10,13 +8,14 @@ BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, TEAL, GREY = COLOURS
 
 MODES = {
     "off": GREY,
-    **{name: drafter.colour for name, drafter in DRAFTERS.items()},
+    "ngram": GREEN,
+    "eagle3": BLUE,
     "frozen": PURPLE,
     "tlt": ORANGE,
     "adaptive": ORANGE,
     "beg_mab": RED,
 }
-"""Colours of drafters, and of ways to generate."""
+"""Colours of drafters, and of ways to generate; `arm_colour` gives others one, too."""
 
 STAGES = {
     "rollout": BLUE,

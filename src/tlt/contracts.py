@@ -182,8 +182,6 @@ class Drafter:
 
     label: str
     """Its name in reports."""
-    colour: str
-    """Its colour in pictures."""
     prior: float
     """Chance that a draft token is accepted, before any draft was verified."""
     draft_lengths: tuple[int, ...]
@@ -200,7 +198,6 @@ class Drafter:
 DRAFTERS = {
     "ngram": Drafter(
         label="n-grams",
-        colour="#4b9d5b",
         prior=0.3,
         draft_lengths=(2, 4, 8),
         setting="ngram",
@@ -209,7 +206,6 @@ DRAFTERS = {
     ),
     "eagle3": Drafter(
         label="EAGLE-3 drafter",
-        colour="#3b6fb6",
         prior=0.7,
         draft_lengths=(1, 2, 3, 4, 6),
         setting="drafter",
