@@ -22,7 +22,7 @@ from contract.sources import Sources
 from contract.uses import environment, uses
 
 VERSION = "0.32.0"
-PLUGIN = Path(__file__).parents[2] / "src" / "tlt" / "rollout" / "vllm"
+PLUGIN = Path(__file__).parents[2] / "src" / "tlt" / "vllm"
 CONTRACT = Path(__file__).parent / f"vllm-{VERSION}.json"
 
 

@@ -28,13 +28,19 @@ class Found:
 def uses(folder: Path, vllm: Sources) -> Found:
     """Return what the modules of a folder use of vLLM."""
     found = Found()
-    ours = {path.stem: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+    paths = {_module(path, folder): path for path in sorted(folder.rglob("*.py"))}
+    ours = {name: ast.parse(path.read_text()) for name, path in paths.items()}
     mixed = _mixed_bases(ours, vllm)
     own = [n for t in ours.values() for n in ast.walk(t) if isinstance(n, ast.ClassDef)]
     added = set().union(*map(_own_names, own))
-    for path in sorted(folder.rglob("*.py")):
-        _Walk(path, ours[path.stem], vllm, found, mixed.get(path.stem, {}), added).walk()
+    for name, path in paths.items():
+        _Walk(path, folder, ours[name], vllm, found, mixed.get(name, {}), added).walk()
     return found
+
+
+def _module(path: Path, folder: Path) -> str:
+    """Return the name of a module, as others import it."""
+    return ".".join(["tlt", folder.name, *path.relative_to(folder).with_suffix("").parts])
 
 
 def environment(folder: Path, vllm: Sources) -> dict[str, str]:
@@ -55,17 +61,17 @@ def environment(folder: Path, vllm: Sources) -> dict[str, str]:
 def _mixed_bases(ours: dict[str, ast.Module], vllm: Sources) -> dict[str, dict[str, list[str]]]:
     """Return the classes of vLLM that each mixin is mixed with, by module and mixin."""
     found: dict[str, dict[str, list[str]]] = {}
-    for stem, tree in ours.items():
+    for own, tree in ours.items():
         imports = _imports(tree)
         for cls in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]:
             names = [ast.unparse(base) for base in cls.bases]
             bases = [imports[n] for n in names if imports.get(n, "").startswith("vllm.")]
             for name in names:
                 if name in imports and imports[name].startswith("tlt."):
-                    module, mixin = imports[name].split(".")[-2:]
+                    module, _, mixin = imports[name].rpartition(".")
                     found.setdefault(module, {}).setdefault(mixin, []).extend(bases)
                 elif name not in imports:
-                    found.setdefault(stem, {}).setdefault(name, []).extend(bases)
+                    found.setdefault(own, {}).setdefault(name, []).extend(bases)
     return found
 
 
@@ -87,6 +93,7 @@ class _Walk:
     def __init__(
         self,
         path: Path,
+        folder: Path,
         tree: ast.Module,
         vllm: Sources,
         found: Found,
@@ -94,6 +101,7 @@ class _Walk:
         added: set[str],
     ) -> None:
         self._path = path
+        self._folder = folder
         self._tree = tree
         self._vllm = vllm
         self._found = found
@@ -379,7 +387,7 @@ class _Walk:
         self._found.names[name] = text
 
     def _fault(self, text: str) -> None:
-        self._found.faults.append(f"{self._path.name} {text}")
+        self._found.faults.append(f"{self._path.relative_to(self._folder)} {text}")
 
 
 def _own_names(cls: ast.ClassDef) -> set[str]:

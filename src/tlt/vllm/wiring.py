@@ -10,33 +10,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import os
+from typing import Any
 
 import numpy as np
 
 from tlt.errors import ConfigError
-from tlt.vllm import arm_metrics
+from tlt.vllm import arm_metrics, switch
 from tlt.vllm.lossless_checks import check_params
 
 
-class Wired(Protocol):
-    """Arguments of vLLM to change, and a line for the log."""
-
-    @property
-    def changes(self) -> Mapping[str, Any]: ...
-
-    @property
-    def message(self) -> str: ...
-
-
-Wire = Callable[[Mapping[str, Any], bool, Callable[[], str]], Wired | None]
-"""Takes the arguments that a program set, whether engines run on GPUs, and a function that returns
-what vLLM would run the model for: "generate", or "pooling"."""
-
-
-def install(wire: Wire) -> None:
-    """Let `wire` change the arguments of all engines from now on. Safe to call twice."""
+def install() -> None:
+    """Let `TLT_CONFIG` change the arguments of all engines from now on. Safe to call twice."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -48,7 +33,9 @@ def install(wire: Wire) -> None:
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = changed(self) | {"model": self.model}
-        wired = wire(given, not current_platform.is_cpu(), lambda: _runner_type(self))
+        text = os.environ.get(switch.VARIABLE, "")
+        on_gpu = not current_platform.is_cpu()
+        wired = switch.wire(text, given, on_gpu, lambda: _runner_type(self))
         if wired is not None:
             for key, value in wired.changes.items():
                 setattr(self, key, _as_config(key, value))
