@@ -25,7 +25,7 @@ from tlt.contracts import DRAFTERS
 from tlt.errors import EngineError
 from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
-from tlt.vllm import arm_metrics
+from tlt.vllm import wiring
 from tlt.vllm.args import CONFIG_KEY
 
 WHOLE = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
@@ -123,7 +123,7 @@ class _Adaptive:
                     drafts.append((len(tokens), len(sampled[row]) - 1))
             report = self.controller.step_finished(record, drafts, sum(map(len, sampled)))
             if self._is_embedded:
-                arm_metrics.attach(outputs.values(), report)
+                wiring.attach(outputs.values(), report)
         return outputs
 
 
