@@ -15,7 +15,7 @@ MODES = {
     "adaptive": ORANGE,
     "beg_mab": RED,
 }
-"""Colours of drafters, and of ways to generate."""
+"""Colours of drafters, and of ways to generate; `arm_colour` gives others one, too."""
 
 STAGES = {
     "rollout": BLUE,

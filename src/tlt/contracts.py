@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
-DrafterName = Literal["off", "ngram", "eagle3"]
+DrafterName = str
+"""Who drafts: `off`, or a name in `DRAFTERS`."""
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 WHOLE: frozenset[FinishReason] = frozenset({"stop", "length"})
 """How a whole sample ends. Any other end is a fault, and the sample is generated again."""
@@ -176,6 +177,45 @@ COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Drafter:
+    """What all parts must know about a drafter."""
+
+    label: str
+    """Its name in reports."""
+    prior: float
+    """Chance that a draft token is accepted, before any draft was verified."""
+    draft_lengths: tuple[int, ...]
+    """Draft lengths that a learning strategy chooses from when its spec names no arms."""
+    setting: str = ""
+    """Key of `[engine]` that an engine with this drafter sets; empty if it needs none."""
+    example: str = ""
+    """A value of that key."""
+    module: str = ""
+    """Module that drafts without a draft model: its functions `on_v1` and `on_v2` return what
+    drafts on vLLM's two model runners (`tlt.vllm.runner.Lookup`). Empty for the draft model."""
+
+
+DRAFTERS = {
+    "ngram": Drafter(
+        label="n-grams",
+        prior=0.3,
+        draft_lengths=(2, 4, 8),
+        setting="ngram",
+        example="{ min_match = 2 }",
+        module="tlt.vllm.ngram",
+    ),
+    "eagle3": Drafter(
+        label="EAGLE-3 drafter",
+        prior=0.7,
+        draft_lengths=(1, 2, 3, 4, 6),
+        setting="drafter",
+        example='"models/my-eagle3"',
+    ),
+}
+"""All drafters. A new one that needs no model is an entry here and the module that it names."""
+
+
+@dataclass(frozen=True, slots=True)
 class Arm:
     """One choice of drafter and draft length. `Arm()` is plain decoding."""
 
@@ -192,7 +232,14 @@ class Arm:
     @property
     def uses_model(self) -> bool:
         """Whether the draft model drafts."""
-        return self.drafter == "eagle3"
+        found = DRAFTERS.get(self.drafter)
+        return found is not None and not found.module
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts come from the texts of requests, without the draft model."""
+        found = DRAFTERS.get(self.drafter)
+        return found is not None and bool(found.module)
 
     @property
     def uses_ngrams(self) -> bool:
@@ -203,7 +250,7 @@ class Arm:
     def parse(cls, text: str) -> Arm:
         """Return the arm that `str` wrote as this text."""
         drafter, _, length = text.partition(":")
-        return cls(cast("DrafterName", drafter), int(length)) if length else cls()
+        return cls(drafter, int(length)) if length else cls()
 
     def __str__(self) -> str:
         return self.drafter if self.drafter == "off" else f"{self.drafter}:{self.num_draft_tokens}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tlt.vllm.known_args import arguments
+from tlt.vllm.args import arguments
 from tlt.vllm.switch import wire
 
 RELEASES = {"openrlhf": "0.11.2", "skyrl": "0.3.0"}

@@ -223,8 +223,7 @@ def test_every_worker_of_every_engine_gets_every_tensor(
 ) -> None:
     """Two engines of one and two workers; vLLM's code alone would give two workers one rank."""
     device_stand_in.install(put=monkeypatch.setattr)
-    from tlt.vllm.device_transfer import IpcTransfer, NcclTransfer
-    from tlt.vllm.send import PolicySender
+    from tlt.vllm.send import IpcTransfer, NcclTransfer, PolicySender
 
     workers = Workers({"nccl": NcclTransfer, "ipc": IpcTransfer}[backend], (1, 2))
     policy = {f"layer.{i}.weight": torch.randn(5 + i, 7) for i in range(4)}
@@ -253,8 +252,7 @@ def test_a_large_tensor_fits_the_ipc_buffer(monkeypatch: pytest.MonkeyPatch) -> 
     device_stand_in.install(put=monkeypatch.setattr)
     from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-    from tlt.vllm.device_transfer import IpcTransfer
-    from tlt.vllm.send import PolicySender
+    from tlt.vllm.send import IpcTransfer, PolicySender
 
     embedding = [152064, 3584]
     assert embedding[0] * embedding[1] * 2 > DEFAULT_PACKED_BUFFER_SIZE_BYTES

@@ -38,7 +38,7 @@ def run(
 
 def test_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
     engine = engines(begin=False, model=str(tiny), strategy=NGRAM)
-    assert engine.start()["proposer"] == "HistoryProposer"
+    assert engine.start()["proposer"] == "LookupProposer"
     prompts = random_prompts(16, seed=21)
     first, alone = run(engine, NGRAM, prompts)
     again, seen_before = run(engine, NGRAM, prompts[::-1])
@@ -77,7 +77,7 @@ def test_beside_a_drafter(engines: EngineFactory, tiny: Path, tiny_drafter: Path
 
 
 def test_drafts_keep_to_the_limits() -> None:
-    from tlt.vllm.ngram.proposer import HistoryProposer
+    from tlt.vllm.ngram import on_v1
 
     token_ids: Any = np.zeros((4, 16), dtype=np.int32)
     token_ids[0, :9] = [1, 2, 3, 4, 5, 6, 7, 1, 2]
@@ -95,7 +95,7 @@ def test_drafts_keep_to_the_limits() -> None:
         model_config=SimpleNamespace(max_model_len=16),
     )
     ngram = {"min_match": 2, "max_match": 4, "history_tokens": 1000}
-    proposer = HistoryProposer(config, SimpleNamespace(input_batch=batch), ngram)
+    proposer = on_v1(config, SimpleNamespace(input_batch=batch), ngram)
 
     def propose(num_draft_tokens: int) -> list[list[int]]:
         # The last request is still in its prefill: nothing was sampled for it.
@@ -103,13 +103,13 @@ def test_drafts_keep_to_the_limits() -> None:
             num_draft_tokens, [[2], [2, 3], []], batch.num_tokens_no_spec, token_ids
         )
 
-    assert propose(0) == [[], [], []]
     assert propose(4) == [[3, 4, 5, 6], [4, 5], []]
     assert propose(2) == [[3, 4], [4, 5], []]
     # "b" ends with text that no call to `propose` has seen; "x" ended while it was preempted.
     token_ids[1, 14:16] = [50, 51]
     batch.num_tokens_no_spec[1] = 16
-    proposer.requests_ended({"b", "x"})
+    proposer.requests_ended({"b": (2, token_ids[1].tolist())})
+    proposer.drop({"x"})
     token_ids[0, 9:12] = [2, 3, 50]
     batch.num_tokens_no_spec[0] = 12
     assert propose(4) == [[51], [], []]

@@ -113,7 +113,7 @@ def missed_draws() -> dict[Any, Any]:
     """Return what rechecks note of draws that differ from the tokens expected."""
     from sampler_v2_rows import LENGTH, PROMPT, Desk, made_up_logits
 
-    from tlt.vllm.v2.draw_margins import DrawMarginsV2
+    from tlt.vllm.v2.sampler import DrawMarginsV2
 
     found: dict[Any, Any] = {}
     for name, settings in {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7}}.items():

@@ -240,7 +240,7 @@ def test_an_engine_without_a_draft_model_drafts_from_history(tiny: Path) -> None
         engine_args=engine_args(is_async=True),
     )
     engine = InterpretedEngine(config)
-    assert engine.start()["proposer"] == "HistorySpeculator"
+    assert engine.start()["proposer"] == "LookupSpeculator"
     policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     expected = greedy(policy, PROMPTS, GREEDY.max_tokens)
     for least in (0.0, 0.5):  # the second time, the history holds the samples

@@ -35,7 +35,7 @@ def draft_from_own_text() -> list[list[int]]:
 
     import torch
 
-    from tlt.vllm.ngram.speculator import ngram_drafts
+    from tlt.vllm.ngram import on_v2
 
     texts = {2: [9, 1, 2, 3, 4, 1, 2], 0: [5, 6]}
     token_ids = torch.zeros(4, 32, dtype=torch.int32)
@@ -54,7 +54,7 @@ def draft_from_own_text() -> list[list[int]]:
         scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
     ngram = {"min_match": 2, "max_match": 4, "history_tokens": 0}
-    lookup = ngram_drafts(config, torch.device("cpu"), states, ngram)
+    lookup = on_v2(config, torch.device("cpu"), states, ngram)
     batch = SimpleNamespace(num_reqs=2, idx_mapping=torch.tensor([2, 0]))
     drafts = torch.zeros(4, 4, dtype=torch.int64)
     lookup.draft(batch, 3, torch.ones(2, dtype=torch.int32), last_sampled, drafts)

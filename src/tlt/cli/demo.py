@@ -343,7 +343,7 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def _drafts_table(drafts: Mapping[str, Mapping[str, float]]) -> Table:
-    from tlt.report.gain import DRAFTERS
+    from tlt.report.gain import LABELS
 
     table = result_table("what made it: the run with TLT, by who drafted")
     for heading in ("", "engine seconds", "tokens", "tokens per draft", "share of tokens saved"):
@@ -351,7 +351,7 @@ def _drafts_table(drafts: Mapping[str, Mapping[str, float]]) -> Table:
     for name, of in drafts.items():
         plain = name == "off"
         table.add_row(
-            DRAFTERS[name],
+            LABELS[name],
             f"{of['seconds']:.1f}",
             f"{of['tokens']:,.0f}",
             "-" if plain else f"{of['acceptance_length']:.2f}",

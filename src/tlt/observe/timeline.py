@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from tlt.contracts import Arm, DrafterName
+from tlt.contracts import DRAFTERS, Arm
 from tlt.errors import ConfigError
 from tlt.spans import STATES, Span, State, covered
 
@@ -306,7 +306,7 @@ def _span(event: Mapping[str, Any], start_s: float, end_s: float) -> Span:
     for name in COUNTS:
         _number(getattr(span, name), LARGEST)
     arm = Arm.parse(span.arm)
-    if arm.drafter not in get_args(DrafterName) or not 0 <= arm.num_draft_tokens <= MAX_DRAFT:
+    if arm.drafter not in ("off", *DRAFTERS) or not 0 <= arm.num_draft_tokens <= MAX_DRAFT:
         raise ValueError(span.arm)
     if span.state not in STATES:
         raise ValueError(span.state)

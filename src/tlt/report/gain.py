@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from tlt.contracts import Arm
+from tlt.contracts import DRAFTERS, Arm
 from tlt.observe.summary import Record, summary
 from tlt.report.bootstrap import interval
 from tlt.report.view import RunView, arms, harvest, reclaimed
@@ -19,11 +19,7 @@ from tlt.report.view import RunView, arms, harvest, reclaimed
 MIN_PAIRS = 3
 """Fewest pairs of RL steps that say something about noise."""
 
-DRAFTERS = {
-    "off": "no drafts",
-    "ngram": "n-grams",
-    "eagle3": "EAGLE-3 drafter",
-}
+LABELS = {"off": "no drafts"} | {name: drafter.label for name, drafter in DRAFTERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +129,7 @@ def drafting(view: RunView) -> dict[str, dict[str, float]]:
     for of in found.values():
         of["acceptance_length"] = 1 + of["accepted"] / of["drafts"] if of["drafts"] else 1.0
         of["saved_share"] = of["accepted"] / accepted if accepted else 0.0
-    return {name: found[name] for name in DRAFTERS if name in found}
+    return {name: found[name] for name in LABELS if name in found}
 
 
 def leases(view: RunView) -> dict[str, float]:

@@ -8,7 +8,7 @@ its draft, so engine steps x running = tokens - accepted.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import exp, isfinite, log
 from pathlib import Path
@@ -18,11 +18,12 @@ from typing import Any
 from tlt.config.load import read_json
 from tlt.contracts import OFF, Arm
 from tlt.errors import ConfigError
-from tlt.observe.timeline import LEARNER
+from tlt.observe.timeline import LEARNER, StepTimeline
 from tlt.report.view import RunView, rollouts
 from tlt.simulate.cluster import Learner, Training
 from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
 from tlt.simulate.profiles import DRIFT
+from tlt.spans import Span
 
 MIN_STEPS = 3
 """Engine steps that a span needs to measure the time of one."""
@@ -136,23 +137,31 @@ def observations(view: RunView) -> list[Observation]:
     prompt = prompt_tokens(view)
     for timeline in view.timelines[1:]:
         for start_s, end_s in rollouts(timeline):
-            for worker, spans in timeline.rows.items():
-                position, first = 0.0, True
-                for span in spans:
-                    if worker == LEARNER or not start_s <= span.start_s < end_s or not span.tokens:
-                        continue
-                    if span.seconds <= 0:
-                        continue
-                    gained = span.tokens / max(1.0, span.running)
-                    context = prompt + position + gained / 2
-                    position += gained
-                    steps = (span.tokens - span.accepted) / max(1.0, span.running)
-                    if not first and not span.mixed and steps >= MIN_STEPS:
+            for decoded in engine_spans(timeline, start_s, end_s, prompt):
+                for span, steps, context in decoded[1:]:  # the first span also reads the prompts
+                    if not span.mixed and steps >= MIN_STEPS:
                         step_s = span.seconds / steps
                         arm = Arm.parse(span.arm)
                         found.append(Observation(arm, span.running, context, step_s, span.seconds))
-                    first = False  # the first span also reads the prompts
     return found
+
+
+def engine_spans(
+    timeline: StepTimeline, start_s: float, end_s: float, prompt: float
+) -> Iterator[list[tuple[Span, float, float]]]:
+    """Yield the spans in which each engine generated, with their engine steps and mean context."""
+    for worker, spans in timeline.rows.items():
+        position, found = 0.0, []
+        for span in spans:
+            if worker == LEARNER or not start_s <= span.start_s < end_s or not span.tokens:
+                continue
+            if span.seconds > 0:
+                running = max(1.0, span.running)
+                gained = span.tokens / running
+                steps = (span.tokens - span.accepted) / running
+                found.append((span, steps, prompt + position + gained / 2))
+                position += gained
+        yield found
 
 
 def prompt_tokens(view: RunView) -> float:

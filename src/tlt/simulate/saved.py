@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tlt.contracts import OFF, Arm
-from tlt.observe.timeline import LEARNER, StepTimeline
+from tlt.observe.timeline import StepTimeline
 from tlt.report.view import RunView, rollouts
-from tlt.simulate.calibrate import observations, prompt_tokens
+from tlt.simulate.calibrate import engine_spans, observations, prompt_tokens
 from tlt.simulate.model import EngineModel, fit
 
 MIN_PLAIN_S = 1.0
@@ -71,19 +71,12 @@ def _seconds(
     engine steps as a request has tokens, each as long as with drafts.
     """
     found = []
-    for worker, spans in timeline.rows.items():
-        measured = plain = position = 0.0
-        for span in spans:
-            if worker == LEARNER or not start_s <= span.start_s < end_s or not span.tokens:
-                continue
-            gained = span.tokens / max(1.0, span.running)
-            context = prompt + position + gained / 2
-            position += gained
-            measured += span.seconds
-            plain += span.seconds
+    for spans in engine_spans(timeline, start_s, end_s, prompt):
+        measured = plain = sum(span.seconds for span, _, _ in spans)
+        for span, steps, context in spans:
             if span.drafts:
                 running = max(1.0, span.running)
-                steps = (span.tokens - span.accepted) / running
+                gained = span.tokens / running
                 if engine is None:
                     plain += span.seconds * (gained / max(1.0, steps) - 1)
                 else:

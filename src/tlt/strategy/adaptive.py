@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from tlt.contracts import OFF, Arm, StepContext, StepReport
+from tlt.contracts import DRAFTERS, OFF, Arm, StepContext, StepReport
 from tlt.strategy.acceptance import Acceptance
 from tlt.strategy.step_time import MAX_RATIO, StepTime, batch_bucket
 
@@ -38,8 +38,6 @@ Times = Mapping[Arm, tuple[float, float]]
 Trial = Literal["due", "promising"]
 """Why an arm gets a trial: its drafter's retry interval has passed, or its optimistic rate exceeds
 the best arm's."""
-PRIOR = {"eagle3": 0.7, "ngram": 0.3}
-"""Chance that a draft token is accepted, before any draft was verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class Adaptive:
             if arm != OFF:
                 self._lengths.setdefault(arm.drafter, []).append(arm)
         self._acceptance = {
-            drafter: Acceptance(arms[-1].num_draft_tokens, PRIOR[drafter])
+            drafter: Acceptance(arms[-1].num_draft_tokens, DRAFTERS[drafter].prior)
             for drafter, arms in self._lengths.items()
         }
         self._time = StepTime(frozenset(self._arms))

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from tlt.contracts import OFF, Arm, DrafterName, StepContext, StepReport, Strategy
+from tlt.contracts import DRAFTERS, OFF, Arm, DrafterName, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
 from tlt.strategy.adaptive import Adaptive, Caution
 from tlt.strategy.beg_mab import EPSILON, BegMab
@@ -40,9 +40,6 @@ EXAMPLES = {
 """A spec of every kind, in TOML."""
 LEARNING = ("adaptive", "beg_mab")
 """Kinds that find the best of their arms while decoding."""
-DRAFTERS = ("ngram", "eagle3")
-DRAFT_LENGTHS: dict[DrafterName, tuple[int, ...]] = {"eagle3": (1, 2, 3, 4, 6), "ngram": (2, 4, 8)}
-"""Draft lengths that a learning kind chooses from when its spec names no arms."""
 
 
 class _Unlearning:
@@ -165,7 +162,7 @@ def complete_strategy(spec: StrategySpec, drafters: Collection[DrafterName]) -> 
     """Return the spec with all arms of an engine with these drafters, if it names no arms."""
     if spec.get("kind") not in LEARNING or spec.get("arms"):
         return dict(spec)
-    arms = [[name, k] for name in sorted(drafters) for k in DRAFT_LENGTHS.get(name, ())]
+    arms = [[name, k] for name in sorted(drafters) for k in DRAFTERS[name].draft_lengths]
     return {**spec, "arms": [["off", 0], *arms]}
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from tlt.config.rollout import EngineConfig
-from tlt.contracts import Arm, DrafterName
+from tlt.config.rollout import EngineConfig, NgramConfig
+from tlt.contracts import DRAFTERS, Arm, DrafterName
 from tlt.errors import ConfigError
 from tlt.strategy.graphs import GraphPlan, choices_of
 from tlt.strategy.spec import build_strategy, complete_strategy
 from tlt.vllm.environment import TRANSFER_BACKENDS, uses_v2
-from tlt.vllm.known_args import check_args
-from tlt.vllm.lossless_checks import check_code, check_engine, speculates
+from tlt.vllm.lossless_checks import check_code, check_engine, has_drafter, speculates
 
 CONFIG_KEY = "tlt"
 """Key of our settings in vLLM's `additional_config`."""
@@ -28,6 +34,25 @@ GRAPH_ARGS = {
 }
 """Arguments of vLLM by which a user chooses graphs or compilation."""
 
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "dict[str, Any]": (dict,),
+    "None": (type(None),),
+}
+"""Types that are checked; an argument of any other type is left to vLLM."""
+LIMITS = {
+    "data_parallel_size": (1, 10_000),
+    "gpu_memory_utilization": (0.01, 1),
+    "max_model_len": (1, 1_000_000_000),
+    "max_num_batched_tokens": (1, 100_000_000),
+    "max_num_seqs": (1, 100_000),
+    "tensor_parallel_size": (1, 10_000),
+}
+"""Smallest and largest value of arguments that plans are made from."""
+
 
 def drafters(config: EngineConfig) -> list[DrafterName]:
     """Return the drafters of a strategy whose spec names no arms.
@@ -35,10 +60,9 @@ def drafters(config: EngineConfig) -> list[DrafterName]:
     On GPUs a lookup of n-grams waits for the sampled tokens, which costs a trained drafter a part
     of its asynchronous scheduling. To have both, name them in the strategy's arms.
     """
-    names: list[DrafterName] = ["eagle3"] if config.drafter is not None else []
-    if config.ngram is not None and not (names and config.num_gpus):
-        names.append("ngram")
-    return names
+    names = [name for name in DRAFTERS if has_drafter(config, name)]
+    with_model = [name for name in names if not DRAFTERS[name].module]
+    return with_model if with_model and config.num_gpus else names
 
 
 def strategy_spec(config: EngineConfig) -> dict[str, Any]:
@@ -66,15 +90,14 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     check_code(config)
     on_gpu = config.num_gpus > 0
     on_v2 = uses_v2(config)
-    # The n-gram lookup of the V1 runner needs the tokens of the last engine step.
-    can_be_async = on_v2 or not any(arm.uses_ngrams for arm in arms)
+    # A lookup of the V1 runner needs the tokens of the last engine step.
+    can_be_async = on_v2 or not any(arm.looks_up for arm in arms)
     is_async = bool(config.engine_args.get("async_scheduling", on_gpu and can_be_async))
-    ngram = config.ngram if on_v2 or not is_async else None
     args: dict[str, Any] = {
         "model": config.model,
         "async_scheduling": is_async,
         "scheduler_cls": f"{_HERE}.scheduler.Adaptive{'Async' if is_async else ''}Scheduler",
-        "worker_cls": f"{_HERE}.gpu_worker.AdaptiveGPUWorker"
+        "worker_cls": f"{_HERE}.worker.AdaptiveGPUWorker"
         if on_gpu
         else f"{_HERE}.cpu_worker.AdaptiveCPUWorker",
         "weight_transfer_config": {"backend": TRANSFER_BACKENDS[config.weights]},
@@ -82,7 +105,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
             CONFIG_KEY: {
                 "strategy": strategy,
                 "runner": "v2" if on_v2 else "v1",
-                "ngram": ngram.model_dump() if ngram else None,
+                **_lookups(config, can_look_up=on_v2 or not is_async),
                 "drafter_state_bytes": config.drafter_state_mib * 2**20,
             }
         },
@@ -108,6 +131,19 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
     if speculative is not None:
         args["speculative_config"] = speculative
     return args | user
+
+
+def _lookups(config: EngineConfig, can_look_up: bool) -> dict[str, Any]:
+    """Return the settings of every drafter without a model; None for one that is left out."""
+    return {
+        name: None
+        if not can_look_up or not has_drafter(config, name)
+        else getattr(config, drafter.setting).model_dump()
+        if drafter.setting
+        else {}
+        for name, drafter in DRAFTERS.items()
+        if drafter.module
+    }
 
 
 def _num_workers(config: EngineConfig) -> int:
@@ -158,10 +194,72 @@ def _speculative_config(
     }
     if config.drafter is not None:
         speculative |= {"method": "eagle3", "model": config.drafter}
-    elif config.ngram is not None:
+    else:  # vLLM's one place for drafts without a model
+        ngram = config.ngram or NgramConfig()
         speculative |= {
             "method": "ngram_gpu" if uses_v2(config) else "ngram",
-            "prompt_lookup_min": config.ngram.min_match,
-            "prompt_lookup_max": config.ngram.max_match,
+            "prompt_lookup_min": ngram.min_match,
+            "prompt_lookup_max": ngram.max_match,
         }
     return speculative | user
+
+
+# --- the names and types of vLLM's arguments ----------------------------------------------------
+#
+# vLLM takes any type for most arguments and fails minutes later, in the engine's process. They are
+# read from the source of the installed version, so nothing here has to follow vLLM's releases.
+
+
+def check_args(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that vLLM does not have, and values of a wrong type."""
+    known = arguments()
+    for name, value in given.items():
+        if known is not None and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else "remove it"
+            raise ConfigError(f"engine_args.{name} is no argument of vLLM; {hint}")
+        kind = known[name] if known is not None else ""
+        if value is not None and not _is_of(value, kind):
+            raise ConfigError(
+                f"engine_args.{name} = {repr(value)[:60]} should be {kind}; remove it to have "
+                "vLLM's default"
+            )
+        low, high = LIMITS.get(name, (None, None))
+        if low is None or high is None or value is None:
+            continue
+        if not isinstance(value, int | float) or not low <= value <= high:
+            raise ConfigError(
+                f"engine_args.{name} = {repr(value)[:60]} should be a number from {low:g} to "
+                f"{high:g}; remove it to have vLLM's default"
+            )
+
+
+@cache
+def arguments() -> dict[str, str] | None:
+    """Return the type of every argument as vLLM writes it; None without vLLM's source."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text()
+    except OSError:
+        return None
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            return {
+                field.target.id: ast.unparse(field.annotation)
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            }
+    return None
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Return whether a value is of a type, as far as the type is one of `TYPES`."""
+    parts = [part.strip() for part in kind.split(" | ")]
+    if any(part not in TYPES for part in parts):
+        return True
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    allowed = {each for part in parts for each in TYPES[part]}
+    return type(value) in allowed

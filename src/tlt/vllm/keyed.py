@@ -19,8 +19,7 @@ import math
 from typing import Any
 
 import numpy as np
-
-from tlt.vllm.compiled import compiled
+from numba import njit
 
 BLOCK = 64
 """Tokens per block. `_fold` adds exactly this many numbers."""
@@ -59,6 +58,19 @@ _C5, _C6, _C7 = (
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _EXPONENT, _ONE_BITS = np.int32(23), np.int32(0x3F800000)
 _SLACK = 1.0 + 1e-9  # more than rounding
+
+
+def compiled(function: Any) -> Any:
+    """Compile a function, and cache the machine code beside the source if that is writable.
+
+    A product and a sum may become one instruction. Everything else is computed as written, so that
+    a row's result depends on the row alone.
+    """
+    options = {"fastmath": {"contract"}, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # no writable place for the cache
+        return njit(**options)(function)
 
 
 # --- noise --------------------------------------------------------------------------------------

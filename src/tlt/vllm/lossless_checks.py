@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import Arm, SampleRequest, SamplingSpec
+from tlt.contracts import DRAFTERS, Arm, SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
 from tlt.vllm.environment import uses_v2
 
@@ -101,16 +101,13 @@ _SAMPLING_REASONS = {
 
 def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
     """Refuse settings of an engine that are lossy, unsupported or contradictory."""
-    if any(arm.uses_model for arm in arms) and config.drafter is None:
-        raise ConfigError(
-            "strategy uses the drafter 'eagle3' but engine.drafter is not set; name the folder of "
-            "an EAGLE-3 drafter, or use the drafter 'ngram'"
-        )
-    uses_ngrams = any(arm.uses_ngrams for arm in arms)
-    if uses_ngrams and config.ngram is None:
-        raise ConfigError(
-            "strategy uses the drafter 'ngram' but engine.ngram is null; e.g. {min_match = 2}"
-        )
+    for name in sorted({arm.drafter for arm in arms} - {"off"}):
+        if not has_drafter(config, name):
+            drafter = DRAFTERS[name]
+            raise ConfigError(
+                f"strategy uses the drafter {name!r} but engine.{drafter.setting} is not set; e.g. "
+                f"engine.{drafter.setting} = {drafter.example}"
+            )
     if config.ngram is not None and config.ngram.min_match > config.ngram.max_match:
         raise ConfigError(
             f"engine.ngram.min_match = {config.ngram.min_match} is above max_match = "
@@ -145,10 +142,11 @@ def check_engine(config: EngineConfig, arms: Collection[Arm]) -> None:
             "pool.num_engines for data parallelism and data_parallel_size = 1"
         )
     hides_tokens = bool(args.get("async_scheduling")) and not uses_v2(config)
-    if uses_ngrams and config.drafter is not None and hides_tokens:
+    looks_up = any(arm.looks_up for arm in arms)
+    if looks_up and config.drafter is not None and hides_tokens:
         raise ConfigError(
-            "engine_args.async_scheduling = true hides the sampled tokens from the n-gram lookup "
-            "of vLLM's V1 runner; set it to false, or use the drafter 'eagle3' alone"
+            "engine_args.async_scheduling = true hides the sampled tokens from the lookup "
+            "of n-grams in vLLM's V1 runner; set it to false, or use the drafter 'eagle3' alone"
         )
 
 
@@ -274,6 +272,12 @@ def check_length(request: SampleRequest, max_model_len: int, max_draft_tokens: i
             f"{request.sampling.max_tokens} + {margin} for drafts is {needed}, above max_model_len "
             f"= {max_model_len}; set engine_args.max_model_len = {needed} or lower max_tokens"
         )
+
+
+def has_drafter(config: EngineConfig, name: str) -> bool:
+    """Return whether the settings of an engine include this drafter."""
+    setting = DRAFTERS[name].setting
+    return not setting or getattr(config, setting) is not None
 
 
 def speculates(config: EngineConfig, arms: Collection[Arm]) -> bool:

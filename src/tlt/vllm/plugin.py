@@ -8,15 +8,13 @@ puts TLT into every engine that the process builds: `tlt.vllm.switch`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from tlt.vllm.environment import SWITCH_VARIABLE, log_engine
 
 _CLASSES = {
     "tlt_shm": ("tlt.vllm.transfer", "SharedMemoryTransfer"),
-    "tlt_ipc": ("tlt.vllm.device_transfer", "IpcTransfer"),
-    "tlt_nccl": ("tlt.vllm.device_transfer", "NcclTransfer"),
+    "tlt_ipc": ("tlt.vllm.send", "IpcTransfer"),
+    "tlt_nccl": ("tlt.vllm.send", "NcclTransfer"),
 }
 
 active = False
@@ -35,16 +33,7 @@ def register() -> None:
         for backend, (module, name) in _CLASSES.items():
             WeightTransferEngineFactory.register_engine(backend, module, name)
     active = True
-    _turn_on()
+    if os.environ.get(SWITCH_VARIABLE, "").strip():
+        from tlt.vllm import wiring
 
-
-def _turn_on() -> None:
-    """Put TLT into all engines of this process, if the environment asks for it."""
-    if not os.environ.get(SWITCH_VARIABLE, "").strip():
-        return
-    from tlt.vllm import switch, wiring
-
-    def wire(given: Mapping[str, Any], on_gpu: bool, runner_type: Callable[[], str]) -> Any:
-        return switch.wire(os.environ.get(SWITCH_VARIABLE, ""), given, on_gpu, runner_type)
-
-    wiring.install(wire)
+        wiring.install()

@@ -4,7 +4,7 @@ vLLM drafts one number of tokens per engine step, `SchedulerOutput.num_spec_toke
 which may change from step to step. Both schedulers here set it to the strategy's choice just before
 vLLM's own bookkeeping reads it, and put the drafter's name beside it. The scheduler output travels
 to every worker, so all tensor-parallel ranks agree. With it go the texts of requests that ended,
-where the history of samples needs them (`ngram.speculator`).
+which lookups learn from (`runner.Lookup`).
 
 `scheduler_cls` is not a public interface of vLLM: the supported versions are pinned, and
 `active_controller` fails if vLLM did not take our scheduler.
@@ -21,10 +21,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from tlt.contracts import DRAFTERS
 from tlt.errors import EngineError
 from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
-from tlt.vllm import arm_metrics
+from tlt.vllm import wiring
 from tlt.vllm.args import CONFIG_KEY
 
 WHOLE = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
@@ -51,7 +52,7 @@ class _Adaptive:
         # Engine steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
         self._is_embedded = settings.get("embedded", False)
-        self._sends_texts = settings["runner"] == "v2" and settings["ngram"] is not None
+        self._sends_texts = any(settings.get(name) is not None for name in DRAFTERS)
         self._ended: dict[str, tuple[int, list[int]]] = {}
         """Length of the prompt, and text, of each request that ended since the last engine step."""
         if settings["runner"] == "v1":
@@ -122,7 +123,7 @@ class _Adaptive:
                     drafts.append((len(tokens), len(sampled[row]) - 1))
             report = self.controller.step_finished(record, drafts, sum(map(len, sampled)))
             if self._is_embedded:
-                arm_metrics.attach(outputs.values(), report)
+                wiring.attach(outputs.values(), report)
         return outputs
 
 

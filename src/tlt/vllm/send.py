@@ -1,4 +1,8 @@
-"""The learner's half of vLLM's weight transfer from GPU to GPU (`device_transfer`).
+"""vLLM's own weight transfer from GPU to GPU: the learner's half, and the engines'.
+
+The backend `tlt_ipc` is for colocated engines: a learner rank on the same GPU shares its tensors by
+CUDA IPC. `tlt_nccl` is for engines with GPUs of their own, on any node: rank 0 of the learner
+broadcasts.
 
 vLLM's trainer engines drive the transfer: connect, start, update chunk by chunk, finish. They call
 the engines through a client, here `TransferClient`. Every rank of the learner holds a
@@ -21,14 +25,18 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.ipc_engine import (
     IPCTrainerInitInfo,
     IPCTrainerWeightTransferEngine,
+    IPCWeightTransferEngine,
 )
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
+    NCCLWeightTransferEngine,
 )
 from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
 from tlt.node.fingerprint import Fingerprint, fingerprint
+from tlt.node.weights import read_weights
+from tlt.vllm import compat
 
 Shapes = list[tuple[str, list[int]]]
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -161,3 +169,28 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+# --- the engines' half ---------------------------------------------------------------------------
+
+
+class _FilesToo:
+    """The part that both backends share, mixed in before vLLM's class.
+
+    vLLM has one transfer engine per worker. These also read files in shared memory, as `tlt_shm`
+    does: drafters come that way, and the policy of an engine that replaces a lost one.
+    """
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if "path" in update_info:
+            compat.load(self.model, read_weights(update_info["path"]))  # type: ignore[attr-defined]
+        else:
+            super().update_weights(update_info)  # type: ignore[misc]
+
+
+class IpcTransfer(_FilesToo, IPCWeightTransferEngine):
+    """Loads tensors that a learner rank shares on the same GPU."""
+
+
+class NcclTransfer(_FilesToo, NCCLWeightTransferEngine):
+    """Loads tensors that rank 0 of the learner broadcasts."""

@@ -1,7 +1,7 @@
 """vLLM's weight-transfer API over shared memory: backend `tlt_shm`.
 
 The backend loads policy and drafter weights into all workers of a node, through the host's memory.
-GPU engines take their policy from GPU to GPU instead (`device_transfer`).
+GPU engines take their policy from GPU to GPU instead (`send`).
 """
 
 from __future__ import annotations

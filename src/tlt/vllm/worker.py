@@ -1,4 +1,4 @@
-"""The part of our workers that the devices share: `cpu_worker` and `gpu_worker` mix it in.
+"""The worker of GPU engines, and the part of it that `cpu_worker` shares.
 
 The worker records states, loads and watches weights, and reports on itself. What differs between
 vLLM's model runners is in `v1.runner` and `v2.runner`. This module must not import vLLM's CPU
@@ -8,29 +8,32 @@ worker: that import patches torch for a machine without a GPU.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.worker.gpu_worker import Worker
 
 from tlt.errors import EngineError
-from tlt.node.weights import check_weights
+from tlt.node.fingerprint import Fingerprint, fingerprint
+from tlt.node.weights import check_shapes, check_weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.writer import StateWriter
 from tlt.vllm import compat, plugin
 from tlt.vllm.args import CONFIG_KEY
 from tlt.vllm.embedded import EmbeddedWorker
 from tlt.vllm.policy_verifier import PolicyVerifier
-from tlt.vllm.receive import ReceivesPolicy
 from tlt.vllm.recorder import StateRecorder
 
 logger = logging.getLogger(__name__)
 
 
-class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
+class AdaptiveWorker(EmbeddedWorker):
     """A worker that switches the drafter per engine step, mixed in before vLLM's class."""
 
     def init_device(self) -> None:
@@ -233,6 +236,55 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
             self._renew_drafter()
             self._drop_states()
 
+    # --- a policy without a file: from GPU to GPU, or from a trainer in this process -----------
+
+    def tlt_start_policy(self, shapes: list[tuple[str, list[int]]]) -> None:
+        """Refuse a policy that does not fit the model's folder; otherwise start an update."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        check_shapes(shapes, Path(config.model_config.model), whole=True)
+        self.start_weight_update()  # type: ignore[attr-defined]
+
+    def tlt_finish_policy(self, seed: int, fingerprints: dict[str, Fingerprint]) -> dict[str, Any]:
+        """Finish an update, and compare the policy with the learner's.
+
+        There is no file to load a policy that differs again: the engine must be replaced.
+        """
+        self.finish_weight_update()
+        return self._compared(seed, fingerprints)
+
+    def tlt_load_policy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        """Load the policy of a trainer in this process, and compare it as `tlt_finish_policy`.
+
+        No request may run. vLLM reads the tensors while it loads them, and copies nothing before.
+        """
+        config = self.vllm_config  # type: ignore[attr-defined]
+        dtype = config.model_config.dtype
+        seed = secrets.randbits(31)
+        seen: dict[str, Fingerprint] = {}
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                seen[name] = fingerprint(tensor, seed, dtype)
+                yield name, tensor
+
+        model = self.get_model()  # type: ignore[attr-defined]
+        with set_current_vllm_config(config), torch.no_grad():
+            compat.begin_reload(model)
+            compat.load(model, noted())
+            compat.end_reload(model, config.model_config)
+        return self._compared(seed, seen)
+
+    def _compared(self, seed: int, fingerprints: dict[str, Fingerprint]) -> dict[str, Any]:
+        self._renew_drafter()
+        self._drop_states()
+        started_s = time.monotonic()
+        differed = self._watch.expect_sent(seed, fingerprints)
+        if compat.skips("fingerprint"):
+            differed = []
+        return {"differed": differed, "still": differed, "seconds": time.monotonic() - started_s}
+
+    # --- memory -------------------------------------------------------------------------------
+
     def sleep(self, *args: Any, **kwargs: Any) -> None:
         self._drop_states()
         super().sleep(*args, **kwargs)  # type: ignore[misc]
@@ -242,3 +294,20 @@ class AdaptiveWorker(ReceivesPolicy, EmbeddedWorker):
         self._runner.drop_inputs()
         if self._recorder is not None:
             self._recorder.clear()
+
+
+class AdaptiveGPUWorker(AdaptiveWorker, Worker):
+    """One engine process on a GPU."""
+
+    def determine_available_memory(self) -> int:
+        """Return the memory for the KV cache, without the memory of catch-up.
+
+        vLLM's profiling run skips no draft, so catch-up keeps nothing there.
+        """
+        available = int(super().determine_available_memory())
+        if self.cache_config.kv_cache_memory_bytes:
+            return available  # the user's own figure
+        speculative = self.vllm_config.speculative_config
+        has_model = speculative is not None and speculative.method == "eagle3"
+        settings = self.vllm_config.additional_config[CONFIG_KEY]
+        return available - (settings["drafter_state_bytes"] if has_model else 0)

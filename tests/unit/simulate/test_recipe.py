@@ -61,11 +61,9 @@ def test_gpus_make_engines() -> None:
     assert scenario("", "cluster.tensor_parallel=4", gpus=64).cluster.num_engines == 16
     assert scenario(name, "cluster.tensor_parallel=2", gpus=64).cluster.num_engines == 32
     for given in (name, ""):
-        with pytest.raises(ConfigError, match=r"--gpus and cluster\.num_engines both say"):
+        with pytest.raises(ConfigError, match=r"cluster\.num_engines"):
             scenario(given, "cluster.num_engines=4", gpus=64)
-    with pytest.raises(
-        ConfigError, match=r"2 GPUs are too few for an engine of 4; e\.g\. --gpus 32"
-    ):
+    with pytest.raises(ConfigError, match="--gpus 32"):
         scenario("", "cluster.tensor_parallel=4", gpus=2)
 
 
@@ -115,13 +113,9 @@ def test_every_recipe_is_a_scenario_once_it_is_calibrated(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (
-            "tiny_tail_cpu",
-            (),
-            r"policy\.model = .* is none of the modelled .*cluster\.calibration=",
-        ),
-        ("qwen2_5_32b_math_4nodes", (), r"n-grams only.*give the result of `tlt calibrate`"),
-        ("qwen2_5_7b_math_8gpu", ("sampling.group_size=1",), r"sampling\.group_size = 1 should be"),
+        ("tiny_tail_cpu", (), r"policy\.model.*cluster\.calibration="),
+        ("qwen2_5_32b_math_4nodes", (), "tlt calibrate"),
+        ("qwen2_5_7b_math_8gpu", ("sampling.group_size=1",), r"sampling\.group_size"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused(
@@ -132,5 +126,5 @@ def test_what_cannot_be_modelled_is_refused(
 
 
 def test_cpu_engines_have_no_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"--gpus: engine\.num_gpus = 0 .*engine\.num_gpus=1"):
+    with pytest.raises(ConfigError, match=r"engine\.num_gpus=1"):
         scenario("tiny_tail_cpu", 'cluster.calibration="c.json"', gpus=8)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from tlt.contracts import OFF, Arm, StepReport
-from tlt.vllm.arm_metrics import COUNTERS, attach, take
+from tlt.vllm.wiring import COUNTERS, attach, take
 
 
 def report(arm: Arm) -> StepReport:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.v1.worker.gpu_worker import Worker
 
-from tlt.vllm.gpu_worker import AdaptiveGPUWorker
+from tlt.vllm.worker import AdaptiveGPUWorker
 
 EAGLE3 = SimpleNamespace(method="eagle3")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tlt.errors import ConfigError
-from tlt.vllm import known_args
-from tlt.vllm.known_args import arguments, check_args
+from tlt.vllm import args as known_args
+from tlt.vllm.args import arguments, check_args
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"

@@ -9,8 +9,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm.v1.sample.sampler import Sampler
 
-from tlt.vllm.v1.draw_margins import DrawMargins
-from tlt.vllm.v1.sampler import KeyedSampler
+from tlt.vllm.v1.sampler import DrawMargins, KeyedSampler
 from tlt.vllm.v1.selftest import sampling_metadata
 
 VOCAB = 100

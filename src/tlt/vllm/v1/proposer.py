@@ -1,8 +1,9 @@
-"""A proposer that drafts with EAGLE-3 or with n-grams, switchable from step to step.
+"""Proposers whose drafter can be switched from step to step.
 
-vLLM builds one proposer per engine. This one is its EAGLE proposer. When the arm of an engine step
-is n-gram, the drafts come from a lookup of the last tokens. In engines with the keyed sampler,
-EAGLE-3's drafts are drawn with the noise of their request (`keyed.DRAFT_NOISE`).
+vLLM builds one proposer per engine. `SwitchingProposer` is its EAGLE proposer; when the arm of an
+engine step has another drafter, the drafts come from a `Lookup` (`tlt.vllm.runner`). In engines
+with the keyed sampler, EAGLE-3's drafts are drawn with the noise of their request
+(`keyed.DRAFT_NOISE`).
 
 EAGLE-3 can take over at any engine step without a new prefill, because its KV cache is complete by
 then. Stock vLLM runs the draft model in every engine step for that, even if it drafts nothing. Here
@@ -15,32 +16,33 @@ skipped entries are missing, which may cost acceptance and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
 from tlt.vllm import compat, keyed
 from tlt.vllm.catch_up import Missed, MissedInputs
+from tlt.vllm.runner import Lookup
 from tlt.vllm.v1 import sampler
 
 
 class SwitchingProposer(EagleProposer):
-    """EAGLE-3 and n-grams in one engine. `drafter` drafts in the current engine step."""
+    """EAGLE-3 and lookups in one engine. `drafter` drafts in the current engine step."""
 
     def __init__(
         self,
         vllm_config: Any,
         device: torch.device,
         runner: Any,
-        ngram: dict[str, int] | None,
+        lookups: Mapping[str, Lookup],
         state_budget_bytes: int = 0,
     ) -> None:
         super().__init__(vllm_config, device, runner)
@@ -52,7 +54,7 @@ class SwitchingProposer(EagleProposer):
         """Place of the next draft token in each response."""
         self._inverse_B: Any = None
         self.missed = MissedInputs(state_budget_bytes)
-        self.ngram = ngram_lookup(vllm_config, ngram, runner) if ngram else None
+        self.lookups = lookups
         # Inputs of the current engine step.
         self.sampled_token_ids: torch.Tensor | None = None
         self.num_sampled: torch.Tensor | None = None
@@ -103,7 +105,7 @@ class SwitchingProposer(EagleProposer):
         if not self._skip(inputs):
             super().propose(0, **inputs)
         if num_speculative_tokens > 0:
-            return self._propose_ngrams(num_speculative_tokens)
+            return self._look_up(num_speculative_tokens)
         return torch.empty(self.input_batch.num_reqs, 0, dtype=torch.int64, device=self.device)
 
     # --- skipping the draft model, and catch-up -------------------------------------------------
@@ -246,11 +248,11 @@ class SwitchingProposer(EagleProposer):
         self._position_B = self._position_B + 1
         return torch.from_numpy(token_B), None
 
-    def _propose_ngrams(self, num_speculative_tokens: int) -> list[list[int]]:
-        assert self.ngram is not None, "the strategy drafts n-grams the engine was not set up for"
+    def _look_up(self, num_speculative_tokens: int) -> list[list[int]]:
+        lookup = self.lookups[self.drafter]
         sampled, num_tokens = self._write_sampled()
         token_ids = self.input_batch.token_ids_cpu
-        return self.ngram.propose(num_speculative_tokens, sampled, num_tokens, token_ids)
+        return lookup.propose(num_speculative_tokens, sampled, num_tokens, token_ids)
 
     def _write_sampled(self) -> tuple[list[list[int]], Any]:
         """Write the tokens of this engine step to the batch; return them, and the texts' lengths.
@@ -288,28 +290,26 @@ def _only_decodes(batch: Any) -> bool:
     return not (reads_prompt | reads_again).any()
 
 
-def ngram_lookup(vllm_config: Any, ngram: dict[str, int], runner: Any) -> Any:
-    """Return an n-gram proposer for an engine whose configured method is another one.
+class LookupProposer(NgramProposer):
+    """The proposer of an engine without a draft model; vLLM wants one of this type."""
 
-    Without a history, this is vLLM's own proposer. vLLM's proposer reads its match lengths from the
-    speculative config, which holds them only for the method "ngram". So it gets a view with just
-    the fields that it reads. The imports are late because vLLM's start-up on CPU walks all loaded
-    modules, and fails on those of numba, which both proposers import.
-    """
-    if ngram["history_tokens"]:
-        from tlt.vllm.ngram.proposer import HistoryProposer
+    def __init__(self, lookups: Mapping[str, Lookup]) -> None:
+        # Without vLLM's own __init__, which would compile the lookup that we replace.
+        self.lookups = lookups
+        self.drafter: DrafterName = next(iter(lookups))
 
-        return HistoryProposer(vllm_config, runner, ngram)
-    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
-
-    view = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            prompt_lookup_min=ngram["min_match"],
-            prompt_lookup_max=ngram["max_match"],
-            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
-        ),
-        model_config=vllm_config.model_config,
-        scheduler_config=vllm_config.scheduler_config,
-        parallel_config=vllm_config.parallel_config,
-    )
-    return NgramProposer(view)
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for the rows in which a token was sampled. vLLM calls this."""
+        if num_speculative_tokens == 0:
+            return [[] for _ in sampled_token_ids]  # the next call that drafts learns the tokens
+        lookup = self.lookups[self.drafter]
+        return lookup.propose(
+            num_speculative_tokens, sampled_token_ids, num_tokens_no_spec, token_ids_cpu
+        )

@@ -1,36 +1,29 @@
 """vLLM's V2 model runner, the one of GPU engines, as TLT's worker sees it.
 
-`v1.runner` has the same methods for V1. V2 builds its speculator together with the runner, and its
-sampler when it loads the policy. Under asynchronous scheduling the host runs one engine step ahead
-of the device and never learns how many drafts were rejected, so positions come from the device.
+V2 builds its speculator together with the runner, and its sampler when it loads the policy. Under
+asynchronous scheduling the host runs one engine step ahead of the device and never learns how many
+drafts were rejected, so positions come from the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from tlt.vllm.args import CONFIG_KEY
 from tlt.vllm.recorder import StateRecorder
+from tlt.vllm.runner import Runner
 from tlt.vllm.v2 import sampler as sampler_v2
 from tlt.vllm.v2 import selftest as selftest_v2
-from tlt.vllm.v2.draw_margins import DrawMarginsV2
 
 
-class RunnerV2:
+class RunnerV2(Runner):
     """The speculator, sampler and states of vLLM's V2 model runner."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        self._config = vllm_config
-        self._settings = vllm_config.additional_config[CONFIG_KEY]
-        self.runner: Any = None
-        """vLLM's runner, once it is built."""
-
-    # --- start --------------------------------------------------------------------------------
+    factory = "on_v2"
 
     @contextmanager
     def installing(self) -> Iterator[None]:
@@ -55,49 +48,24 @@ class RunnerV2:
     def _speculator(
         self, config: Any, device: torch.device, req_states: Any, original: Callable[..., Any]
     ) -> Any:
-        from tlt.vllm.ngram.speculator import HistorySpeculator, ngram_drafts
-        from tlt.vllm.v2.speculator import SwitchingSpeculator
+        from tlt.vllm.v2.speculator import LookupSpeculator, SwitchingSpeculator
 
-        ngram = self._settings["ngram"]
         method = config.speculative_config.method
+        lookups = self._lookups(config, device, req_states)
         if sampler_v2.wants_keys(config.speculative_config):
             # vLLM would keep the logits of sampled drafts for its ratio test. Acceptance by
             # equality reads none, and our speculator samples without them.
             config.speculative_config.draft_sample_method = "greedy"
         if method == "eagle3":
-            history = ngram_drafts(config, device, req_states, ngram) if ngram else None
             budget = self._settings.get("drafter_state_bytes", 0)
-            return SwitchingSpeculator(config, device, history, budget)
-        if method == "ngram_gpu" and ngram["history_tokens"]:
-            return HistorySpeculator(config, device, req_states, ngram)
+            return SwitchingSpeculator(config, device, lookups, budget)
+        if method == "ngram_gpu" and lookups:
+            return LookupSpeculator(config, device, req_states, lookups)
         return original(config, device, req_states)
-
-    def install(self, runner: Any) -> None:
-        """Note the runner that vLLM has built."""
-        self.runner = runner
 
     def loaded(self) -> None:
         """Install the keyed sampler: vLLM builds the sampler when it has loaded the policy."""
         sampler_v2.install(self.runner)
-
-    # --- engine steps -------------------------------------------------------------------------
-
-    def begin_step(self, scheduler_output: Any, unlearned: Collection[str]) -> None:
-        """Set the drafter of this engine step; learn from ended requests but for `unlearned`."""
-        speculator = self.runner.speculator
-        if not hasattr(speculator, "drafter"):
-            return
-        ended = scheduler_output.finished_req_ids
-        speculator.drafter = getattr(scheduler_output, "tlt_drafter", speculator.drafter)
-        speculator.forget(ended)
-        if (history := speculator.history) is not None:
-            texts = getattr(scheduler_output, "tlt_ended", {})
-            learned = {name: text for name, text in texts.items() if name not in unlearned}
-            history.requests_ended(learned)
-            history.drop(ended - learned.keys())
-
-    def end_step(self) -> None:
-        """Note that the forward pass of this engine step has been started."""
 
     def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
         """Record the states that vLLM's runner holds between forward pass and sampling."""
@@ -115,37 +83,24 @@ class RunnerV2:
             [*state.aux_hidden_states, state.hidden_states],
         )
 
-    def drop_inputs(self) -> None:
-        """Drop the inputs that the draft model skipped."""
-        if (missed := getattr(self.runner.speculator, "missed", None)) is not None:
-            missed.clear()
-
     def watch_draws(
         self, request_id: str, num_prompt_tokens: int, expected: Sequence[int]
-    ) -> DrawMarginsV2:
+    ) -> sampler_v2.DrawMarginsV2:
         """Compare the next draws of a request with the tokens expected, until `end`."""
-        return DrawMarginsV2(self.runner, request_id, num_prompt_tokens, expected)
-
-    # --- history of samples -------------------------------------------------------------------
-
-    def forget_history(self) -> None:
-        """Forget the history of samples."""
-        if (history := getattr(self.runner.speculator, "history", None)) is not None:
-            history.forget()
+        return sampler_v2.DrawMarginsV2(self.runner, request_id, num_prompt_tokens, expected)
 
     # --- what the runner is made of -----------------------------------------------------------
+
+    @property
+    def drafting(self) -> Any:
+        """vLLM's speculator, or ours."""
+        return self.runner.speculator
 
     @property
     def draft_model(self) -> torch.nn.Module | None:
         """The draft model; None without one."""
         model: torch.nn.Module | None = self.runner.get_draft_model()
         return model
-
-    @property
-    def proposer(self) -> str | None:
-        """Name of the class that drafts; None without one."""
-        speculator = self.runner.speculator
-        return None if speculator is None else type(speculator).__name__
 
     @property
     def sampler(self) -> str:

@@ -1,8 +1,9 @@
-"""A speculator of vLLM's V2 runner that drafts with EAGLE-3, from history, or not at all.
+"""Speculators of vLLM's V2 runner whose drafter can be switched from step to step.
 
-vLLM builds one speculator per engine. This one is its EAGLE speculator, and a subclass because
-vLLM's runner checks the type. `drafter` names who drafts in the current engine step; vLLM passes
-the number of drafts. The drafts stay on the device: vLLM's scheduler knows only their number.
+vLLM builds one speculator per engine. `SwitchingSpeculator` is its EAGLE speculator, and a subclass
+because vLLM's runner checks the type. `drafter` names who drafts in the current engine step; vLLM
+passes the number of drafts. The drafts stay on the device: vLLM's scheduler knows only their
+number.
 
 As on V1 (`proposer`), engine steps that only decode skip the draft model unless EAGLE-3 drafts. The
 speculator keeps the skipped inputs and fills the draft model's KV cache from them before the next
@@ -18,7 +19,7 @@ states.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,16 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tlt.contracts import DrafterName
 from tlt.vllm.catch_up import Missed, MissedInputs, sequences
 from tlt.vllm.keyed import DRAFT_NOISE
-from tlt.vllm.ngram.speculator import NgramDrafts
+from tlt.vllm.runner import Lookup
 
 
 class SwitchingSpeculator(EagleSpeculator):
-    """EAGLE-3 and history in one engine. `drafter` drafts in the current engine step."""
+    """EAGLE-3 and lookups in one engine. `drafter` drafts in the current engine step."""
 
     shares_noise = False
     """Whether drafts are drawn with the noise of the policy's draws. `v2.sampler.install` sets it
@@ -52,12 +54,12 @@ class SwitchingSpeculator(EagleSpeculator):
         self,
         vllm_config: Any,
         device: torch.device,
-        history: NgramDrafts | None,
+        lookups: Mapping[str, Lookup],
         state_budget_bytes: int,
     ) -> None:
         super().__init__(vllm_config, device)
         self.drafter: DrafterName = "eagle3"  # vLLM's warm-up names none
-        self.history = history
+        self.lookups = lookups
         self.missed = MissedInputs(state_budget_bytes)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
@@ -69,10 +71,6 @@ class SwitchingSpeculator(EagleSpeculator):
             self.device,
             active_layer_names=self.draft_attn_layer_names,
         )
-
-    def forget(self, request_ids: Collection[str]) -> None:
-        """Drop the skipped inputs of requests that ended."""
-        self.missed.forget(request_ids)
 
     @torch.inference_mode()
     def propose(
@@ -112,8 +110,7 @@ class SwitchingSpeculator(EagleSpeculator):
         if not self._skip(input_batch, aux_hidden_states, num_rejected, last_sampled):
             run(0)
         if num_speculative_tokens > 0:
-            assert self.history is not None, "the strategy drafts n-grams the engine does not have"
-            self.history.draft(
+            self.lookups[self.drafter].draft(
                 input_batch, num_speculative_tokens, num_sampled, last_sampled, self.draft_tokens
             )
             draft_BK = self.draft_tokens[: input_batch.num_reqs, :num_speculative_tokens]
@@ -159,7 +156,7 @@ class SwitchingSpeculator(EagleSpeculator):
         )
 
     def _write_logits(self, slot_B: torch.Tensor, draft_BK: torch.Tensor) -> None:
-        """Give drafts from history one-hot logits where vLLM keeps those of the draft model."""
+        """Give drafts of a lookup one-hot logits where vLLM keeps those of the draft model."""
         if self.draft_logits is None:
             return
         logits_BKV = self.draft_logits.new_full((*draft_BK.shape, self.vocab_size), -torch.inf)
@@ -280,6 +277,58 @@ class SwitchingSpeculator(EagleSpeculator):
         self.hidden_states[:num_rows] = self.model.combine_hidden_states(missed.state_TA)
         slots = build_slot_mappings_by_layer(slot_GT, self.kv_cache_config)
         self._run_model(num_rows, metadata, slots, None, CUDAGraphMode.NONE)
+
+
+class LookupSpeculator(BaseSpeculator):
+    """The speculator of an engine without a draft model."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        req_states: Any,
+        lookups: Mapping[str, Lookup],
+    ) -> None:
+        speculative = vllm_config.speculative_config
+        self.drafter: DrafterName = next(iter(lookups))  # vLLM's warm-up names none
+        self.lookups = lookups
+        self._draft_BK = torch.zeros(
+            req_states.max_num_reqs,
+            speculative.num_speculative_tokens,
+            dtype=torch.int64,
+            device=device,
+        )
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Capture nothing: there is no draft model."""
+
+    def capture(self) -> None:
+        """Capture nothing: there is no draft model."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        num_speculative_tokens: int | None = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if num_speculative_tokens and not dummy_run:
+            self.lookups[self.drafter].draft(
+                input_batch, num_speculative_tokens, num_sampled, last_sampled, self._draft_BK
+            )
+        return self._draft_BK[: input_batch.num_reqs]
 
 
 def draw_drafts(
