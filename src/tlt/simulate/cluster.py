@@ -2,8 +2,8 @@
 
 Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
 (`pace`), the dispatcher with its forecast of lengths (`rollout`), the plan of look-ahead (`ahead`),
-the coordinator with its leases and rounds, the forecast of the tail. Not modelled: a drafter swap in
-the middle of a rollout (a better drafter helps from the next rollout on).
+the coordinator with its leases, the forecast of the tail. Not modelled: a drafter swap in the
+middle of a rollout (a better drafter helps from the next rollout on).
 """
 
 from __future__ import annotations

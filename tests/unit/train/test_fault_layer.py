@@ -33,11 +33,11 @@ from tlt.config.train import TrainConfig  # noqa: E402
 from tlt.contracts import EngineStats, Sample, SampleRequest  # noqa: E402
 from tlt.errors import EngineError, EngineGone  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
-from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
+from tlt.harvest.coordinator import ANSWER_S, CoordinatorSettings  # noqa: E402
 from tlt.harvest.forecast import TailForecast  # noqa: E402
 from tlt.harvest.leases import LeaseSettings  # noqa: E402
 from tlt.harvest.published import VERSION  # noqa: E402
-from tlt.harvest.session import ANSWER_S, HarvestSession  # noqa: E402
+from tlt.harvest.session import HarvestSession  # noqa: E402
 from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 from tlt.learner.actor import LearnerPlan, Rows  # noqa: E402
 from tlt.learner.calls import InOrder, RankFailed, RankGone  # noqa: E402
@@ -498,7 +498,7 @@ def records(out: Path) -> list[tuple[float, float]]:
     return [(record["step"], record["reward/mean"]) for record in read(out / "metrics.jsonl")]
 
 
-def light_save(harvest: HarvestSession, folder: Path, moments: object) -> None:
+def light_save(harvest: HarvestSession, folder: Path, state: object) -> None:
     folder.mkdir()
     (folder / VERSION).write_text(json.dumps({"version": harvest._published.version}))
 
