@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from tlt.config.train import TltConfig
@@ -24,6 +25,9 @@ from tlt.harvest.rounds import REST_S, Held, Member, Publish, Release, Rounds, S
 from tlt.spans import Span, SpanLog
 
 logger = logging.getLogger(__name__)
+
+Event = Callable[[], None]
+"""Tells `Leases` or `Rounds` what has happened."""
 
 RETRY_S = 30.0
 """Seconds after which a trainer that did not start is tried again."""
@@ -177,7 +181,7 @@ class Coordinator:
 
     async def optimizer_state(self) -> Any:
         """Return the state of the drafter's optimizer; None if nothing was learned yet."""
-        head = self._rounds.head
+        head = self._rounds.head if self.enabled else None
         return None if head is None else await head.trainer.optimizer_state()
 
     def metrics(self) -> dict[str, float]:
@@ -220,7 +224,7 @@ class Coordinator:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        kills = [member.trainer.kill() for member in self._members.values()]
+        kills = [asyncio.create_task(m.trainer.kill()) for m in self._members.values()]
         try:
             async with asyncio.timeout(ANSWER_S):
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -233,7 +237,7 @@ class Coordinator:
 
     # --- events and actions -------------------------------------------------------------------
 
-    def _event(self, event: Callable[[], None]) -> None:
+    def _event(self, event: Event) -> None:
         """Note an event, and carry out what follows from it."""
         if self.enabled:
             try:
@@ -248,7 +252,7 @@ class Coordinator:
                 case Begin():
                     lease = _Lease(action.lease, self._members[action.worker], started_s=now_s())
                     self._held[action.lease] = lease
-                    self._start(self._under(lease, self._begin(lease, action.seconds)))
+                    self._start(self._under(lease, partial(self._begin, lease, action.seconds)))
                 case End():
                     self._call_back(action)
                 case Kill():
@@ -258,11 +262,11 @@ class Coordinator:
         for decided in self._rounds.actions():
             match decided:
                 case Train():
-                    self._start(self._under(decided.held, self._train(decided)))
+                    self._start(self._under(decided.held, partial(self._train, decided)))
                 case Settle():
-                    self._start(self._under(decided.held, self._settle(decided)))
+                    self._start(self._under(decided.held, partial(self._settle, decided)))
                 case Release():
-                    self._start(self._under(decided.held, self._release(decided)))
+                    self._start(self._under(decided.held, partial(self._release, decided)))
                 case Publish():
                     while not self._versions.empty():
                         self._versions.get_nowait()  # nobody wants an older one
@@ -354,13 +358,13 @@ class Coordinator:
 
     # --- work under a lease -------------------------------------------------------------------
 
-    async def _under(self, held: Held, work: Coroutine[Any, Any, Callable[[], None]]) -> None:
+    async def _under(self, held: Held, work: Callable[[], Awaitable[Event]]) -> None:
         """Carry out a piece of work, and note what it returns; its failure costs the trainer.
 
         Nothing else ends the lease: no device counts as free that may not be.
         """
         try:
-            event = await work
+            event = await work()
         except TrainerFailed as error:
             how = "died" if isinstance(error, TrainerGone) else f"failed ({error!r})"
             logger.warning("the trainer of %s %s; another one starts", held.member.worker, how)
@@ -370,12 +374,12 @@ class Coordinator:
             return
         self._event(event)
 
-    async def _begin(self, held: Held, seconds: float) -> Callable[[], None]:
+    async def _begin(self, held: Held, seconds: float) -> Event:
         if await held.member.trainer.begin(held.lease, seconds):
             return lambda: self._rounds.begun(held, now_s())
         return lambda: self._ended(held, 0.0)
 
-    async def _train(self, action: Train) -> Callable[[], None]:
+    async def _train(self, action: Train) -> Event:
         held, trainer, base = action.held, action.held.member.trainer, action.base
         if action.source is not None:
             blob = await self._exported(action.source, held)
@@ -387,7 +391,7 @@ class Coordinator:
         seconds = now_s() - started_s
         return lambda: self._rounds.trained(held, trained, seconds, now_s())
 
-    async def _settle(self, action: Settle) -> Callable[[], None]:
+    async def _settle(self, action: Settle) -> Event:
         held, trainer, started_s = action.held, action.held.member.trainer, now_s()
         exports = [self._exported(other.member, held) for other, _ in action.others]
         blobs = zip(await asyncio.gather(*exports), action.others, strict=True)
@@ -403,7 +407,7 @@ class Coordinator:
         blob = None if evaluation is None else await self._exported(held.member, held)
         return lambda: self._rounds.settled(held, merged, evaluation, blob, spent_s, now_s())
 
-    async def _release(self, action: Release) -> Callable[[], None]:
+    async def _release(self, action: Release) -> Event:
         await action.held.member.trainer.release()
         return lambda: self._ended(action.held, action.rest_s)
 

@@ -255,9 +255,6 @@ class Leases:
 
     # --- state --------------------------------------------------------------------------------
 
-    def state(self, worker: str) -> State:
-        return self._workers[worker].state
-
     def lease_of(self, worker: str) -> int | None:
         """Return the lease under which the worker's trainer may work now."""
         found = self._workers[worker]

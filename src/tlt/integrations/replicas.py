@@ -230,7 +230,7 @@ class Replicas:
         return list(self._servers)
 
     async def start(self, buffer: dict[str, Any]) -> None:
-        """Let all replicas store hidden states, and the first one its embedding and head."""
+        """Let all replicas store hidden states, and the first one share its policies."""
         for engine, server in self._servers.items():
             self._places[engine] = await _call(server, _whereabouts)
         self._policy_file = f"{buffer['folder']}-policy/embed_and_head.safetensors"

@@ -1,8 +1,6 @@
 """The coordinator with trainers that can be made to hang, fail and die, in simulated time."""
 
 import asyncio
-import gc
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import pytest
 from light_trainers import ScriptedTrainer
 
-from speed import limit
 from tlt.harvest.contract import TrainerFailed
 from tlt.harvest.coordinator import (
     ANSWER_S,
@@ -484,36 +481,3 @@ async def test_a_trainer_that_never_starts_is_replaced(s: Setting) -> None:
     assert s.trainers["a"][0].dead
     assert s.coordinator.metrics()["ready"] == 1
     assert s.coordinator.tally.faults == 1
-
-
-def test_many_workers_come_and_go() -> None:
-    """No worker is lost, and no turn of the event loop is long, by the processor's time."""
-
-    async def scene() -> None:
-        workers = [f"w{i}" for i in range(512)]
-        s = Setting(workers=workers)  # type: ignore[arg-type]
-        async with s:
-            longest, stop = 0.0, False
-
-            async def watch() -> None:
-                nonlocal longest
-                while not stop:
-                    before_s = time.thread_time()
-                    await asyncio.sleep(0)
-                    longest = max(longest, time.thread_time() - before_s)
-
-            gc.collect()  # else a collection of all that other tests left may fall into a turn
-            watching = asyncio.create_task(watch())
-            for worker in workers:
-                s.idle(worker)
-            await asyncio.sleep(0.1)
-            await asyncio.gather(*(s.needed(worker, within_s=60.0) for worker in workers))
-            stop = True
-            await watching
-            assert longest < limit(0.25)
-
-    gc.disable()
-    try:
-        asyncio.run(asyncio.wait_for(scene(), 120))  # as fast as it can, not as simulated
-    finally:
-        gc.enable()

@@ -63,6 +63,14 @@ def make_trainer(settings: HarvestTrainerSettings) -> HarvestTrainer:
     return HarvestTrainer(settings, torch.device("cpu"))
 
 
+@pytest.fixture
+def one(settings: HarvestTrainerSettings) -> HarvestTrainer:
+    """A trainer that holds lease 1."""
+    trainer = make_trainer(settings)
+    assert trainer.begin(1, LONG_S)
+    return trainer
+
+
 def learn(trainer: HarvestTrainer, num_steps: int) -> None:
     """Train for at least this many optimizer steps, however busy the machine is."""
     done = 0
@@ -70,11 +78,7 @@ def learn(trainer: HarvestTrainer, num_steps: int) -> None:
         done += trainer.train(1, 1.0).num_steps
 
 
-def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(
-    settings: HarvestTrainerSettings,
-) -> None:
-    one = make_trainer(settings)
-    assert one.begin(1, LONG_S)
+def test_it_learns_while_it_holds_a_lease_and_what_is_better_counts(one: HarvestTrainer) -> None:
     learn(one, 40)
     evaluation = one.evaluate(1, LONG_S)
     assert evaluation is not None
@@ -132,9 +136,7 @@ def test_an_evaluation_ends_when_the_difference_is_clear_or_its_time_is_over(
     assert MIN_WINDOWS <= len(evaluated) < num_windows, "clear before the last window"
 
 
-def test_nothing_is_evaluated_twice(settings: HarvestTrainerSettings, evaluated: list[int]) -> None:
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
+def test_nothing_is_evaluated_twice(one: HarvestTrainer, evaluated: list[int]) -> None:
     one.train(1, 1.0)
     first = one.evaluate(1, LONG_S)
     evaluated.clear()
@@ -161,11 +163,7 @@ def test_without_a_lease_it_does_nothing(settings: HarvestTrainerSettings) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.export().items())
 
 
-def test_it_stops_from_another_thread_in_the_middle_of_its_work(
-    settings: HarvestTrainerSettings,
-) -> None:
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
+def test_it_stops_from_another_thread_in_the_middle_of_its_work(one: HarvestTrainer) -> None:
     stopped_s: list[float] = []
 
     def stop() -> None:
@@ -188,10 +186,10 @@ def test_a_lease_runs_out_by_itself(settings: HarvestTrainerSettings) -> None:
     assert time.monotonic() - started_s < limit(2.0)
 
 
-def test_an_empty_buffer_is_said_to_be(settings: HarvestTrainerSettings) -> None:
+def test_an_empty_buffer_is_said_to_be(
+    one: HarvestTrainer, settings: HarvestTrainerSettings
+) -> None:
     SampleBuffer(settings.buffer).clear()
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
     assert one.train(1, LONG_S).starved
     assert one.evaluate(1, LONG_S) is None
 
@@ -211,7 +209,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_the_drafter_is_safe(
 
 
 def test_while_it_trains_others_get_the_weights_it_began_with(
-    settings: HarvestTrainerSettings, monkeypatch: pytest.MonkeyPatch
+    one: HarvestTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, micro_step = [], DrafterTrainer.micro_step
 
@@ -220,8 +218,6 @@ def test_while_it_trains_others_get_the_weights_it_began_with(
         return steps[-1]
 
     monkeypatch.setattr(DrafterTrainer, "micro_step", counted)
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
     before = one.export()
     work = threading.Thread(target=one.train, args=(1, LONG_S))
     work.start()
@@ -272,9 +268,7 @@ def test_a_new_drafter_first_chooses_its_vocabulary_from_what_is_written(
     assert not torch.equal(before, one.export()["d2t"])
 
 
-def test_the_vocabulary_follows_the_text_of_a_new_policy(settings: HarvestTrainerSettings) -> None:
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
+def test_the_vocabulary_follows_the_text_of_a_new_policy(one: HarvestTrainer) -> None:
     one.train(1, 0.2)
     before = one.export()
     assert torch.equal(before["d2t"], drafter().d2t), "the drafter's own, before it trains"
@@ -289,10 +283,8 @@ def test_the_vocabulary_follows_the_text_of_a_new_policy(settings: HarvestTraine
 
 
 def test_a_resumed_trainer_continues_with_the_moments_of_its_optimizer(
-    settings: HarvestTrainerSettings,
+    one: HarvestTrainer, settings: HarvestTrainerSettings
 ) -> None:
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
     one.train(1, 1.0)
     moments = one.optimizer_state()
     save_file(moments, Path(settings.drafter) / MOMENTS)
@@ -305,10 +297,8 @@ def test_a_resumed_trainer_continues_with_the_moments_of_its_optimizer(
 
 
 def test_moments_of_the_head_are_dropped_with_the_vocabulary(
-    settings: HarvestTrainerSettings,
+    one: HarvestTrainer, settings: HarvestTrainerSettings
 ) -> None:
-    one = make_trainer(settings)
-    one.begin(1, LONG_S)
     one.train(1, 0.5)
     moments = one.optimizer_state()
     save_file(moments | {"d2t": moments["d2t"] + 1}, Path(settings.drafter) / MOMENTS)

@@ -366,7 +366,7 @@ def records(out: Path) -> list[tuple[float, float]]:
     return [(record["step"], record["reward/mean"]) for record in read(out / "metrics.jsonl")]
 
 
-def light_save(harvest: HarvestSession, folder: Path, moments: object) -> None:
+def light_save(harvest: HarvestSession, folder: Path, state: object) -> None:
     folder.mkdir()
     (folder / VERSION).write_text(json.dumps({"version": harvest._published.version}))
 
