@@ -13,9 +13,6 @@ import runpy
 import sys
 from pathlib import Path
 
-import published
-import simulator
-import soak
 from common import RESULTS
 from common import load as result
 from tlt.bench.plot import plot_decisions, plot_replay, plot_running
@@ -27,9 +24,6 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    simulator.plot(result("simulator")["runs"], RESULTS / "simulator.png")
-    published.plot(result("published")["rows"])
-    soak.plot(result("soak"), RESULTS / "soak.png")
     plot_training(result("drafter/report"), RESULTS / "drafter" / "report.png")
     records = list(read(RESULTS / "train" / "metrics.jsonl"))
     plot_run(records, RESULTS / "train" / "run.png", "SmolLM2-135M learns sums")
