@@ -23,15 +23,19 @@ import gc
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tlt.learner.memory import ModelShape, learner_memory
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
+
 from common import load, save
 from models import MODELS
-from tlt.train.memory import ModelShape, learner_memory
 
 PROMPT_TOKENS = 64
 FEW_LAYERS = (4, 6)

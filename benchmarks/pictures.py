@@ -16,9 +16,6 @@ from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
-import published
-import simulator
-import soak
 from canvas import pyplot
 from common import RESULTS
 from common import load as result
@@ -37,9 +34,6 @@ SHOWN = {"adaptive": "adaptive", "beg_mab": "BEG-MAB", "fixed": "best fixed arm"
 
 
 def main() -> None:
-    simulator.plot(result("simulator")["runs"], RESULTS / "simulator.png")
-    published.plot(result("published")["rows"])
-    soak.plot(result("soak"), RESULTS / "soak.png")
     drawn = training_picture(result("drafter/report"))
     (RESULTS / "drafter" / "report.svg").write_text(drawn)
     plot_run(RESULTS / "train", "SmolLM2-135M learns sums")

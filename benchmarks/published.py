@@ -5,7 +5,7 @@
 The TLT paper reports the end-to-end speed-up over nodes of 8 H100s: 7B 1.21, 1.45, 1.62 and 1.76 on
 1, 2, 4 and 8 nodes; 32B 1.83 and 2.12 on 4 and 8. What follows is assumed, each for its own reason.
 How many GPUs an engine of the 7B model had is not known here, and much hangs on it: 1, 2 and 4 are
-shown. Writes results/published.json and .png.
+shown. Writes results/published.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from common import RESULTS, save
+from common import save
 from tlt.config.load import apply_overrides, check
 from tlt.contracts import Arm
 from tlt.simulate import clock
@@ -173,34 +173,6 @@ def main() -> None:
                 print(rows[-1], flush=True)
     assumed = [{"what": each.what, "why": each.why} for each in ASSUMED]
     save("published", {"assumed": assumed, "rows": rows})
-    plot(rows)
-
-
-def plot(rows: list[dict[str, Any]]) -> None:
-    from canvas import pyplot
-    from tlt.colours import COLOURS
-
-    figure, panel = pyplot.subplots(figsize=(6.6, 4.4), layout="constrained")
-    styles = {1: "^-", 2: "D-", 4: "o-"}
-    for colour, model in zip(COLOURS, PUBLISHED, strict=False):
-        nodes, name = list(PUBLISHED[model]), model.split("-")[1].upper()
-        published = list(PUBLISHED[model].values())
-        panel.plot(nodes, published, "s--", color=colour, mfc="none", label=f"{name}, published")
-        for parallel in ENGINE_GPUS[model]:
-            own = [r for r in rows if (r["model"], r["gpus_per_engine"]) == (model, parallel)]
-            off_by = max(abs(row["off_by"]) for row in own)
-            label = f"{name}, modelled, {parallel} GPU{'s' * (parallel > 1)} an engine"
-            label += f": off by up to {off_by:.0%}"
-            panel.plot(
-                nodes, [r["simulated"] for r in own], styles[parallel], color=colour, label=label
-            )
-    panel.set_xscale("log", base=2)
-    panel.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-    panel.set_ylim(1, 3.9)
-    panel.set(xlabel="nodes of 8 H100s", ylabel="end-to-end speed-up")
-    panel.set_title("Modelled speed-ups of 7B depend on the GPUs an engine has")
-    panel.legend(fontsize=8, loc="upper left")
-    figure.savefig(RESULTS / "published.png", dpi=120)
 
 
 if __name__ == "__main__":

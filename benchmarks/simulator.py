@@ -8,7 +8,7 @@ decode, which the calibration has not seen. Compared are the mean seconds of a r
 step, without the first step; also with the calibration's engine made as fast, by one factor, as
 the run's engine steps were, which leaves out what the machine's speed adds. A run that is complete
 in runs/simulator is not run again. Needs models/tiny-sft (see the recipe). Writes
-results/simulator.json and .png.
+results/simulator.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, save, trained
+from common import ROOT, save, trained
 from tlt.config.load import apply_overrides, check
 from tlt.report.view import RunView, look_at
 from tlt.simulate.calibrate import Calibration, calibrate, observations
@@ -157,50 +157,6 @@ def main() -> None:
             }
             print(name + kind, result[name + kind])
     save("simulator", result)
-    plot(rows, RESULTS / "simulator.png")
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from canvas import pyplot
-    from tlt.colours import INK, arm_colour
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9.4, 4.4), layout="constrained")
-    for axis, kind in zip(axes, ("", "_same_speed"), strict=True):
-        most = 1.1 * max(max(row["step_s"], row[f"step_predicted{kind}_s"]) for row in rows)
-        axis.fill_between(
-            [0, most],
-            [0, 0.75 * most],
-            [0, 1.25 * most],
-            color=INK,
-            alpha=0.2,
-            lw=0,
-            label="within 25%",
-        )
-        axis.plot([0, most], [0, most], color=INK, lw=1)
-        for mode in MODES:
-            drafter, length = mode.rstrip("0123456789"), mode.lstrip("abcdefghijklmnopqrstuvwxyz")
-            colour = arm_colour(drafter, int(length or 0))
-            of = [row for row in rows if row["run"].endswith(f"-{mode}")]
-            for name, marker in (("rollout", "o"), ("step", "s")):
-                axis.plot(
-                    [row[f"{name}_s"] for row in of],
-                    [row[f"{name}_predicted{kind}_s"] for row in of],
-                    marker,
-                    color=colour,
-                    label=f"{mode}, {name}",
-                )
-        axis.set(xlim=(0, most), ylim=(0, most), xlabel="measured seconds")
-        axis.set_ylabel("predicted seconds")
-        errors = [abs(row[f"step_error{kind}"]) for row in rows]
-        said = "with the engine as fast as in the run" if kind else "as calibrated"
-        axis.set_title(
-            f"{said}:\noff by {statistics.median(errors):.0%} in the median, "
-            f"{max(errors):.0%} at worst"
-        )
-    worst = max(abs(row["step_error"]) for row in rows)
-    figure.suptitle(f"Modelled RL steps are within {worst:.0%} of the measured ones")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ of the run.
 
 An undisturbed run of the same seed goes on beside it, with low priority. In the end they are
 compared: samples, rewards and every bit of the policy. The disturbed run is resumed from every
-checkpoint that is left, and compared again. Writes benchmarks/results/soak.json and soak.png.
+checkpoint that is left, and compared again. Writes benchmarks/results/soak.json.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from typing import Any
 
 import psutil
 
-from common import RESULTS, ROOT, save
+from common import ROOT, save
 from runs import LIMIT_S, Run, make_tiny_policy, same
-from tlt.colours import GREY, ORANGE, RED
 
 RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 SAMPLE_S = 5.0
@@ -266,37 +265,6 @@ def rewards(run: Run) -> list[float]:
     return [record["reward/mean"] for record in run.records() if "reward/mean" in record]
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    from canvas import pyplot
-
-    figure, axes = pyplot.subplots(5, 1, figsize=(8, 10), constrained_layout=True)
-    for number, curve in enumerate(result["band"]):
-        label = "undisturbed" if not number else None
-        axes[0].plot(range(1, len(curve) + 1), curve, color=GREY, linewidth=0.8, label=label)
-    curve = result["reward"]
-    axes[0].plot(range(1, len(curve) + 1), curve, color=ORANGE, linewidth=0.8, label="under faults")
-    axes[0].set(xlabel="RL step", ylabel="reward")
-    axes[0].legend(frameon=False)
-    at = [sample["at_s"] / 60 for sample in result["samples"]]
-    panels = (
-        ("memory_mib", "memory, MiB"),
-        ("shared_mib", "shared memory, MiB"),
-        ("files", "open files"),
-        ("processes", "processes"),
-    )
-    for axis, (name, label) in zip(axes[1:], panels, strict=True):
-        axis.plot(at, [sample[name] for sample in result["samples"]], color=ORANGE, linewidth=0.8)
-        for event in result["faults"]:
-            axis.axvline(event["at_s"] / 60, ymax=0.05, color=RED, linewidth=0.8)
-        axis.set(ylabel=label, ylim=(0, None))
-    axes[-1].set(xlabel="minutes; marks at the bottom are faults")
-    equal = all(result["same"].values())
-    what = "every bit of samples and policy as undisturbed" if equal else "NOT as undisturbed"
-    figure.suptitle(f"{len(result['faults'])} faults in {result['minutes']:g} minutes: {what}")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=90.0)
@@ -339,7 +307,6 @@ def main() -> None:
         "band": [rewards(undisturbed)],
     }
     save("soak", result)
-    plot(result, RESULTS / "soak.png")
     for name in ("counts", "ended_by_itself", "processes_left", "same", "resumed_from", "growth"):
         print(name, result[name])
     print("longest without an RL step:", result["longest_without_step_s"], "s")

@@ -181,21 +181,7 @@ def main() -> None:
         sys.exit(str(error))
     finally:
         for arm, found in comparison.speed_ups().items():
-            print(summary(arm, found))
-
-
-def summary(arm: str, found: dict[str, Any]) -> str:
-    """Return an arm's speed-ups in one line."""
-    cells = [
-        f"{name} {found[name]['median']:.3f}x "
-        f"({found[name]['median_low']:.3f} to {found[name]['median_high']:.3f})"
-        for name in pairs.MEASURES
-        if name in found
-    ]
-    same = "the same samples"
-    if not found["same_samples"]:
-        same = f"other samples from RL step {found['first_difference']} on"
-    return f"{arm}: {'  '.join(cells)}; {found['pairs']} pairs, {same}"
+            print(arm, {name: found[name] for name in pairs.MEASURES if name in found})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from registry.core import Doc, Rows, count, figures, table
+from registry.core import Doc, count, figures
 
 FILE = "words/rollout"
 
@@ -18,24 +18,6 @@ def first(d: Doc) -> dict[str, Any]:
 def accepted(d: Doc, mode: str) -> str:
     row = next(row for row in d["summary"] if row["mode"] == mode)
     return f"{row['acceptance_length']['median']:.2f}"
-
-
-@table("words", FILE)
-def modes(d: Doc) -> Rows:
-    rows = [["mode", "tokens per draft", "tokens/s", "against the first", "responses"]]
-    for row in d["summary"]:
-        texts = {run["text"] for run in d["runs"] if run["mode"] == row["mode"]}
-        same = texts <= {run["text"] for run in d["runs"] if run["mode"] == d["runs"][0]["mode"]}
-        rows.append(
-            [
-                f"`{row['mode']}`",
-                accepted(d, row["mode"]),
-                f"{row['tokens_per_s']['median']:.0f}",
-                f"{row['speed_vs_first']['median']:.2f}x",
-                "the same" if same else "others",
-            ]
-        )
-    return rows
 
 
 figures(

@@ -40,23 +40,6 @@ def test_every_setting_is_documented() -> None:
         assert all(field.description for field in schema.model_fields.values()), name
 
 
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as on a forge and on the site."""
-    titles = re.findall(r"^#+ (.+)", FENCED.sub("", page.read_text()), re.M)
-    bare = [re.sub(r"\]\([^)]*\)|[^\w\- ]", "", title.strip().lower()) for title in titles]
-    return {title.replace(" ", "-") for title in bare}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)", FENCED.sub("", page.read_text())):
-        path, _, anchor = target.partition("#")
-        if not target.startswith("http") and path not in MADE:
-            there = page.parent / path if path else page
-            assert there.exists(), target
-            assert not anchor or anchor in anchors(there), target
-
-
 def flows() -> dict[str, list[str]]:
     """Return the steps of the numbered flows of the architecture page."""
     page = (ROOT / "docs" / "architecture.md").read_text()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 import shlex
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from script_files import ROOT, script
+from typer.main import get_command
 
 from tlt.cli.main import app
 from tlt.config.load import apply_overrides, check, load_config
-from tlt.config.rollout import SwitchConfig
 from tlt.config.train import TrainConfig
 
 FOLDERS = ("configs", "examples", "benchmarks", "docker", "tests")
@@ -27,17 +24,9 @@ ANY_RUN = ROOT / "configs" / "tiny_gcd_cpu.toml"
 SCRIPT = script(".ci/page_commands.py")
 
 
-@cache
-def commands() -> Any:
-    """Return the commands of `tlt`."""
-    from typer.main import get_command
-
-    return get_command(app)
-
-
 def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
     """Parse the arguments of `tlt` without running them; raise what the command would raise."""
-    command, name = commands(), ""
+    command, name = get_command(app), ""
     while words and words[0] in getattr(command, "commands", {}):
         name = f"{name} {words[0]}".strip()
         command = command.commands[words[0]]
@@ -69,16 +58,8 @@ def try_command(line: str) -> None:
     words = shlex.split(re.sub(r" > \S+$", "", line))
     if words[0] == "env":
         words = words[1:]
-    if words[0] in ("export", "cd", "source"):
-        settings = [word for word in words if word.startswith("TLT_CONFIG=")]
-    else:
-        settings = []
-        while "=" in words[0]:
-            settings.append(words.pop(0))
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key == "TLT_CONFIG" and not value.endswith(".toml"):
-            check(SwitchConfig, apply_overrides({}, value.split()), key)
+    while "=" in words[0]:
+        words = words[1:]
     for word in words:
         if re.match(rf"({'|'.join(FOLDERS)})/", word):
             assert (ROOT / word).exists(), f"{word} does not exist"
@@ -120,7 +101,6 @@ def test_the_commands_at_the_head_of_a_recipe_parse(path: Path) -> None:
         "tlt train run.toml learner.rl=1e-6",
         "tlt simulate cluster.engines=4",
         "python examples/trl_grpo.py models/tiny --witout",
-        'TLT_CONFIG="strategi.kind=adaptive" python my_program.py',
         "make chek",
     ],
 )
@@ -129,35 +109,7 @@ def test_a_command_that_cannot_work_is_found(line: str) -> None:
         try_command(line)
 
 
-def test_every_rule_is_used() -> None:
-    """A rule that fits no command is left over from an earlier page."""
-    found = [(c.page, c.block, c.written) for p in SCRIPT.pages() for c in SCRIPT.commands(p)]
-    for rule in SCRIPT.RULES["rule"]:
-        assert any(
-            rule.get("page", page) == page
-            and rule.get("block", block) == block
-            and re.match(rule["command"], line)
-            for page, block, line in found
-        ), rule
-        assert rule.get("not_run", "gpu") in SCRIPT.REASONS
-    assert set(SCRIPT.RULES["prepare"]) <= set(SCRIPT.pages())
-
-
 def test_the_list_of_commands_that_need_a_gpu_is_current() -> None:
     found = SCRIPT.LISTED.search(SCRIPT.LIST_PAGE.read_text())
     assert found is not None
     assert found[0] == SCRIPT.table(), "run `.ci/page_commands.py --write`"
-
-
-def test_the_commands_of_the_notebook_parse() -> None:
-    cells = json.loads((ROOT / "examples" / "one_run.ipynb").read_text())["cells"]
-    calls = [
-        node
-        for cell in cells
-        if cell["cell_type"] == "code"
-        for node in ast.walk(ast.parse("".join(cell["source"])))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "tlt"
-    ]
-    assert calls
-    for call in calls:
-        try_command(f"tlt {ast.literal_eval(call.args[0])}")

@@ -120,8 +120,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(
     """The run goes on, and can resume from the checkpoint before."""
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(
-        every_step(9), folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest())
     learner.on_disk.set()
     await checkpoints.begin(1, Stopwatch())
     checkpoints.end(1)
@@ -148,8 +147,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(
 async def test_checkpoints_that_fail_again_and_again_end_the_run(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(
-        every_step(9), folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest())
     learner.on_disk.set()
     learner.fault = OSError(errno.ENOSPC, "No space left on device")
     for step in (1, 2, 3):
@@ -162,8 +160,7 @@ async def test_checkpoints_that_fail_again_and_again_end_the_run(tmp_path: Path)
 async def test_a_last_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     folder, learner = RunFolder(tmp_path), FakeLearner()
     of_run: Any = learner
-    checkpoints = Checkpoints(
-        every_step(4), folder, of_run, NoHarvest())
+    checkpoints = Checkpoints(every_step(4), folder, of_run, NoHarvest())
     learner.on_disk.set()
     learner.fault = OSError(errno.ENOSPC, "No space left on device")
     await checkpoints.begin(4, Stopwatch())

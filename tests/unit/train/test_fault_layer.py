@@ -304,7 +304,9 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
     plan = SimpleNamespace(num_ranks=2, row_tokens=64, timeout_s=15.0, buffer=None)
     learner = LearnerGroup(
         cast(Any, plan),
-        spawn=lambda plan, rank, options: RankHandle(world.layers[1], world.shared, plan, rank),
+        spawn=lambda plan, rank, options: cast(
+            Any, RankHandle(world.layers[1], world.shared, plan, rank)
+        ),
         here=lambda: "here",
     )
     try:
