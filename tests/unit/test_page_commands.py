@@ -26,7 +26,8 @@ SCRIPT = script(".ci/page_commands.py")
 
 def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
     """Parse the arguments of `tlt` without running them; raise what the command would raise."""
-    command, name = get_command(app), ""
+    command: Any = get_command(app)
+    name = ""
     while words and words[0] in getattr(command, "commands", {}):
         name = f"{name} {words[0]}".strip()
         command = command.commands[words[0]]

@@ -18,7 +18,7 @@ def context(num_decodes: int, num_prefills: int = 0) -> StepContext:
 def test_arm_refuses_contradictions() -> None:
     for drafter, length in (("off", 2), ("eagle3", 0)):
         with pytest.raises(ValueError):
-            Arm(drafter, length)  # type: ignore[arg-type]
+            Arm(drafter, length)
 
 
 def test_off_and_fixed() -> None:
