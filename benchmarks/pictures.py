@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import RESULTS
 from common import load as result
-from tlt.bench.plot import plot_decisions, plot_replay, plot_running
+from tlt.bench.plot import plot_decisions, plot_replay
 from tlt.drafter.plot import plot_training
 from tlt.observe.record import read
 from tlt.report.plot import plot_run
@@ -29,9 +29,7 @@ def main() -> None:
     plot_run(records, RESULTS / "train" / "run.png", "SmolLM2-135M learns sums")
     plot_replay(result("strategy/strategy")["results"], RESULTS / "strategy" / "strategy.png")
     for path in sorted(RESULTS.glob("**/rollout.json")):
-        rollout = json.loads(path.read_text())
-        plot_running(rollout, path.with_suffix(".png"))
-        for mode, decisions in rollout["decisions"].items():
+        for mode, decisions in json.loads(path.read_text())["decisions"].items():
             picture = path.with_name(f"{mode}.png")
             if picture.exists():
                 plot_decisions(decisions, mode, picture)
