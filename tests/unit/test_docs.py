@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,15 +63,3 @@ def test_tests_that_pages_name_exist() -> None:
         assert named <= there, (page.name, named - there)
         for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
             assert (ROOT / path).exists(), (page.name, path)
-
-
-@pytest.mark.parametrize(("name", "of"), [("trl", "GRPOConfig"), ("verl", "verl")])
-def test_the_settings_that_a_page_maps_to_exist(name: str, of: str) -> None:
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    table = page.split(f"## From {of} to `tlt train`")[1].split("## ")[0]
-    ours = "\n".join(row.split("|")[2] for row in table.splitlines() if row.startswith("|"))
-    keys = re.findall(r"`([a-z]+)\.([a-z_]+)`", ours)
-    assert len(keys) > 20
-    for section, key in keys:
-        schema: Any = TrainConfig.model_fields[section].annotation
-        assert key in schema.model_fields, f"{section}.{key}"
