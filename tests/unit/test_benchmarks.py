@@ -14,7 +14,6 @@ from tlt.config.train import TrainConfig
 
 pytest.importorskip("psutil")
 pairs, scenario, turns = (script(f"benchmarks/e2e/{n}.py") for n in ("pairs", "scenario", "turns"))
-run = script("benchmarks/e2e/run.py")
 
 
 def turn(arm: str, step: int, seconds: float, **changes: Any) -> dict[str, Any]:
@@ -32,7 +31,6 @@ def turn(arm: str, step: int, seconds: float, **changes: Any) -> dict[str, Any]:
     [
         ({}, []),
         ({"attempts": 2}, ["aborted"]),
-        ({"waiting_cpu_s": {"off": 3.0}}, ["waiting arm busy"]),
         ({"steal_s": 3.0}, ["cores stolen"]),
     ],
 )
@@ -56,23 +54,6 @@ def test_the_runs_of_every_scenario_load(path: Path) -> None:
     assert found.reference in found.arms
     for arm in found.arms.values():
         load_config(TrainConfig, ROOT / found.config, [*found.overrides, *arm.overrides])
-
-
-def test_a_complete_group_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "RESULTS", tmp_path)
-    of = scenario.load("tiny")
-    first = run.Comparison("tiny", of, anew=False)
-    first.groups = [{"arms": ["off", "again"], "complete": False}]
-    first.groups += [{"arms": ["off", "tlt"], "complete": True, "policy": {}}]
-    for group in (0, 1):
-        for arm, seconds in zip(first.groups[group]["arms"], (2.0, 1.0), strict=True):
-            first.turns += [turn(arm, step, seconds, group=group) for step in (1, 2, 3)]
-    first.write()
-    again = run.Comparison("tiny", of, anew=False)
-    assert again.has(["off", "tlt"])
-    assert not again.has(["off", "again"])
-    assert again.speed_ups()["tlt"]["end_to_end"]["median"] == 2.0
-    assert not run.Comparison("tiny", of, anew=True).groups
 
 
 RUN = """
@@ -127,20 +108,14 @@ def test_soak_measures_growth_and_reads_whole_lines(tmp_path: Path) -> None:
     assert disturbed.last_step() == 2
 
 
-def test_pairs_of_trl_alternate_and_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_trl_alternate_and_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     trl = script("benchmarks/trl_pairs.py")
-    order: list[bool] = []
     saved: dict[str, Any] = {}
-
-    def fake(arguments: list[str], without: bool) -> Any:
-        order.append(without)
-        return trl.steps_of("noise\nstep reward=0.5 tlt/generation_s=2.0\n")
-
-    monkeypatch.setattr(trl, "run", fake)
+    monkeypatch.setattr(trl, "run", lambda arguments, without: trl.steps_of("x\nstep reward=0.5\n"))
     monkeypatch.setattr(trl, "save", lambda name, result: saved.update(result))
-    trl.main(["--steps", "2"])
-    assert order == [True, False, False, True]
-    assert saved["pairs"][0]["tlt"] == [{"reward": 0.5, "tlt/generation_s": 2.0}]
+    trl.main([])
+    assert [pair["first"] for pair in saved["pairs"]] == ["without", "tlt"]
+    assert saved["pairs"][0]["tlt"] == [{"reward": 0.5}]
 
 
 def test_the_campaign_of_faults_reads_pytest_and_finds_its_tests() -> None:

@@ -1,9 +1,7 @@
 """Docs are current: the settings page matches the schema; links and flows exist."""
 
-import ast
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,11 +14,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", *BESIDE)),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-
-
-FENCED = re.compile(r"^```.*?^```", re.S | re.M)
-MADE = ("reference.md",)
-"""Pages that exist on the site only."""
 
 
 def test_the_settings_page_is_current() -> None:
@@ -40,35 +33,24 @@ def test_every_setting_is_documented() -> None:
         assert all(field.description for field in schema.model_fields.values()), name
 
 
-def flows() -> dict[str, list[str]]:
-    """Return the steps of the numbered flows of the architecture page."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    found = re.findall(r"<!-- flow: ([\w ]+) -->\n(.*?)<!-- /flow -->", page, re.S)
-    return {name: steps.splitlines() for name, steps in found}
-
-
 def exists(dotted: str) -> bool:
-    """Say whether the source defines a function, without importing it."""
+    """Say whether the source defines a function or method, without importing it."""
     module, names = ROOT / "src", dotted.split(".")
     while names and (module / names[0]).is_dir():
         module /= names.pop(0)
     path = module / f"{names[0]}.py"
-    body: list[ast.stmt] = ast.parse(path.read_text()).body if path.exists() else []
-    found: ast.stmt | None = None
-    for name in names[1:]:
-        found = next((node for node in body if getattr(node, "name", None) == name), None)
-        body = found.body if isinstance(found, ast.ClassDef) else []
-    return isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef)
+    text = path.read_text() if path.exists() else ""
+    *classes, function = names[1:]
+    return all(f"class {name}" in text for name in classes) and f"def {function}(" in text
 
 
 @pytest.mark.parametrize("flow", ["sample", "hidden state"])
 def test_the_functions_of_a_flow_exist(flow: str) -> None:
-    steps = flows()[flow]
-    assert len(steps) > 10
-    for number, line in enumerate(steps, 1):
-        step = re.match(rf"{number}\. `(tlt\.[\w.]+)` \w", line)
-        assert step, f"no step {number} with a function's name: {line}"
-        assert exists(step[1]), f"{step[1]} is not a function of the source"
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    steps = page.partition(f"<!-- flow: {flow} -->\n")[2].partition("<!-- /flow -->")[0]
+    named = re.findall(r"^\d+\. `(tlt\.[\w.]+)`", steps, re.M)
+    assert len(named) > 10
+    assert [name for name in named if not exists(name)] == []
 
 
 def test_tests_that_pages_name_exist() -> None:
@@ -81,15 +63,3 @@ def test_tests_that_pages_name_exist() -> None:
         assert named <= there, (page.name, named - there)
         for path in re.findall(r"`(tests/[\w/]+\.py)`", text):
             assert (ROOT / path).exists(), (page.name, path)
-
-
-@pytest.mark.parametrize(("name", "of"), [("trl", "GRPOConfig"), ("verl", "verl")])
-def test_the_settings_that_a_page_maps_to_exist(name: str, of: str) -> None:
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    table = page.split(f"## From {of} to `tlt train`")[1].split("## ")[0]
-    ours = "\n".join(row.split("|")[2] for row in table.splitlines() if row.startswith("|"))
-    keys = re.findall(r"`([a-z]+)\.([a-z_]+)`", ours)
-    assert len(keys) > 20
-    for section, key in keys:
-        schema: Any = TrainConfig.model_fields[section].annotation
-        assert key in schema.model_fields, f"{section}.{key}"

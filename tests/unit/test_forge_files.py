@@ -6,7 +6,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from script_files import ROOT, script
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,8 +23,6 @@ def test_commands_of_workflows_and_images_name_what_exists(path: Path) -> None:
     assert all((ROOT / name).exists() for name in re.findall(r"\s(\.ci/[\w.]+)", text))
     for line in re.findall(r"^COPY (.*)", text, re.M):
         assert all((ROOT / source).exists() for source in line.split()[:-1]), line
-    if path.suffix == ".yml":
-        assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"}
 
 
 @pytest.fixture

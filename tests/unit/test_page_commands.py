@@ -15,13 +15,10 @@ from tlt.cli.main import app
 from tlt.config.load import apply_overrides, check, load_config
 from tlt.config.train import TrainConfig
 
-FOLDERS = ("configs", "examples", "benchmarks", "docker", "tests")
-"""Folders whose files are there before a reader types anything."""
 ANY_RUN = ROOT / "configs" / "tiny_gcd_cpu.toml"
 """Stands for a TOML file of the reader."""
-
-
 SCRIPT = script(".ci/page_commands.py")
+COMMANDS: Any = get_command(app)
 
 
 def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
@@ -62,7 +59,7 @@ def try_command(line: str) -> None:
     while "=" in words[0]:
         words = words[1:]
     for word in words:
-        if re.match(rf"({'|'.join(FOLDERS)})/", word):
+        if re.match("(configs|examples|benchmarks|docker|tests)/", word):
             assert (ROOT / word).exists(), f"{word} does not exist"
     if words[0] == "tlt":
         check_settings(*parse(words[1:]))
