@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -76,19 +77,19 @@ def demo(
 
     _check(out)
     console = Console(stderr=as_json)
-    clock = Clock(time.monotonic(), LIMIT_S if steps is None else None)
+    started_s, limit_s = time.monotonic(), LIMIT_S if steps is None else math.inf
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run under way, too
     with progress_bar(console) as show:
-        model = _model(out, clock, show)
+        model = _model(out, started_s + MODEL_SHARE * limit_s, show)
         settings = _settings(out, model)
         off = Job("off", settings, out / "off", steps or STEPS)
-        done = off.run(console, show, (MODEL_SHARE, OFF_SHARE), clock)
+        done = off.run(console, show, (MODEL_SHARE, OFF_SHARE), started_s + OFF_SHARE * limit_s)
         tlt = Job("tlt", settings, out / "tlt", done, ("tlt.enabled=true",))
-        tlt.run(console, show, (OFF_SHARE, 1.0), clock)
+        tlt.run(console, show, (OFF_SHARE, 1.0), started_s + limit_s - REPORT_S)
     views = [look_at(job.out) for job in (off, tlt)]
     page = out / "report.html"
     page.write_text(as_html(views, page))
-    found = _found(views, out) | {"seconds": time.monotonic() - clock.started_s}
+    found = _found(views, out) | {"seconds": time.monotonic() - started_s}
     if as_json:
         print_json(found | {"report": str(page)})
         return
@@ -97,21 +98,6 @@ def demo(
     for job in (off, tlt):
         console.print(f"  {shlex.join(['tlt', *job.arguments])}", markup=False, **LINE)
     say_written(console, f"{page}: open it in a browser")
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """When the demo started, and how long it may take; None for as long as it needs."""
-
-    started_s: float
-    limit_s: float | None
-
-    def left_s(self, share: float) -> float:
-        """Return the seconds until this share of the limit is over."""
-        if self.limit_s is None:
-            return float("inf")
-        room_s = share * self.limit_s - (REPORT_S if share == 1.0 else 0.0)
-        return self.started_s + room_s - time.monotonic()
 
 
 # --- before the runs ------------------------------------------------------------------------------
@@ -146,7 +132,7 @@ def _check(out: Path) -> None:
         )
 
 
-def _model(out: Path, clock: Clock, show: ShowProgress) -> Path:
+def _model(out: Path, deadline_s: float, show: ShowProgress) -> Path:
     """Make a tiny model, and teach it to write something that looks like an answer."""
     from tlt.learner.sft import SftSettings, SftStep
     from tlt.models import tiny
@@ -159,7 +145,7 @@ def _model(out: Path, clock: Clock, show: ShowProgress) -> Path:
     show("making a tiny model", 0, 1)
     raw = tiny.make(out / "tiny")
     model = out / "model"
-    budget_s = max(MIN_MODEL_S, clock.left_s(MODEL_SHARE))
+    budget_s = max(MIN_MODEL_S, deadline_s - time.monotonic())
     train_policy(
         raw,
         model,
@@ -206,7 +192,7 @@ class Job:
         return ["train", str(self.settings), folder, steps, *self.changes]
 
     def run(
-        self, console: Console, show: ShowProgress, shares: tuple[float, float], clock: Clock
+        self, console: Console, show: ShowProgress, shares: tuple[float, float], deadline_s: float
     ) -> int:
         """Train until all RL steps are done or the time is over; return how many were done."""
         from tlt.observe.record import read_metrics
@@ -224,7 +210,7 @@ class Job:
                     continue
                 done = int(now.record.get("step", 0))
                 show(f"{self.name}: {now.what}", begin + (end - begin) * done / self.num_steps, 1)
-                if not ended_early and clock.left_s(end) <= 0 and done >= MIN_STEPS:
+                if not ended_early and time.monotonic() > deadline_s and done >= MIN_STEPS:
                     ended_early = True
                     process.terminate()
             code = process.returncode

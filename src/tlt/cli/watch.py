@@ -185,20 +185,18 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
 
 def _view(run: Path) -> RenderableType:
     now, past = _read(run), read_past(run)
-    if now is None:
-        return Group(
-            Text(f"{run}: no step is under way (starting up, or ended)"),
-            *_gain(past),
-            *_findings(past),
-        )
+    shown: list[RenderableType] = [Text(f"{run}: no step is under way (starting up, or ended)")]
+    if now is not None:
+        workers = _workers(now.workers, now.total, past.arms)
+        shown = [_headline(now, past), workers, *_leases(now), _last(now.record)]
+    rest = [Text(f"no findings: {past.fault}", style="dim")] if past.fault else []
+    # What is wrong with samples or learning comes first; what costs time, last.
+    grave = [finding for finding in past.findings if finding.weight > GRAVE]
+    costly = past.findings[len(grave) :][:NUM_FINDINGS]
     return Group(
-        _headline(now, past),
-        _workers(now.workers, now.total, past.arms),
-        *_leases(now),
-        _last(now.record),
-        *_gain(past),
-        *_findings(past),
-    )
+        *_findings(grave, "bold red"), *shown, *_gain(past), *rest,
+        *_findings(costly, "yellow"),
+    )  # fmt: skip
 
 
 def _headline(now: Now, past: Past) -> Text:
@@ -283,11 +281,5 @@ def _gain(past: Past) -> list[Text]:
     return [Text(f"{says}; measure with `tlt report OFF TLT`)")]
 
 
-def _findings(past: Past) -> list[Text]:
-    """Return what the report would open with, the costliest first."""
-    if past.fault:
-        return [Text(f"no findings: {past.fault}", style="dim")]
-    return [
-        Text(f"{f.says}\n  -> {f.change}", style="bold red" if f.weight > GRAVE else "yellow")
-        for f in past.findings[:NUM_FINDINGS]
-    ]
+def _findings(found: Sequence[Bottleneck], style: str) -> list[Text]:
+    return [Text(f"{each.says}\n  -> {each.change}", style=style) for each in found]

@@ -35,7 +35,7 @@ def test_the_demo_is_the_recipe_of_the_quickstart(tmp_path: Path) -> None:
     assert mine == recipe
 
 
-@pytest.mark.parametrize("name", ["plain", 'a "b" [c]', "ä\\b"])
+@pytest.mark.parametrize("name", ['a "b" [c]', "ä\\b"])
 def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
     out = tmp_path / name
     out.mkdir()
@@ -113,7 +113,7 @@ class FakeRun:
 
 @pytest.fixture
 def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(out: Path, clock: Any, show: Any) -> Path:
+    def made(out: Path, deadline_s: float, show: Any) -> Path:
         out.mkdir(parents=True)
         return out / "model"
 
@@ -177,11 +177,3 @@ def test_a_slow_machine_makes_fewer_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert output.count("all that five minutes have room for") == 2
     assert "TLT made RL steps" in output
     assert runs.commands[1][6] == f"run.num_steps={demo.STEPS}"
-
-
-def test_the_time_for_the_runs_is_limited() -> None:
-    import time
-
-    clock = demo.Clock(time.monotonic() - 170, 300.0)
-    assert clock.left_s(demo.OFF_SHARE) < 0 < clock.left_s(1.0) < 300 - 170
-    assert demo.Clock(0.0, None).left_s(1.0) == float("inf")

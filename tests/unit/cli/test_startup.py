@@ -43,7 +43,6 @@ def test_light(code: str) -> None:
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("tlt tr", ["train"]),
         ("tlt data ", ["gsm8k", "math", "jsonl"]),
         ("tlt train --d", ["--dry-run"]),
         ("tlt v", ["verify"]),

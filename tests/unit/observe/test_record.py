@@ -43,7 +43,7 @@ def test_metrics_are_declared() -> None:
     assert all(f"time/{stage}_s" in METRICS for stage in STAGES)
     for values in made_up_run(20):
         check_names(values)
-    with pytest.raises(AssertionError, match="undeclared metrics: reward/maen"):
+    with pytest.raises(AssertionError, match="reward/maen"):
         check_names({"step": 1, "reward/maen": 1.0})
 
 
@@ -74,8 +74,6 @@ def test_each_step_once(tmp_path: Path) -> None:
     for step in (2, 3):
         with pytest.raises(AssertionError, match="after step 3"):
             log.append(record(step))
-    with pytest.raises(AssertionError, match="undeclared"):
-        log.append(record(4, made_up=1))
     log.close()
     again = MetricsLog(tmp_path / "metrics.jsonl")
     with pytest.raises(AssertionError, match="after step 3"):
@@ -257,11 +255,6 @@ def test_a_missing_library(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"metrics.{key}: .*pip install 'tlt-rl\[metrics\]'"):
         open_sinks(MetricsConfig.model_validate({key: value}), tmp_path, resume_step=0)
-
-
-def test_no_sinks_by_default(tmp_path: Path) -> None:
-    assert open_sinks(MetricsConfig(), tmp_path, resume_step=0) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 class Memory:

@@ -23,10 +23,8 @@ def measured(step: Ratio, update: float = 1.0, num_pairs: int = 9) -> Gain:
         (measured(Ratio(1.5, 1.3, 1.7)), "TLT made RL steps 1.50x as fast"),
         (measured(Ratio(1.1, 0.9, 1.3)), "within noise"),
         (measured(Ratio(1.1, 1.05, 1.2), update=1.2), "within noise"),
-        (measured(Ratio(1.1, 1.05, 1.2), update=0.8), "within noise"),
         (measured(Ratio(1.5, 1.3, 1.7), num_pairs=2), "Too few RL steps"),
         (measured(Ratio(0.8, 0.7, 0.9)), "slower here"),
-        (measured(Ratio(0.9, 0.8, 0.95), update=0.8), "within noise"),
         (None, "no RL step to compare"),
     ],
 )
@@ -36,13 +34,6 @@ def test_a_gain_counts_only_if_noise_does_not_explain_it(found: Gain | None, wor
 
 def test_pairs_of_equal_ratios_leave_no_doubt() -> None:
     assert paired([(3.0, 2.0), (6.0, 4.0), (1.5, 1.0)]) == Ratio(1.5, 1.5, 1.5)
-
-
-def test_the_interval_is_as_wide_as_the_ratios_differ() -> None:
-    found = paired([(1.0, 1.0), (1.1, 1.0), (2.0, 1.0), (1.2, 1.0), (0.9, 1.0)])
-    assert found.median == 1.1
-    assert found.low < 1.0
-    assert found.high == 2.0
 
 
 def test_two_runs_are_compared_without_their_first_step(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tlt.report.charts import charts_of, comparison
 from tlt.report.findings import findings
 from tlt.report.page import as_html, as_json, pictures
 from tlt.report.svg import Box, Line
-from tlt.report.view import describe, look_at, running, tail_share
+from tlt.report.view import describe, look_at, tail_share
 
 Run = Callable[..., Path]
 
@@ -47,12 +47,6 @@ def test_what_a_report_says(make: Run) -> None:
     assert found["reclaimed"] == {"idle_s": pytest.approx(32), "training_s": 0, "share": 0}
     total = sum(found["workers"]["engine-0"].values())
     assert total == pytest.approx(found["total"]["time/step_s"], rel=1e-6)
-
-
-def test_running_requests_of_all_engines(make: Run) -> None:
-    timeline = look_at(make()).timelines[0]
-    curve = running(timeline, timeline.start_s, timeline.start_s + 10)
-    assert [(round(at, 3), count) for at, count in curve] == [(0, 32), (2, 1)]
 
 
 def test_idle_seconds_that_were_used(make: Run) -> None:
