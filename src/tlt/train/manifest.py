@@ -82,14 +82,13 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / STATE).read_text())
         content = {"step": int(found["step"]), "files": dict(found["files"])}
-        if found["checksum"] != _checksum(content):
-            raise Damaged("its checksum differs")
+        sound = found["checksum"] == _checksum(content)
     except OSError as error:
         raise Damaged(error.strerror or "it cannot be read") from error
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        if isinstance(error, Damaged):
-            raise
         raise Damaged(f"it is no list of files ({error})") from error
+    if not sound:
+        raise Damaged("its checksum differs")
     return content
 
 

@@ -59,20 +59,19 @@ def plan_placement(config: TrainConfig) -> PlacementPlan:
                 f"{int(on_gpu)}, or placement.kind = 'separate'"
             )
         per_engine = -(-learner.num_ranks // num_engines)
-        return PlacementPlan(
-            bundles=(engine_bundle,) * num_engines,
-            engine_bundles=tuple(range(num_engines)),
-            rank_bundles=tuple(rank // per_engine for rank in range(learner.num_ranks)),
-            colocated=True,
-        )
-    rank_bundle: dict[str, float] = {"CPU": float(learner.num_cores or 1)}
-    if learner.num_gpus:
-        rank_bundle = {"CPU": 1.0, "GPU": float(learner.num_gpus)}
+        rank_bundles = [rank // per_engine for rank in range(learner.num_ranks)]
+        own_bundles: tuple[Bundle, ...] = ()
+    else:
+        rank_bundle = {"CPU": float(learner.num_cores or 1)}
+        if learner.num_gpus:
+            rank_bundle = {"CPU": 1.0, "GPU": float(learner.num_gpus)}
+        own_bundles = (rank_bundle,) * learner.num_ranks
+        rank_bundles = list(range(num_engines, num_engines + learner.num_ranks))
     return PlacementPlan(
-        bundles=(engine_bundle,) * num_engines + (rank_bundle,) * learner.num_ranks,
+        bundles=(engine_bundle,) * num_engines + own_bundles,
         engine_bundles=tuple(range(num_engines)),
-        rank_bundles=tuple(range(num_engines, num_engines + learner.num_ranks)),
-        colocated=False,
+        rank_bundles=tuple(rank_bundles),
+        colocated=config.placement.kind == "colocated",
     )
 
 
