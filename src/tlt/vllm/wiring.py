@@ -19,6 +19,7 @@ import numpy as np
 from tlt.contracts import StepReport
 from tlt.errors import ConfigError
 from tlt.vllm import switch
+from tlt.vllm.environment import SWITCH_VARIABLE
 from tlt.vllm.lossless_checks import check_params
 
 
@@ -35,7 +36,7 @@ def install() -> None:
     @functools.wraps(create)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = changed(self) | {"model": self.model}
-        text = os.environ.get(switch.VARIABLE, "")
+        text = os.environ.get(SWITCH_VARIABLE, "")
         on_gpu = not current_platform.is_cpu()
         wired = switch.wire(text, given, on_gpu, lambda: _runner_type(self))
         if wired is not None:
