@@ -55,15 +55,11 @@ class Workload:
         found[np.argsort(self._deviations(step, seed, rng))] = sizes
         return found
 
-    def prompts_of(self, step: int) -> Any:
-        """Return the number of the prompt of every sample of an RL step."""
-        turn = (step - 1) % self.epoch_steps if self.epoch_steps else step
-        return np.repeat(turn * self.prompts + np.arange(self.prompts), self.group_size)
-
     def _deviations(self, step: int, seed: int, rng: Any) -> Any:
         """Return how far each response is from a usual length, in standard deviations."""
-        turn = int(self.prompts_of(step)[0])
-        of_prompts = np.random.default_rng((seed, turn, 1)).standard_normal(self.prompts)
+        turn = (step - 1) % self.epoch_steps if self.epoch_steps else step
+        rng_of_prompts = np.random.default_rng((seed, turn * self.prompts, 1))
+        of_prompts = rng_of_prompts.standard_normal(self.prompts)
         own = rng.standard_normal(self.num_samples)
         share = self.prompt_share
         return np.repeat(of_prompts, self.group_size) * share**0.5 + own * (1 - share) ** 0.5
