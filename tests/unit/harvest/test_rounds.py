@@ -55,10 +55,8 @@ def test_a_head_that_only_a_dead_trainer_had_is_not_asked_for() -> None:
     s = Setting()
     s.train(s.a, 0.0)
     s.rounds.settled(s.a, False, None, None, 0.1, 2.1)  # broken off: only a has the weights
-    assert s.rounds.head is s.a.member
     s.rounds.actions()
     s.rounds.replaced(s.a.member)
-    assert s.rounds.head is None
     s.rounds.begun(s.b, 2.2)
     (train,) = s.rounds.actions()
     assert isinstance(train, Train)
