@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -10,11 +9,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
-
-from tlt.rollout.ahead import AheadText
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, SamplingSpec
@@ -72,23 +68,6 @@ def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> 
         time.sleep(0.05)
         engine.submit([request])
         return verdict.result()
-
-
-def interrupt_look_ahead(
-    engine: Any, turn: int, ahead: Sequence[SampleRequest], request: SampleRequest
-) -> tuple[list[AheadText], bool]:
-    """Submit a request in the middle of look-ahead, and return what the turn has come to."""
-
-    def shortest() -> int:
-        running = engine.core.llm.engine_core.engine_core.scheduler.requests.values()
-        return min((len(r.output_token_ids) for r in running), default=0)
-
-    with ThreadPoolExecutor(1) as executor:
-        texts = executor.submit(engine.look_ahead, turn, ahead, 60.0)
-        while engine.between_steps(shortest) < 3:
-            time.sleep(0.005)
-        engine.submit([request])
-        return texts.result()
 
 
 class EngineProcess:
@@ -170,36 +149,3 @@ class EngineProcess:
             self._process.join(20)
         if self._process.is_alive():
             self._process.kill()
-
-
-class PooledEngine:
-    """An `EngineProcess` as the pool holds an engine. Its pipe takes one call at a time."""
-
-    def __init__(self, name: str, engine: EngineProcess) -> None:
-        self._name, self._engine, self._lock = name, engine, asyncio.Lock()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "look_ahead":
-            args = (
-                *args[:2],
-                0.02,
-            )  # other calls wait meanwhile
-        async with self._lock:
-            return await asyncio.to_thread(self._engine.call, method, *args)
-
-    async def start(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self.call("report")
-        return report
-
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self.call("submit", list(requests))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return list(await self.call("withdraw", list(sample_ids)))
-
-    async def take_finished(self) -> list[Sample]:
-        samples: list[Sample] = await self.call("take_finished", 0.02)
-        return [replace(sample, engine=self._name) for sample in samples]
-
-    async def stop(self, graceful: bool) -> None:
-        """Leave the engine to the fixture."""

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,22 @@ OFF, NGRAM, EAGLE3 = ["off", 0], ["ngram", 4], ["eagle3", 4]
 BLOCK_TOKENS = 32
 ROW_BYTES = 3 * 128 * 4 + 8 + 4  # states of three layers in fp32, position, token
 
+ONCE = {"arms": [OFF] * 40 + [EAGLE3] * 200}
 SCENARIOS: dict[str, dict[str, Any]] = {
-    "once": {"arms": [OFF] * 40 + [EAGLE3] * 200},
-    "late": {"arms": [OFF] * 75 + [EAGLE3] * 200},
+    "once": ONCE,
     "ngrams": {"arms": [OFF] * 5 + [NGRAM] * 25 + [OFF] * 5 + [EAGLE3] * 10 + [NGRAM] * 300},
     "random": {"seed": 3},
     "small_budget": {"arms": [OFF, NGRAM] * 25 + [EAGLE3] * 200, "budget": 100 * ROW_BYTES},
-    "tiny_budget": {"arms": [OFF, NGRAM] * 25 + [EAGLE3] * 200, "budget": 3 * ROW_BYTES},
 }
 
 
-@pytest.fixture(scope="module", params=["roomy", "preempting"])
-def recorded(request: Any, tiny: Path, tiny_drafter: Path, tmp_path_factory: Any) -> Any:
+@pytest.fixture(scope="module")
+def recorded(tiny: Path, tiny_drafter: Path, tmp_path_factory: Any) -> Any:
     from speed import limit
 
     out = tmp_path_factory.mktemp("catch_up") / "recorded.pt"
     done = subprocess.run(
-        [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out), request.param],
+        [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out)],
         capture_output=True,
         text=True,
         timeout=limit(600),
@@ -39,66 +37,34 @@ def recorded(request: Any, tiny: Path, tiny_drafter: Path, tmp_path_factory: Any
     assert done.returncode == 0, done.stderr[-3000:]
     import torch
 
-    return request.param, torch.load(out)
+    return torch.load(out)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_same_drafts_and_same_cache(recorded: Any, scenario: str) -> None:
     import torch
 
-    cache, runs = recorded
-    always, skipping = runs[scenario]
+    always, skipping = recorded[scenario]
     assert skipping["tokens"] == always["tokens"]
     assert skipping["drafts"] == always["drafts"]
     assert len(skipping["blocks"]) == len(always["blocks"]) > 20
     for (where, ours), (also, theirs) in zip(skipping["blocks"], always["blocks"], strict=True):
         assert where == also
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert always["written"] == []
-    if scenario == "tiny_budget":
-        assert skipping["passes"] > 0.8 * always["passes"]
-    else:
-        assert skipping["passes"] < 0.9 * always["passes"]
-        assert sum(skipping["written"]) > 100
-    if cache == "preempting":
-        assert always["preemptions"] == skipping["preemptions"] > 0
-
-
-def test_preempted_requests_were_among_them(recorded: Any) -> None:
-    cache, runs = recorded
-    again = sum(runs[name][1]["written_after_preemption"] for name in SCENARIOS)
-    computed_anew = sum(runs[name][1]["not_written"] for name in SCENARIOS)
-    assert (again > 0) == (cache == "preempting")
-    assert (computed_anew > 0) == (cache == "preempting")
+    assert always["written"] == 0
+    assert skipping["written"] > 100
+    assert skipping["passes"] < 0.9 * always["passes"]
+    assert always["preemptions"] == skipping["preemptions"] > 0
 
 
 def test_what_the_comparison_would_miss(recorded: Any) -> None:
     """A drafter that does not catch up drafts other tokens: the comparison can fail."""
-    _, runs = recorded
-    always, _ = runs["once"]
-    assert runs["without catching up"]["drafts"] != always["drafts"]
-    assert runs["without catching up"]["tokens"] == always["tokens"]
+    always, _ = recorded["once"]
+    assert recorded["without catching up"]["drafts"] != always["drafts"]
+    assert recorded["without catching up"]["tokens"] == always["tokens"]
 
 
 # --- in a separate process ----------------------------------------------------------------------
-
-
-class Scripted:
-    """A strategy that returns the arms of a script, one after another."""
-
-    def __init__(self, arms: Sequence[Any]) -> None:
-        self._arms = list(arms)
-        self._step = 0
-
-    def arms(self) -> frozenset[Any]:
-        return frozenset(self._arms)
-
-    def decide(self, context: Any) -> Any:
-        self._step += 1
-        return self._arms[self._step - 1]
-
-    def observe(self, report: Any) -> None:
-        pass
 
 
 class Recorder:
@@ -109,7 +75,6 @@ class Recorder:
 
         from tlt.vllm.v1.proposer import SwitchingProposer
 
-        self.proposer: Any = None
         self.catches_up = True
         self.clear()
         propose, write, one_pass = (
@@ -125,12 +90,7 @@ class Recorder:
             return proposed
 
         def spied_write(proposer: Any, missed: Any, first: Any, inputs: Any) -> None:
-            self.written.append(len(missed))
-            skipped = (missed.position_T >= first[missed.owner_T]).tolist()
-            self.not_written += sum(skipped)
-            for owner, skip in zip(missed.owner_T, skipped, strict=True):
-                request_id = proposer.input_batch.req_ids[owner]
-                self.written_after_preemption += request_id in self.preempted and not skip
+            self.written += len(missed)
             if self.catches_up:
                 write(proposer, missed, first, inputs)
 
@@ -145,11 +105,7 @@ class Recorder:
     def clear(self) -> None:
         self.drafts: list[Any] = []
         self.blocks: list[Any] = []
-        self.written: list[int] = []
-        self.preempted: list[str] = []
-        self.written_after_preemption = 0
-        self.not_written = 0
-        self.passes = 0
+        self.written = self.passes = self.preemptions = 0
 
     def note(self, proposer: Any, proposed: Any, block_table: Any) -> None:
         batch = proposer.input_batch
@@ -167,7 +123,7 @@ class Recorder:
                 self.blocks.append(((name, num_seen, index), block))
 
 
-def record(model: str, drafter: str, out: str, cache: str) -> None:
+def record(model: str, drafter: str, out: str) -> None:
     import os
     import random
 
@@ -175,10 +131,10 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
     import torch
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+    from v2_calls import Scripted
     from workloads import SWITCHING_ARMS
 
     from tlt.config.rollout import EngineConfig, NgramConfig
-    from tlt.strategy.spec import parse_arm
     from tlt.vllm.args import engine_args
     from tlt.vllm.scheduler import active_controller
 
@@ -195,12 +151,19 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
             "block_size": BLOCK_TOKENS,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 96,  # splits prompts and catch-up
-            "num_gpu_blocks_override": 256 if cache == "roomy" else 18,
+            "num_gpu_blocks_override": 18,  # requests are preempted
         },
     )
     engine = LLMEngine.from_engine_args(EngineArgs(**engine_args(config)))
     recorder = Recorder()  # loads numba, which must come after vLLM's start-up
     scheduler = engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def spied_preempt(*args: Any, **kwargs: Any) -> None:
+        recorder.preemptions += 1
+        preempt(*args, **kwargs)
+
+    scheduler._preempt_request = spied_preempt
     proposer = engine.collective_rpc(lambda worker: worker.model_runner.drafter)[0]
     assert proposer.missed.budget_bytes == config.drafter_state_mib * 2**20 > 0
 
@@ -209,14 +172,11 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
         recorder.catches_up = catches_up
         proposer.missed.budget_bytes = budget
         active_controller(scheduler).set_strategy(Scripted(arms))
-        note_preemptions(scheduler, recorder.preempted)
         tokens = generate(engine)
         assert engine.reset_prefix_cache()
         return {
             "tokens": tokens,
-            "preemptions": len(recorder.preempted),
-            "written_after_preemption": recorder.written_after_preemption,
-            "not_written": recorder.not_written,
+            "preemptions": recorder.preemptions,
             "drafts": recorder.drafts,
             "blocks": recorder.blocks,
             "written": recorder.written,
@@ -228,12 +188,9 @@ def record(model: str, drafter: str, out: str, cache: str) -> None:
         if "seed" in scenario:
             arms = random.Random(scenario["seed"]).choices(SWITCHING_ARMS, k=600)
         else:
-            arms = scenario["arms"]
-        parsed = [parse_arm(arm) for arm in arms + [OFF] * 300]
-        budget = scenario.get("budget", 2**29)
-        runs[name] = [run(parsed, 0), run(parsed, budget)]
-    parsed = [parse_arm(arm) for arm in SCENARIOS["once"]["arms"]]
-    runs["without catching up"] = run(parsed, 2**29, catches_up=False)
+            arms = scenario["arms"] + [OFF] * 300
+        runs[name] = [run(arms, 0), run(arms, scenario.get("budget", 2**29))]
+    runs["without catching up"] = run(ONCE["arms"], 2**29, catches_up=False)
     torch.save(runs, out)
 
 
@@ -268,16 +225,6 @@ def generate(engine: Any) -> dict[str, list[int]]:
         step += 1
     engine.step()  # tells the workers that the last requests have ended
     return tokens
-
-
-def note_preemptions(scheduler: Any, seen: list[str]) -> None:
-    preempt = type(scheduler)._preempt_request
-
-    def spied(request: Any, *args: Any, **kwargs: Any) -> None:
-        seen.append(request.request_id)
-        preempt(scheduler, request, *args, **kwargs)
-
-    scheduler._preempt_request = spied
 
 
 if __name__ == "__main__":

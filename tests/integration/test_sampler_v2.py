@@ -7,7 +7,6 @@ What a GPU compiles from the kernels has never run.
 
 from __future__ import annotations
 
-import inspect
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +71,7 @@ def compare_rows() -> dict[str, Any]:
     return found
 
 
-def kernels_of_limits() -> dict[bool, Any]:
+def kernels_of_limits() -> dict[str, Any]:
     """Return which of vLLM's kernels rows with limits meet, and what is left of their logits."""
     import torch
     from sampler_v2_rows import VOCAB, Desk
@@ -81,32 +80,27 @@ def kernels_of_limits() -> dict[bool, Any]:
     settings: list[dict[str, Any]] = [{"top_p": 0.8}, {"top_k": 10}, {}]
     kernel: Any = topk_topp_triton._topk_topp
     logits_RV = torch.randn(len(settings), VOCAB, generator=torch.Generator().manual_seed(4))
-    found = {}
-    for keyed in (True, False):
-        desk = Desk(settings, keyed=keyed)
-        slots = desk.slots()
-        states = desk.sampler.sampling_states
-        met: set[tuple[bool, bool]] = set()
+    desk = Desk(settings)
+    slots, states = desk.slots(), desk.sampler.sampling_states
+    met: set[tuple[bool, bool]] = set()
 
-        def noting(*args: Any, met: Any = met) -> None:
-            met.add((args[4] is not None, args[5] is not None))
-            kernel(*args)
+    def noting(*args: Any) -> None:
+        met.add((args[4] is not None, args[5] is not None))
+        kernel(*args)
 
-        def left(slots: list[int], states: Any = states) -> list[Any]:
-            rows = torch.tensor(slots)
-            left_RV = states.apply_top_k_top_p(logits_RV[rows].clone(), rows, rows.numpy())
-            return list(left_RV)
+    def left(slots: list[int]) -> list[Any]:
+        rows = torch.tensor(slots)
+        return list(states.apply_top_k_top_p(logits_RV[rows].clone(), rows, rows.numpy()))
 
-        topk_topp_triton._topk_topp = noting
-        alone = [left([slot])[0] for slot in slots]
-        together = left(slots)
-        topk_topp_triton._topk_topp = kernel
-        found[keyed] = {
-            "kernels": met,
-            "same": [torch.equal(a, b) for a, b in zip(alone, together, strict=True)],
-            "kept": [int(row.isfinite().sum()) for row in together],
-        }
-    return found
+    topk_topp_triton._topk_topp = noting
+    alone = [left([slot])[0] for slot in slots]
+    together = left(slots)
+    topk_topp_triton._topk_topp = kernel
+    return {
+        "kernels": met,
+        "same": [torch.equal(a, b) for a, b in zip(alone, together, strict=True)],
+        "kept": [int(row.isfinite().sum()) for row in together],
+    }
 
 
 def missed_draws() -> dict[Any, Any]:
@@ -201,15 +195,15 @@ def test_drafts_change_no_token_and_no_logprob() -> None:
                 assert its == pytest.approx(logprob, abs=1e-5)
     assert found["ratio test depends on drafts"]
     # One kernel for every row with a limit, whatever its neighbours ask for; vLLM has three.
-    ours, theirs = found["kernels"][True], found["kernels"][False]
-    assert ours["kernels"] == {(True, True)}
-    assert theirs["kernels"] == {(False, True), (True, False), (True, True)}
-    for case in (ours, theirs):
-        assert case["same"] == [True] * 3
-        assert 1 < case["kept"][0] < 96
-        assert case["kept"][1:] == [10, 96]
+    kernels = found["kernels"]
+    assert kernels["kernels"] == {(True, True)}
+    assert kernels["same"] == [True] * 3
+    assert 1 < kernels["kept"][0] < 96
+    assert kernels["kept"][1:] == [10, 96]
     check_missed(found["missed"])
-    check_drafts(found["drafts"])
+    # Drafts have the seed, position and temperature of the draw that they stand for.
+    drafts = found["drafts"]
+    assert drafts["drafts"] == drafts["policy"] != drafts["likeliest"]
     # The noise of `noise_v2`, which the next test examines, is that of the kernel.
     seeds, positions = zip(*KEYS, strict=True)
     assert noise_v2.draw(key_logits(), seeds, positions).tolist() == found["drawn"]
@@ -229,11 +223,6 @@ def check_missed(found: dict[Any, Any]) -> None:
         assert found[name, "other"] == {1: pytest.approx(expected, abs=1e-4)}
         assert expected > 0.1
     assert found["masked"] == {0: LARGEST_SHORTFALL}
-
-
-def check_drafts(found: dict[str, Any]) -> None:
-    """Drafts have the seed, position and temperature of the draw that they stand for."""
-    assert found["drafts"] == found["policy"] != found["likeliest"]
 
 
 # --- distribution and self-test -------------------------------------------------------------------
@@ -270,7 +259,6 @@ def test_draws_follow_the_distribution_and_are_independent() -> None:
 
 def self_test_results(num_requests: int) -> dict[str, list[str]]:
     """Return the faults that the self-test finds in good samplers and in bad ones."""
-
     import torch
     import vllm.v1.worker.cpu.shm  # noqa: F401  pinned memory without a device
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -328,43 +316,15 @@ def self_test_results(num_requests: int) -> dict[str, list[str]]:
 
 
 def test_the_self_test_passes_good_samplers_and_finds_faults() -> None:
-    """Keyed and block sampling follow the distribution, also with noise shared by the drafts.
-
-    That shared noise is wrong under the ratio test takes more draws than the interpreter can make;
-    `test_sampler.py` shows it.
-    """
+    """Keyed and block sampling follow the distribution, also with noise shared by the drafts."""
     found = interpreted(self_test_results, 160)
     for good in ("keyed", "keyed, many", "block", "block, sampled drafts", "keyed, shared noise"):
         assert found[good] == [], good
-    assert any("depend on the drafts" in fault for fault in found["trusting"])
-    assert any("are rejected" in fault for fault in found["refusing"])
+    assert found["trusting"]
+    assert found["refusing"]
 
 
 # --- without the interpreter ----------------------------------------------------------------------
-
-
-def test_vllm_calls_the_verifier_as_we_expect() -> None:
-    """By contract: the method that we replace, and the one that we call, are vLLM's."""
-    from vllm.v1.sample.ops import topk_topp_triton
-    from vllm.v1.worker.gpu.sample.sampler import Sampler
-    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-    from tlt.vllm.v2.sampler import KeyedVerifier
-
-    theirs = inspect.signature(RejectionSampler._verify).parameters
-    assert list(inspect.signature(KeyedVerifier._verify).parameters) == list(theirs)
-    assert "self._verify(" in inspect.getsource(RejectionSampler._verify_in_chunks)
-    # The rejection sampler hands over what the plain sampler draws from.
-    drawing = list(inspect.signature(Sampler.sample).parameters)
-    assert drawing[:9] == [
-        *("self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos"),
-        *("input_ids", "expanded_local_pos", "seq_lens_upper_bound_np"),
-    ]
-    assert "input_batch.positions[input_batch.logits_indices]" in inspect.getsource(
-        Sampler.__call__
-    )
-    source = inspect.getsource(topk_topp_triton.apply_top_k_top_p_triton)
-    assert "batch_size <= _SPLIT_MAX_BATCH" in source
 
 
 def made_up_runner(method: str = "standard", kind: Any = None) -> Any:
@@ -398,33 +358,21 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from tlt.vllm.v2.sampler import KeyedVerifier, install
 
     monkeypatch.setattr(topk_topp_triton, "_SPLIT_MAX_BATCH", 64)
-    left_alone = [made_up_runner("block")]
-    monkeypatch.setenv("TLT_COMPAT_SKIP", "keyed")
-    left_alone.append(made_up_runner())
-    install(left_alone[1])
-    monkeypatch.delenv("TLT_COMPAT_SKIP")
-    install(left_alone[0])
-    for runner in left_alone:
-        assert not isinstance(runner.rejection_sampler, KeyedVerifier)
-        assert runner.sampler.use_flashinfer
-        # Shared noise is wrong under vLLM's rules.
-        assert not runner.speculator.shares_noise
+    block = made_up_runner("block")
+    install(block)
+    assert not isinstance(block.rejection_sampler, KeyedVerifier)
+    assert block.sampler.use_flashinfer
+    assert not block.speculator.shares_noise, "shared noise is wrong under vLLM's rules"
     assert topk_topp_triton._SPLIT_MAX_BATCH == 64
 
     runner = made_up_runner()
-    for _ in range(2):
-        install(runner)
-        assert isinstance(runner.rejection_sampler, KeyedVerifier)
-        # Fused samplers draw from streams of random numbers.
-        assert not runner.sampler.use_flashinfer
-        assert not runner.sampler.use_xpu_sampler
-        assert runner.speculator.shares_noise
+    install(runner)
+    assert isinstance(runner.rejection_sampler, KeyedVerifier)
+    # Fused samplers draw from streams of random numbers.
+    assert not runner.sampler.use_flashinfer
+    assert not runner.sampler.use_xpu_sampler
+    assert runner.speculator.shares_noise
     assert topk_topp_triton._SPLIT_MAX_BATCH == 0
-    without_drafts = made_up_runner()
-    without_drafts.rejection_sampler = without_drafts.speculative_config = None
-    install(without_drafts)
-    assert without_drafts.rejection_sampler is None
-    assert not without_drafts.sampler.use_flashinfer
 
     class Watermarking(Sampler):  # type: ignore[misc]
         pass

@@ -5,29 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from workloads import TINY_ARGS, random_prompts
-
-
-def run_stock(model: str, speculative: dict[str, Any] | None) -> tuple[str, list[list[int]]]:
-    """Run stock vLLM; return the module of its runner's class, and greedy responses."""
-    import os
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=model,
-        **(TINY_ARGS | {"max_num_seqs": 8}),
-        kv_cache_memory_bytes=2**26,
-        speculative_config=speculative,
-        disable_log_stats=True,
-    )
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(2)]
-    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    outputs = llm.generate(prompts, sampling)
-    return type(runner).__mro__[1].__module__, [list(o.outputs[0].token_ids) for o in outputs]
-
 
 def draft_from_own_text() -> list[list[int]]:
     """Return three drafts for a text that repeats itself, and for one that does not."""
