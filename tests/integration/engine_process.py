@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, SamplingSpec
-from tlt.rollout.recheck import Verdict
+from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
 
 # Engines are forked from a process that has imported vLLM, because the import takes longer than the
 # rest of their start.
@@ -59,15 +56,6 @@ def tokens_read(engine: Any, requests: Sequence[SampleRequest]) -> int:
         num_ended += len(engine.take_finished(timeout_s=1.0))
     del scheduler.schedule
     return sum(counts)
-
-
-def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> Verdict | None:
-    """Submit a request in the middle of a recheck, and return the verdict."""
-    with ThreadPoolExecutor(1) as executor:
-        verdict = executor.submit(engine.recheck, recheck)
-        time.sleep(0.05)
-        engine.submit([request])
-        return verdict.result()
 
 
 class EngineProcess:

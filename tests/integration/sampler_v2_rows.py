@@ -92,9 +92,7 @@ class Desk:
         for index, given in enumerate(settings):
             params = {"temperature": 1.0, "seed": index, "logprobs": 0} | given
             stop = params.pop("stop_token_ids", None)
-            bad_words = params.pop("bad_words_token_ids", None)
             sampling = SamplingParams(max_tokens=LENGTH, stop_token_ids=stop, **params)
-            sampling._bad_words_token_ids = bad_words
             self.states.add_request(f"r{index}", len(PROMPT), list(PROMPT), 0, LENGTH)
             slot = self.states.req_id_to_index[f"r{index}"]
             self.sampler.add_request(slot, sampling)

@@ -5,10 +5,9 @@ broadcast and CUDA's shared memory are stand-ins (`device_stand_in`). What a CPU
 sleep frees memory, and that level 2 keeps the drafter.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import device_stand_in
@@ -25,7 +24,6 @@ from workloads import (
 
 from tlt.contracts import SamplingSpec
 from tlt.errors import WeightMismatch
-from tlt.node.fingerprint import fingerprint
 from tlt.node.weights import SharedWeights
 
 torch = pytest.importorskip("torch")
@@ -182,71 +180,30 @@ def test_shapes_that_do_not_fit_change_nothing(engines: EngineFactory, tiny: Pat
     engine.close()
 
 
-class Workers:
-    """The transfer engines of engines with one or more workers, in threads, without engines."""
+class Heard:
+    """Links to engines of one, two and one workers that only listen."""
 
-    def __init__(self, cls: Any, num_workers: tuple[int, ...]) -> None:
-        self.num_workers = num_workers
-        self.loaded: list[dict[str, Any]] = []
-        self.finished: Any = None
-        self._workers: list[list[Any]] = []
-        for num in num_workers:
-            self._workers.append([self._worker(cls, rank, num) for rank in range(num)])
+    num_workers = (1, 2, 1)
 
-    def _worker(self, cls: Any, rank: int, world_size: int) -> Any:
-        loaded: dict[str, Any] = {}
-        self.loaded.append(loaded)
-        parallel = SimpleNamespace(rank=rank, world_size=world_size, data_parallel_index=0)
-        config = SimpleNamespace(parallel_config=parallel, model_config=None)
-        model = SimpleNamespace(load_weights=loaded.update)
-        return cls(None, config, torch.device("cpu"), model)
+    def __init__(self) -> None:
+        self.infos: list[dict[str, Any]] = []
 
     def connect(self, init_infos: Sequence[dict[str, Any]]) -> None:
-        pairs = [(w, info) for ws, info in zip(self._workers, init_infos, strict=True) for w in ws]
-        self._each(pairs, lambda w, info: w.init_transfer_engine(w.parse_init_info(info)))
+        self.infos += init_infos
 
     def start(self, shapes: Shapes) -> None: ...
-
-    def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        pairs = [(worker, update_info) for workers in self._workers for worker in workers]
-        self._each(pairs, lambda worker, info: worker.update_weights(info))
-
-    def finish(self, version: int, seed: int, fingerprints: dict[str, Any]) -> None:
-        self.finished = (version, seed, fingerprints)
-
-    def _each(self, pairs: Sequence[tuple[Any, Any]], call: Callable[[Any, Any], None]) -> None:
-        with ThreadPoolExecutor(len(pairs)) as threads:
-            list(threads.map(lambda pair: call(*pair), pairs))
+    def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None: ...
+    def finish(self, version: int, seed: int, fingerprints: dict[str, Any]) -> None: ...
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_every_worker_of_every_engine_gets_every_tensor(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two engines of one and two workers; vLLM's code alone would give two workers one rank."""
-    device_stand_in.install(put=monkeypatch.setattr)
-    from tlt.vllm.device_transfer import IpcTransfer, NcclTransfer
-    from tlt.vllm.send import PolicySender
+def test_every_worker_of_every_engine_has_a_rank_of_its_own() -> None:
+    """vLLM's code alone would give workers of two engines the same rank."""
+    from tlt.vllm.send import PolicySource, TransferClient
 
-    workers = Workers({"nccl": NcclTransfer, "ipc": IpcTransfer}[backend], (1, 2))
-    policy = {f"layer.{i}.weight": torch.randn(5 + i, 7) for i in range(4)}
-    shapes = [(name, list(tensor.shape)) for name, tensor in policy.items()]
-    sender = PolicySender(
-        backend, 0, "127.0.0.1", workers, shapes, torch.float32, lambda: iter(policy.items())
-    )
-    for version in (1, 2):
-        kept = dict(sender.send(version, ("layer.2.weight",)))
-        assert kept.keys() == {"layer.2.weight"}
-        for loaded in workers.loaded:
-            assert loaded.keys() == policy.keys()
-            assert all(torch.equal(loaded[name], tensor) for name, tensor in policy.items())
-            loaded.clear()
-        sent, seed, fingerprints = workers.finished
-        assert sent == version
-        assert fingerprints == {n: fingerprint(t, seed) for n, t in policy.items()}
-        for tensor in policy.values():
-            tensor.add_(1)
-    sender.close()
+    heard = Heard()
+    source = PolicySource([], torch.float32, lambda: iter(()), is_sender=True)
+    TransferClient(heard, source).init_weight_transfer_engine({"rank_offset": 1, "port": 5})
+    assert heard.infos == [{"rank_offset": rank, "port": 5} for rank in (1, 2, 4)]
 
 
 def test_a_large_tensor_fits_the_ipc_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +211,10 @@ def test_a_large_tensor_fits_the_ipc_buffer(monkeypatch: pytest.MonkeyPatch) -> 
     device_stand_in.install(put=monkeypatch.setattr)
     from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
-    from tlt.vllm.device_transfer import IpcTransfer
     from tlt.vllm.send import PolicySender
 
     embedding = [152064, 3584]
     assert embedding[0] * embedding[1] * 2 > DEFAULT_PACKED_BUFFER_SIZE_BYTES
-    links = Workers(IpcTransfer, (1,))
     shapes = [("model.embed_tokens.weight", embedding)]
-    sender = PolicySender("ipc", 0, "", links, shapes, torch.bfloat16, lambda: iter(()))
+    sender = PolicySender("ipc", 0, "", Heard(), shapes, torch.bfloat16, lambda: iter(()))
     assert sender._engine.packed_buffer_size_bytes >= embedding[0] * embedding[1] * 2

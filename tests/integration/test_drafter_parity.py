@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workloads import random_prompts
+from workloads import load_policy, random_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -24,7 +24,6 @@ def test_same_drafts_at_every_position(
     switches: tuple[str, ...], tiny: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from speed import limit
     from tlt.drafter.checkpoint import load_drafter
@@ -41,7 +40,7 @@ def test_same_drafts_at_every_position(
     assert done.returncode == 0, done.stderr[-3000:]
     recorded = json.loads(out.read_text())
 
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    policy = load_policy(tiny)
     drafter = load_drafter(tiny_drafter)
     same = total = 0
     for request_id, tokens in recorded["tokens"].items():

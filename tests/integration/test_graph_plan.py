@@ -122,14 +122,14 @@ def predicted(plan: GraphPlan, num_decodes: int, arm: Arm) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_vllm_captures_and_chooses_the_graphs_of_the_plan(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> None:
+def test_vllm_captures_and_chooses_the_graphs_of_the_plan(
+    name: str, tiny: Path, vllm_config: Callable[..., Any]
+) -> None:
     from vllm.config import CUDAGraphMode
 
     strategy, args = STRATEGIES[name]
     limits = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "dtype": "float32"}
-    config = EngineConfig(
-        model=str(tiny), num_gpus=1, strategy=strategy, engine_args=limits | args
-    )
+    config = EngineConfig(model=str(tiny), num_gpus=1, strategy=strategy, engine_args=limits | args)
     plan = graph_plan(config)
     assert plan is not None
     made = vllm_config(config)

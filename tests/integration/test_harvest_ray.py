@@ -37,9 +37,7 @@ STALL_S = limit(60.0)
 
 
 @pytest.fixture(scope="module")
-def trainer_settings(
-    tiny: Path, fresh_drafter: Path
-) -> Iterator[HarvestTrainerSettings]:
+def trainer_settings(tiny: Path, fresh_drafter: Path) -> Iterator[HarvestTrainerSettings]:
     """An untrained drafter and states to train it on."""
     import shutil
 

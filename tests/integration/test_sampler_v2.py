@@ -26,13 +26,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_p": 0.9},
     {"top_k": 20},
     {"temperature": 0.7, "top_k": 30, "top_p": 0.8},
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 0.5, "presence_penalty": 0.3},
     {"min_tokens": 3, "stop_token_ids": list(range(4, 60))},
-    {"bad_words_token_ids": [[7], [11, 12]]},
-    {"logit_bias": {3: 4.0, 9: -3.0}},
-    {"allowed_token_ids": list(range(40))},
-    {"min_p": 0.1},
 ]
 
 
@@ -261,7 +255,6 @@ def self_test_results(num_requests: int) -> dict[str, list[str]]:
     """Return the faults that the self-test finds in good samplers and in bad ones."""
     import torch
     import vllm.v1.worker.cpu.shm  # noqa: F401  pinned memory without a device
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     from tlt.vllm.v2 import sampler as sampler_module
     from tlt.vllm.v2 import selftest as selftest_module
@@ -294,31 +287,12 @@ def self_test_results(num_requests: int) -> dict[str, list[str]]:
         sampler_v2.accept = broken
         found[broken.__name__] = faults()
     sampler_v2.accept = accept
-
-    def with_the_noise_of_the_draw(rows: Any) -> Any:
-        """Return drafts that the drafter draws with the policy's noise."""
-        logits = torch.tensor(rows._draft_logits()).repeat(len(rows._logits_RV), 1)
-        states = rows._sampler.sampling_states
-        drafts = gumbel_sample(
-            logits,
-            rows._slot_R,
-            states.temperature.gpu,
-            states.seeds.gpu,
-            rows._position_R,
-            apply_temperature=True,
-            is_drafting=False,
-        )
-        return drafts.view(num_requests, -1)[:, :-1]
-
-    selftest_v2._Rows.drafts = with_the_noise_of_the_draw
-    found["keyed, shared noise"] = faults("standard", True)
     return found
 
 
 def test_the_self_test_passes_good_samplers_and_finds_faults() -> None:
-    """Keyed and block sampling follow the distribution, also with noise shared by the drafts."""
     found = interpreted(self_test_results, 160)
-    for good in ("keyed", "keyed, many", "block", "block, sampled drafts", "keyed, shared noise"):
+    for good in ("keyed", "keyed, many", "block", "block, sampled drafts"):
         assert found[good] == [], good
     assert found["trusting"]
     assert found["refusing"]
