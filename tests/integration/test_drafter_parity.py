@@ -9,27 +9,32 @@ from typing import Any
 import pytest
 from workloads import load_policy, random_prompts
 
+from tlt.drafter.eagle3.config import Llama3Rope
+
 pytestmark = pytest.mark.vllm
 
 NUM_DRAFTS = 4
-FORMS = (
-    ("norm_before_residual", "norm_before_fc", "rope_scaling"),
-    ("fc_norm", "norm_output", "qk_norm"),
-)
+ROPE = Llama3Rope(8.0, 1.0, 4.0, 16)
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "first form": {"norm_before_residual": True, "norm_before_fc": True, "rope_scaling": ROPE},
+    "second form": {"fc_norm": True, "norm_output": True, "qk_norm": True},
+}
 """Switches of published drafters, which vLLM and we must understand alike."""
 
 
-@pytest.mark.parametrize("switches", [(), *FORMS], ids=["plain", "first form", "second form"])
+@pytest.mark.parametrize("form", FORMS)
 def test_same_drafts_at_every_position(
-    switches: tuple[str, ...], tiny: Path, tiny_drafter: Path, tmp_path: Path
+    form: str, tiny: Path, tiny_drafter: Path, tmp_path: Path
 ) -> None:
     import torch
+    from learning import export_form
 
     from speed import limit
     from tlt.drafter.checkpoint import load_drafter
 
-    if switches:
-        tiny_drafter = published(tiny_drafter, tiny, switches, tmp_path)
+    if form != "plain":
+        tiny_drafter = export_form(tiny_drafter, tiny, tmp_path, FORMS[form])
     out = tmp_path / "drafts.json"
     done = subprocess.run(
         [sys.executable, __file__, str(tiny), str(tiny_drafter), str(out)],
@@ -54,37 +59,6 @@ def test_same_drafts_at_every_position(
                 total += NUM_DRAFTS
     assert total > 1000
     assert same == total, f"{same} of {total}"
-
-
-def published(plain: Path, tiny: Path, switches: tuple[str, ...], folder: Path) -> Path:
-    """Return a drafter of another form, in the format of published ones.
-
-    Its weights are a trained drafter's, which the form changes: drafts are worse, and varied.
-    """
-    from dataclasses import replace
-
-    import torch
-
-    from tlt.drafter.checkpoint import load_drafter, save_drafter
-    from tlt.drafter.eagle3.config import Llama3Rope
-    from tlt.drafter.eagle3.model import Eagle3Drafter
-    from tlt.drafter.export import ExportPlan, export
-
-    trained = load_drafter(plain)
-    rope = Llama3Rope(8.0, 1.0, 4.0, 16)
-    changes: dict[str, Any] = {name: True for name in switches if name != "rope_scaling"}
-    changes |= {"rope_scaling": rope} if "rope_scaling" in switches else {}
-    drafter = Eagle3Drafter(replace(trained.config, **changes))
-    drafter.load_state_dict(trained.state_dict(), strict=False)
-    torch.manual_seed(0)
-    for name, parameter in drafter.named_parameters():
-        if "norm" in name:  # ones would hide which norm is applied where
-            parameter.data.mul_(torch.rand_like(parameter) + 0.5)
-    save_drafter(drafter, folder / "other", torch.float32)
-    plan = ExportPlan(source=folder / "other", target=tiny, out=folder / "published",
-                      format="speculators")  # fmt: skip
-    export(plan)
-    return plan.out
 
 
 def draft(drafter: Any, policy: Any, tokens: list[int], aux_TA: Any) -> list[int]:

@@ -291,42 +291,6 @@ def test_ties_are_decided_alike_with_and_without_other_settings() -> None:
     )
 
 
-# --- by hand ------------------------------------------------------------------------------------
-
-
-@pytest.mark.gate
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
-def test_tokens_logprobs_and_ranks_by_hand(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    drafts = [torch.randint(0, 3, (n,), generator=generator).tolist() for n in [3, 0, 1, 4] * 20]
-    rows = torch.randn(sum(len(d) + 1 for d in drafts), VOCAB, generator=generator)
-    rows[:, :3] += 4.0
-    requests = [Request(seed, temperature) for seed in range(len(drafts))]
-    out = verifier()(drafted(drafts), None, rows.clone(), settings(requests, drafts))
-    logprobs = out.logprobs_tensors.logprobs.view(len(drafts), -1)
-    ranks = out.logprobs_tensors.selected_token_ranks.view(len(drafts), -1)
-    row = num_accepted = 0
-    for request, draft in enumerate(drafts):
-        tokens = out.sampled_token_ids[request].tolist()
-        count = 0
-        while count < len(draft) and draft[count] == tokens[count]:
-            count += 1
-        num_accepted += count
-        emitted = tokens[: count + 1]
-        assert tokens[count + 1 :] == [-1] * (4 - count)
-        own = rows[row : row + count + 1]
-        if temperature == 0:
-            assert emitted == own.argmax(-1).tolist()
-        # Log-probabilities are the policy's own, before the temperature.
-        expected = own.log_softmax(-1)[range(count + 1), emitted]
-        torch.testing.assert_close(logprobs[request, : count + 1], expected)
-        assert ranks[request, : count + 1].tolist() == [
-            int((own[i] >= own[i, token]).sum()) for i, token in enumerate(emitted)
-        ]
-        row += len(draft) + 1
-    assert num_accepted > 15
-
-
 @pytest.mark.gate
 @pytest.mark.parametrize("top_k", [5, VOCAB])
 @pytest.mark.parametrize("top_p", [0.8, 1.0])

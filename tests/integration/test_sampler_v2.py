@@ -1,8 +1,6 @@
-"""The keyed sampler of vLLM's V2 runner, under Triton's interpreter, on logits made up here.
+"""The keyed sampler of vLLM's V2 runner, without an engine. `test_lossless_v2.py` has engines.
 
-The kernels are vLLM's. Two of them need help to run in the interpreter (`interpreter`): top-p and
-top-k convert the index of a loop, and the ratio test with probabilities of drafts calls `log1p`.
-What a GPU compiles from the kernels has never run.
+Triton's interpreter runs vLLM's kernels. What a GPU compiles from the kernels has never run.
 """
 
 from __future__ import annotations
@@ -15,115 +13,10 @@ import noise_v2
 import pytest
 from interpreter import interpreted
 
-from tlt.contracts import LARGEST_SHORTFALL
-
 pytestmark = pytest.mark.vllm
 
-SETTINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {},
-    {"temperature": 0.7},
-    {"top_p": 0.9},
-    {"top_k": 20},
-    {"temperature": 0.7, "top_k": 30, "top_p": 0.8},
-    {"min_tokens": 3, "stop_token_ids": list(range(4, 60))},
-]
 
-
-# --- equality -------------------------------------------------------------------------------------
-
-
-def compare_rows() -> dict[str, Any]:
-    """Return what drafts change in the tokens, log-probabilities and number of steps."""
-    import torch
-    from sampler_v2_rows import MAX_DRAFTS, VOCAB, Desk, oracle
-
-    found: dict[str, Any] = {}
-    modes = {"raw_logprobs": SETTINGS, "processed_logprobs": SETTINGS[2:4]}
-    for mode, settings in modes.items():
-        plain, drafting = Desk(settings, logprobs_mode=mode), Desk(settings, logprobs_mode=mode)
-        expected = plain.generate(None)
-        drafts = oracle(expected, drafting.slots(), seed=0, share=0.7)
-        drafting.draft_logits = torch.randn(len(settings), MAX_DRAFTS, VOCAB)
-        tokens = drafting.generate(drafts, random.Random(0))
-        found[mode] = {
-            "differing": [s for s, a, b in zip(settings, expected, tokens, strict=True) if a != b],
-            "logprobs": [(plain.logprobs[s], drafting.logprobs[s]) for s in plain.slots()],
-            "num_accepted": drafting.num_accepted,
-        }
-    # vLLM's own rule, with two sets of drafts.
-    expected = Desk(SETTINGS[1:3]).generate(None)
-    own = []
-    for share in (0.0, 1.0):
-        desk = Desk(SETTINGS[1:3], keyed=False)
-        own.append(desk.generate(oracle(expected, desk.slots(), seed=0, share=share)))
-    found["ratio test depends on drafts"] = own[0] != own[1]
-    found["kernels"] = kernels_of_limits()
-    found["missed"] = missed_draws()
-    found["drawn"] = drawn_by_the_kernel()
-    found["drafts"] = drafts_with_noise()
-    return found
-
-
-def kernels_of_limits() -> dict[str, Any]:
-    """Return which of vLLM's kernels rows with limits meet, and what is left of their logits."""
-    import torch
-    from sampler_v2_rows import VOCAB, Desk
-    from vllm.v1.sample.ops import topk_topp_triton
-
-    settings: list[dict[str, Any]] = [{"top_p": 0.8}, {"top_k": 10}, {}]
-    kernel: Any = topk_topp_triton._topk_topp
-    logits_RV = torch.randn(len(settings), VOCAB, generator=torch.Generator().manual_seed(4))
-    desk = Desk(settings)
-    slots, states = desk.slots(), desk.sampler.sampling_states
-    met: set[tuple[bool, bool]] = set()
-
-    def noting(*args: Any) -> None:
-        met.add((args[4] is not None, args[5] is not None))
-        kernel(*args)
-
-    def left(slots: list[int]) -> list[Any]:
-        rows = torch.tensor(slots)
-        return list(states.apply_top_k_top_p(logits_RV[rows].clone(), rows, rows.numpy()))
-
-    topk_topp_triton._topk_topp = noting
-    alone = [left([slot])[0] for slot in slots]
-    together = left(slots)
-    topk_topp_triton._topk_topp = kernel
-    return {
-        "kernels": met,
-        "same": [torch.equal(a, b) for a, b in zip(alone, together, strict=True)],
-        "kept": [int(row.isfinite().sum()) for row in together],
-    }
-
-
-def missed_draws() -> dict[Any, Any]:
-    """Return what rechecks note of draws that differ from the tokens expected."""
-    from sampler_v2_rows import LENGTH, PROMPT, Desk, made_up_logits
-
-    from tlt.vllm.v2.draw_margins import DrawMarginsV2
-
-    found: dict[Any, Any] = {}
-    for name, settings in {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 0.7}}.items():
-        [expected] = Desk([settings]).generate(None)
-        other = list(expected)
-        other[1] = other[2] = (max(expected) + 1) % 90  # only the first difference counts
-        for case, tokens in {"same": expected, "other": other, "short": expected[:2]}.items():
-            desk = Desk([settings])
-            missed = DrawMarginsV2(desk.runner, "r0", len(PROMPT), tokens)
-            assert desk.generate(None) == [expected]
-            found[name, case] = missed.end()
-            assert "sample" not in vars(desk.sampler)
-        text = [*PROMPT, expected[0]]
-        found[name] = made_up_logits(text).tolist(), other[1], len(text) - 1
-    limited = {"temperature": 1.0, "top_k": 2}
-    [expected] = Desk([limited]).generate(None)
-    desk = Desk([limited])
-    unlikely = int(made_up_logits(PROMPT).argmin())
-    missed = DrawMarginsV2(desk.runner, "r0", len(PROMPT), [unlikely] * LENGTH)
-    desk.generate(None)
-    found["masked"] = missed.end()
-    return found
+# --- noise ----------------------------------------------------------------------------------------
 
 
 def drafts_with_noise() -> dict[str, Any]:
@@ -176,50 +69,17 @@ def drawn_by_the_kernel() -> list[int]:
     return drawn.tolist()
 
 
-def test_drafts_change_no_token_and_no_logprob() -> None:
-    """Every sampling setting, random parts of the requests per step, right and wrong drafts."""
-    found = interpreted(compare_rows)
-    for mode in ("raw_logprobs", "processed_logprobs"):
-        assert found[mode]["differing"] == []
-        assert found[mode]["num_accepted"] > 3
-        for before, after in found[mode]["logprobs"]:
-            assert before
-            for (token, logprob, rank), (other, its, its_rank) in zip(before, after, strict=False):
-                assert (token, rank) == (other, its_rank)
-                assert its == pytest.approx(logprob, abs=1e-5)
-    assert found["ratio test depends on drafts"]
-    # One kernel for every row with a limit, whatever its neighbours ask for; vLLM has three.
-    kernels = found["kernels"]
-    assert kernels["kernels"] == {(True, True)}
-    assert kernels["same"] == [True] * 3
-    assert 1 < kernels["kept"][0] < 96
-    assert kernels["kept"][1:] == [10, 96]
-    check_missed(found["missed"])
-    # Drafts have the seed, position and temperature of the draw that they stand for.
-    drafts = found["drafts"]
-    assert drafts["drafts"] == drafts["policy"] != drafts["likeliest"]
+def draws() -> dict[str, Any]:
+    return {"keys": drawn_by_the_kernel(), **drafts_with_noise()}
+
+
+def test_drafts_have_the_noise_of_the_draw_that_they_stand_for() -> None:
+    """They share its seed, position and temperature."""
+    found = interpreted(draws)
+    assert found["drafts"] == found["policy"] != found["likeliest"]
     # The noise of `noise_v2`, which the next test examines, is that of the kernel.
     seeds, positions = zip(*KEYS, strict=True)
-    assert noise_v2.draw(key_logits(), seeds, positions).tolist() == found["drawn"]
-
-
-def check_missed(found: dict[Any, Any]) -> None:
-    """A recheck finds the first difference; the shortfall is that of the kernel's noise."""
-    import numpy as np
-
-    for name in ("greedy", "sampled"):
-        assert found[name, "same"] == found[name, "short"] == {}
-        logits, token, position = found[name]
-        scores = np.array(logits)
-        if name == "sampled":
-            scores = scores / 0.7 + noise_v2.gumbel([0], [position], len(logits))[0]
-        expected = scores.max() - scores[token]
-        assert found[name, "other"] == {1: pytest.approx(expected, abs=1e-4)}
-        assert expected > 0.1
-    assert found["masked"] == {0: LARGEST_SHORTFALL}
-
-
-# --- distribution and self-test -------------------------------------------------------------------
+    assert noise_v2.draw(key_logits(), seeds, positions).tolist() == found["keys"]
 
 
 @pytest.mark.gate
@@ -301,6 +161,24 @@ def test_the_self_test_passes_good_samplers_and_finds_faults() -> None:
 # --- without the interpreter ----------------------------------------------------------------------
 
 
+@pytest.mark.gate
+def test_a_row_with_a_limit_meets_the_kernel_of_both() -> None:
+    """Whatever its neighbours ask for: vLLM's three kernels may round in different ways."""
+    import torch
+
+    from tlt.vllm.v2.sampler import BothLimits
+
+    states = BothLimits.__new__(BothLimits)
+    states.vocab_size = 96
+    for name, values in {"top_k": [96, 10, 96], "top_p": [0.8, 1.0, 1.0]}.items():
+        tensor = torch.tensor(values)
+        setattr(states, name, SimpleNamespace(np=tensor.numpy(), gpu=tensor))
+    for rows in ([0], [1], [2], [0, 1, 2]):
+        index = torch.tensor(rows)
+        limits = [x is not None for x in states.get_top_k_top_p(index, index.numpy())]
+        assert limits == [rows != [2]] * 2
+
+
 def made_up_runner(method: str = "standard", kind: Any = None) -> Any:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -329,7 +207,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     from tlt.errors import ConfigError
-    from tlt.vllm.v2.sampler import KeyedVerifier, install
+    from tlt.vllm.v2.sampler import BothLimits, KeyedVerifier, install
 
     monkeypatch.setattr(topk_topp_triton, "_SPLIT_MAX_BATCH", 64)
     block = made_up_runner("block")
@@ -342,6 +220,7 @@ def test_install(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = made_up_runner()
     install(runner)
     assert isinstance(runner.rejection_sampler, KeyedVerifier)
+    assert isinstance(runner.sampler.sampling_states, BothLimits)
     # Fused samplers draw from streams of random numbers.
     assert not runner.sampler.use_flashinfer
     assert not runner.sampler.use_xpu_sampler
