@@ -39,6 +39,34 @@ def serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
             break
 
 
+def call_in_process(context: Any, prepare: Callable[[], None], function: Any, *args: Any) -> Any:
+    """Call `prepare` and a function in a new process; return the function's result."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, prepare, function, args))
+    process.start()
+    theirs.close()
+    try:
+        good, value = ours.recv()
+    except EOFError:
+        process.join()
+        good, value = False, f"exit code {process.exitcode}"
+    process.join()
+    assert good, value
+    return value
+
+
+def _answer(pipe: Any, prepare: Callable[[], None], function: Any, args: Sequence[Any]) -> None:
+    prepare()
+    try:
+        pipe.send((True, function(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        # A child of multiprocessing waits for its own children before vLLM's finalizers end them.
+        for engine in multiprocessing.active_children():
+            engine.terminate()
+
+
 def tokens_read(engine: Any, requests: Sequence[SampleRequest]) -> int:
     """Generate these requests, and return how many tokens engine steps read for them."""
     scheduler = engine.core.llm.engine_core.engine_core.scheduler

@@ -5,14 +5,13 @@ The test module runs them in processes of their own, with and without `TLT_CONFI
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess
+from engine_process import EngineProcess, call_in_process
 
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,
@@ -29,32 +28,12 @@ METRICS = ("engine_steps", "drafts", "draft_tokens", "accepted_tokens", "output_
 
 def run(program: Callable[..., Any], *args: Any, **environment: str) -> Any:
     """Run a program in a process of its own, and return its result."""
-    context = EngineProcess.context
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(program, args, environment, theirs))
-    process.start()
-    theirs.close()
-    try:
-        good, value = ours.recv()
-    except EOFError:
-        good, value = False, f"exit code {process.exitcode}"
-    process.join()
-    assert good, value
-    return value
+    prepare = partial(_set, ENVIRONMENT | environment)
+    return call_in_process(EngineProcess.context, prepare, program, *args)
 
 
-def _serve(
-    program: Callable[..., Any], args: Sequence[Any], environment: dict[str, str], pipe: Any
-) -> None:
-    os.environ.update(ENVIRONMENT | environment)
-    try:
-        pipe.send((True, program(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        # A child of multiprocessing waits for its own children before vLLM's finalizers end them.
-        for engine in multiprocessing.active_children():
-            engine.terminate()
+def _set(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
 
 
 def params(**settings: Any) -> Any:

@@ -20,8 +20,6 @@ pytestmark = pytest.mark.vllm
 DRAFTED = 256
 """The drafter's vocabulary. The policy has four tokens more: a block of their own."""
 K = 4
-MIXED = [(0, 1.0), (5, 1.0), (DRAFTED + 2, 1.0), (20, 0.9), (0, 0.9)]
-"""Top-k and top-p of requests in one batch."""
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +110,3 @@ def test_drafts_fail_only_at_tokens_that_the_drafter_lacks(
         lacking = sum(token >= DRAFTED for text in texts for token in text)
         assert 0.05 < lacking / sum(map(len, texts)) < 0.6
     assert num_drafts == sum(map(expected_drafts, texts))
-
-
-def test_top_k_above_the_draft_vocabulary_and_none_beside_it(engine: EngineProcess) -> None:
-    """vLLM gives requests without top-k the policy's whole vocabulary, which the drafter lacks."""
-    specs = [SamplingSpec(24, ignore_eos=True, top_k=k, top_p=p, seed=k) for k, p in MIXED]
-    prompts = random_prompts(len(specs), seed=4)
-    texts = []
-    for strategy in (
-        {"kind": "off"},
-        {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": K},
-    ):
-        engine.call("set_strategy", strategy)
-        ids = [engine.submit([p], s)[0] for p, s in zip(prompts, specs, strict=True)]
-        texts.append([sample.token_ids for sample in engine.collect(ids)])
-    assert texts[0] == texts[1]

@@ -26,14 +26,9 @@ def arms(*lengths: int) -> dict[str, Any]:
 STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "all": (arms(*range(9)), {"max_num_seqs": 256}),
     "powers of two": (arms(0, 1, 3, 7), {"max_num_seqs": 200}),
-    "on and off": (arms(0, 4), {"max_num_seqs": 100}),
     "table": (
         {"kind": "by_batch_size", "drafter": "ngram", "schedule": [[4, 6], [16, 4], [32, 2]]},
         {"max_num_seqs": 128},
-    ),
-    "fixed": (
-        {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4},
-        {"max_num_seqs": 48},
     ),
     "off": ({"kind": "off"}, {"max_num_seqs": 300}),
     "crowded": (arms(0, 1, 2, 3, 4), {"max_num_seqs": 3}),

@@ -145,7 +145,7 @@ def processes(title: str) -> list[psutil.Process]:
     return found
 
 
-async def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engines(
+async def test_an_idle_worker_trains_and_whoever_is_killed_every_sample_comes_once(
     tiny: Path, trainer_settings: HarvestTrainerSettings
 ) -> None:
     async with running(tiny, trainer_settings) as run:
@@ -160,6 +160,10 @@ async def test_an_idle_worker_trains_and_a_better_drafter_goes_into_running_engi
         cores = set(run.harvest.workers.values())
         assert {tuple(p.cpu_affinity()) for p in trainers} == cores
         assert len(cores) == 2, "each trainer is on the core of its engine"
+        for victim in ("ray::TrainerActor", "ray::EngineActor"):
+            for _ in range(ROUNDS):
+                await killed_once(run, victim)
+                await still_trains(run)
     assert not processes("ray::TrainerActor")
 
 
@@ -171,16 +175,6 @@ async def until_published(run: Run) -> None:
         if max(after.values()) > max(before.values()):
             return
     pytest.fail("no drafter was published while engines generated")
-
-
-async def test_whoever_is_killed_every_sample_comes_once_and_training_goes_on(
-    tiny: Path, trainer_settings: HarvestTrainerSettings
-) -> None:
-    async with running(tiny, trainer_settings) as run:
-        for victim in ("ray::TrainerActor", "ray::EngineActor"):
-            for _ in range(ROUNDS):
-                await killed_once(run, victim)
-                await still_trains(run)
 
 
 async def killed_once(run: Run, title: str) -> None:

@@ -148,18 +148,3 @@ def test_after_a_weight_update(engine: EngineProcess, wide: Path, reference: Dig
     with SharedWeights(original.items()) as weights:
         engine.call("update_policy", weights.manifest(), 2)
     assert differing(reference, digests(engine, [PROMPTS], OFF)) == (0, len(reference))
-
-
-@pytest.mark.parametrize("skipped", ["single_row", "kv_tiles"])
-def test_each_part_is_needed(engines: EngineFactory, wide: Path, skipped: str) -> None:
-    """Without a part, prompts and responses read in one piece have other logits."""
-    args = ARGS | {"max_num_batched_tokens": 1300, "enable_prefix_caching": False}
-    engine = engines({"TLT_COMPAT_SKIP": skipped}, model=str(wide), engine_args=args)
-    engine.call(logits_ledger.watch)
-    first = digests(engine, alone(), OFF)
-    samples = engine.generate(PROMPTS, GREEDY)
-    texts = [[*p, *s.token_ids[:8]] for p, s in zip(PROMPTS, samples, strict=True)]
-    num_differing, num_both = differing(first, digests(engine, [texts], OFF))
-    assert num_both >= len(PROMPTS)
-    assert num_differing > 0, f"vLLM no longer needs {skipped}: drop it"
-    engine.close()

@@ -67,18 +67,6 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
     """Two engines with drafts, one of them killed, deliver the samples of one engine without."""
     from tlt.rollout.actor import RayEngine
 
-    pids: dict[str, int] = {}
-
-    class Watched(RayEngine):
-        def __init__(self, settings: EngineConfig, name: str) -> None:
-            super().__init__(settings, name)
-            self.name = name
-
-        async def start(self) -> dict[str, Any]:
-            report = await super().start()
-            pids[self.name] = report["pid"]
-            return report
-
     policy = changed_policy(tiny, seed=1)
     alone = engines(model=str(tiny))
     with SharedWeights(policy.state_dict().items()) as weights:
@@ -88,7 +76,12 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
     alone.close()
 
     settings = config(tiny, fresh_drafter)
-    async with RolloutPool(PoolConfig(num_engines=2), lambda name: Watched(settings, name)) as pool:
+    started: dict[str, RayEngine] = {}
+
+    def spawn(name: str) -> RayEngine:
+        return started.setdefault(name, RayEngine(settings, name))
+
+    async with RolloutPool(PoolConfig(num_engines=2), spawn) as pool:
         drawn = [s async for s in pool.generate(same_prompt(32))]
         assert {s.engine for s in drawn} == {"engine-0", "engine-1"}
         assert len({s.token_ids for s in drawn}) == 32, "two engines drew the same sample"
@@ -98,7 +91,7 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
             assert sample.sample_id not in tokens, "delivered twice"
             tokens[sample.sample_id] = sample.token_ids
             if len(tokens) == 24:
-                os.kill(pids["engine-0"], signal.SIGKILL)
+                os.kill(started["engine-0"].pid, signal.SIGKILL)
         assert len(tokens) == 96
         # Samples that were lost with their engine come out the same elsewhere.
         assert {k.split("/")[1]: v for k, v in tokens.items()} == reference
