@@ -1,13 +1,20 @@
 """Tokens are the same with every strategy: n-grams alone on the tiny model, all on SmolLM2."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from workloads import RESTLESS, SWITCHING_ARMS, EngineFactory, load_policy, random_prompts, seeded
+from workloads import (
+    RESTLESS,
+    SWITCHING_ARMS,
+    EngineFactory,
+    load_policy,
+    random_prompts,
+    save_fresh_drafter,
+    seeded,
+)
 
 from tlt.contracts import SamplingSpec
 
@@ -77,13 +84,7 @@ def test_ngrams_of_other_samples_without_a_drafter(engines: EngineFactory, tiny:
 def test_smollm2(
     engines: EngineFactory, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    import torch
-    from learning import TINY_SETTINGS, train
-
-    from tlt.drafter import vocabulary
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.eagle3.config import Eagle3Config
-    from tlt.states.captured import capture
+    """The drafts of an untrained drafter of few tokens are wrong; many n-grams are right."""
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
     from tlt.tasks.tail import HeavyTail
@@ -95,24 +96,13 @@ def test_smollm2(
     plain = engines(model=str(smollm2), engine_args=arguments)
     reference = plain.tokens_of(requests)
     plain.close()
-
-    # A drafter trained on just these answers: training is quick, and the policy accepts drafts.
-    policy = load_policy(smollm2)
-    layers = Eagle3Config.for_target(policy.config).aux_layer_ids
-    seen = [
-        capture(policy, [*prompt, *response], len(prompt), layers, torch.float32)
-        for prompt, response in zip(prompts, reference, strict=True)
-    ]
-    counts = vocabulary.count_tokens(map(torch.tensor, reference), policy.config.vocab_size)
-    settings = replace(TINY_SETTINGS, num_draft_tokens=2, lr=1e-3)
-    trainer = train(policy, seen, 40, settings, vocabulary.choose(counts, 1024))
-    folder = save_drafter(trainer.drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
-
+    folder = tmp_path_factory.mktemp("drafter")
+    drafter = save_fresh_drafter(load_policy(smollm2), folder, draft_vocab=1024)
     engine = engines(
-        model=str(smollm2), drafter=str(folder), max_draft_tokens=8, engine_args=arguments
+        model=str(smollm2), drafter=str(drafter), max_draft_tokens=8, engine_args=arguments
     )
     for name, strategy in STRATEGIES.items():
         engine.call("set_strategy", strategy)
         tokens, acceptance = engine.accepted_during(lambda: engine.tokens_of(requests))
         assert tokens == reference, name
-        assert acceptance > 0.2 or name != "eagle3"
+        assert acceptance > 0.1 or name != "ngram"

@@ -1,7 +1,7 @@
 """One engine of two tensor-parallel workers, on two cores, inside a Ray actor."""
 
 import asyncio
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from workloads import (
     load_policy,
     noisy_weights,
     random_prompts,
+    seeded,
 )
 
 from tlt.config.rollout import EngineConfig, PoolConfig
-from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
 from tlt.rollout.pool import RolloutPool
 from tlt.states.buffer import BufferSettings
@@ -32,20 +32,16 @@ pytestmark = [
 MAX_TOKENS = 24
 
 
-def requests(run: str, temperature: float, rl_step: int | None = None) -> list[SampleRequest]:
-    return [
-        SampleRequest(
-            f"{run}/{index}",
-            tuple(prompt),
-            SamplingSpec(MAX_TOKENS, temperature=temperature, seed=index, ignore_eos=True),
-            rl_step=rl_step,
-        )
-        for index, prompt in enumerate(random_prompts(6, seed=1))
+PROMPTS = random_prompts(6, seed=1)
+
+
+async def tokens_of(
+    pool: RolloutPool, run: str, temperature: float, rl_step: int | None = None
+) -> list[Any]:
+    wanted = [
+        replace(request, sample_id=f"{run}/{index}", rl_step=rl_step)
+        for index, request in enumerate(seeded(PROMPTS, [{"temperature": temperature}], MAX_TOKENS))
     ]
-
-
-async def tokens_of(pool: RolloutPool, run: str, temperature: float, **more: Any) -> list[Any]:
-    wanted = requests(run, temperature, **more)
     samples = {s.sample_id: s async for s in pool.generate(wanted)}
     return [samples[request.sample_id].token_ids for request in wanted]
 
@@ -57,7 +53,6 @@ async def test_switching_swap_and_sync_with_two_workers(
     from tlt.rollout.actor import ray_spawner
 
     policy = load_policy(tiny)
-    prompts = [list(request.prompt_token_ids) for request in requests("", 0)]
     states = BufferSettings(str(tmp_path / "states"), 2**28, max_sample_tokens=512)
     config = EngineConfig(
         model=str(tiny),
@@ -73,10 +68,10 @@ async def test_switching_swap_and_sync_with_two_workers(
     async with RolloutPool(PoolConfig(num_engines=1), ray_spawner(config)) as pool:
         plain = await tokens_of(pool, "plain", 1.0)
         expected = await tokens_of(pool, "greedy", 0.0, rl_step=1)
-        assert expected == greedy(policy, prompts, MAX_TOKENS)
+        assert expected == greedy(policy, PROMPTS, MAX_TOKENS)
         # Only the first worker stores states.
         await asyncio.to_thread(
-            check_states, states, policy, fresh_drafter, list(zip(prompts, expected, strict=True))
+            check_states, states, policy, fresh_drafter, list(zip(PROMPTS, expected, strict=True))
         )
 
         for drafter, num_tokens in SWITCHING_ARMS[1::3]:
@@ -95,7 +90,7 @@ async def test_switching_swap_and_sync_with_two_workers(
         change(policy, seed=0)
         await pool.update_policy(policy.state_dict().items(), 1)
         synced = await tokens_of(pool, "synced", 0.0)
-        assert synced == greedy(policy, prompts, MAX_TOKENS)
+        assert synced == greedy(policy, PROMPTS, MAX_TOKENS)
         assert synced != expected
         await pool.update_drafter(drafted.items(), 2)
         assert await tokens_of(pool, "swapped again", 0.0) == synced

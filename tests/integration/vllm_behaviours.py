@@ -34,16 +34,10 @@ PROMPTS = random_prompts(6, seed=5)
 NUM_TOKENS = 40
 ARMS = [["off", 0], ["eagle3", 4], ["ngram", 4], ["eagle3", 2], ["ngram", 2]]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95}
-LOSSY_REQUESTS: list[dict[str, Any]] = [
-    {"min_p": 0.1},
-    {"logit_bias": {5: 1.0}},
-    {"repetition_penalty": 1.2},
-    {"presence_penalty": 0.5},
-]
+LOSSY_REQUESTS: list[dict[str, Any]] = [{"min_p": 0.1}, {"repetition_penalty": 1.2}]
 LOSSY_ENGINES: list[dict[str, Any]] = [
     {"logits_processors": ["some.module:Processor"]},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-    {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 ]
 
 
@@ -144,11 +138,11 @@ class Trial:
 
         for settings in LOSSY_REQUESTS:
             said = refusal(partial(tokens_of, self._llm, PROMPTS[:1], **settings))
-            assert "while TLT drafts" in said, said
+            assert next(iter(settings)) in said, said
         for arguments in LOSSY_ENGINES:
             program = EngineArgs(str(self._folder / "tiny"), **ENGINE, **arguments)
             said = refusal(program.create_engine_config)
-            assert said.startswith("TLT_CONFIG: the program sets"), said
+            assert next(iter(arguments)) in said, said
 
     def runs_on_its_own(self) -> None:
         """An engine of `tlt train`: its settings, its process, its weight transfer."""
