@@ -6,7 +6,7 @@ import itertools
 import json as json_library
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,9 +15,6 @@ from rich.table import Table
 
 from tlt.cli.options import Json, print_json, result_table, say_written
 from tlt.cli.progress import progress_bar
-
-if TYPE_CHECKING:
-    from tlt.simulate.scenario import ScenarioConfig
 
 SCENARIO = (
     "name the TOML file of a scenario or of a run, or give settings such as cluster.num_engines=8"
@@ -85,16 +82,15 @@ def simulate(
     """Simulate RL steps: without speculation, with the best fixed arm, with TLT. Modelled."""
     from tlt.config.load import check, read_toml
     from tlt.errors import ConfigError
-    from tlt.simulate.answer import contributions, figures, in_words, speed_ups
+    from tlt.simulate.answer import contributions, figures, in_words, speed_ups, validity
     from tlt.simulate.plot import plot_simulation, what_if
     from tlt.simulate.recipe import scenario_tree
     from tlt.simulate.scenario import ScenarioConfig, begins_without_drafter, completed
     from tlt.simulate.scenario import simulate as play
-    from tlt.simulate.validity import validity
 
     plot = plot and not json and not sweep
     changes = list(overrides or [])
-    if scenario is not None and "=" in scenario.name:
+    if scenario is not None and "=" in str(scenario) and not scenario.exists():
         scenario, changes = None, [str(scenario), *changes]
     folder = out or Path("runs/simulation")
     folder.mkdir(parents=True, exist_ok=True)
@@ -115,28 +111,30 @@ def simulate(
         records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))
         found = {name: figures(of) for name, of in records.items()}
         trust = validity(config)
+        arm = f"{config.static_drafter}:{config.static_draft_tokens}"
         below.append(trust.lines())
         results.append(
             {
                 "point": list(point),
-                "fixed_arm": _fixed_arm(config),
+                "fixed_arm": arm if "static" in config.modes else None,
                 "modes": found,
                 "speed_up": speed_ups(found),
                 "contributions": contributions(found),
-                **trust.as_data(),
+                "modelled": True,
+                **asdict(trust),
             }
         )
-    (folder / "simulation.json").write_text(json_library.dumps(results, indent=2))
+    shown = json_library.dumps(results, indent=2)
+    (folder / "simulation.json").write_text(shown)
     if json:
-        typer.echo(json_library.dumps(results, indent=2))
+        typer.echo(shown)
         return
     console = Console()
     console.print(_table(results))
     written = [folder / "simulation.json"]
     if len(results) == 1:
         which = "the fixed arm" if asked.static_draft_tokens else "the best fixed arm"
-        fixed_arm = f"{which}, {results[0]['fixed_arm']}"
-        words = in_words(found, fixed_arm, begins_without_drafter(config))
+        words = in_words(found, f"{which}, {arm}", begins_without_drafter(config))
         console.print(words, highlight=False, soft_wrap=True)
     for line in _below([" ".join(result["point"]) for result in results], below):
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
@@ -147,12 +145,6 @@ def simulate(
         written.append(plot_simulation(engine_ends, found, curves, below[0], picture))
     for path in written:
         say_written(console, str(path))
-
-
-def _fixed_arm(config: ScenarioConfig) -> str | None:
-    if "static" not in config.modes:
-        return None
-    return f"{config.static_drafter}:{config.static_draft_tokens}"
 
 
 def _below(points: list[str], lines: list[list[str]]) -> list[str]:
@@ -180,7 +172,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
             gained = result["speed_up"][name]
             table.add_row(
                 escape(" ".join(result["point"])),
-                LABELS.get(name, name),
+                LABELS[name],
                 f"{of['step_s']:.1f}",
                 f"{of['rollout_s']:.1f}",
                 f"{of['rollout_share']:.0%}",
@@ -199,15 +191,15 @@ def _like(run: Path, folder: Path, with_engines: bool) -> list[str]:
 
     view = look_at(run)
     learn([view]).save(folder / "calibration.json")
-    own = as_scenario(view)
-    engines = own.pop("num_engines")
-    return [
-        *[f"cluster.num_engines={engines}"] * with_engines,
-        # A string of JSON is one of TOML, whatever the folders are called.
-        f"cluster.calibration={json_library.dumps(str(folder / 'calibration.json'))}",
-        f"workload.trace={json_library.dumps(str(run / 'lengths.jsonl'))}",
-        *(f"workload.{key}={value}" for key, value in own.items()),
-    ]
+    # A string of JSON is one of TOML, whatever the folders are called.
+    own = {
+        "cluster.calibration": json_library.dumps(str(folder / "calibration.json")),
+        "workload.trace": json_library.dumps(str(run / "lengths.jsonl")),
+        **{f"workload.{key}": value for key, value in as_scenario(view).items()},
+    }
+    if with_engines:
+        own["cluster.num_engines"] = int(view.setting("pool.num_engines", 1))
+    return [f"{key}={value}" for key, value in own.items()]
 
 
 def _values(text: str) -> list[str]:

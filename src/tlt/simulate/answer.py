@@ -1,11 +1,28 @@
-"""The result of simulated runs, as numbers and in words. Pure."""
+"""The result of simulated runs: as numbers, in words, and how far to trust it. Pure.
+
+What an answer assumes, and where the simulator was compared with measurements, stands beside every
+answer. Those figures are the ones of `benchmarks/results`; a test compares them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
-Record = dict[str, float]
+from tlt.simulate.cluster import Cluster, Record
+from tlt.simulate.scenario import (
+    ScenarioConfig,
+    begins_without_drafter,
+    calibration_of,
+    cluster_of,
+    num_nodes,
+    workload_of,
+)
+from tlt.simulate.workload import Workload
+
+Figures = dict[str, dict[str, float]]
+"""Figures of every mode."""
 
 LABELS = {
     "off": "no speculation",
@@ -14,7 +31,20 @@ LABELS = {
     "frozen": "TLT without harvest",
     "tlt": "TLT",
 }
-"""Names of modes in tables, pictures and sentences, where they differ from those in files."""
+"""Names of modes in tables, pictures and sentences."""
+
+VALIDATED = (
+    "a tiny model with n-grams, 2 engines on two CPU cores, 32 to 128 samples per RL step, at most "
+    "1,800 tokens: RL steps off by 9% in the median, 22% at worst",
+    "SmolLM2 with an EAGLE-3 drafter, 2 engines on two CPU cores, 16 samples per RL step, at most "
+    "436 tokens: TLT 1.33x end to end, modelled, and 1.46x (1.30 to 1.53), measured",
+)
+"""Comparisons with runs: `benchmarks/simulator.py` and `benchmarks/simulated_words.py`."""
+RANGES = {"ngram": (2, 128, 1800), "eagle3": (2, 16, 436)}
+"""Most engines, samples per RL step and tokens of a response in these comparisons, by drafter."""
+
+
+# --- numbers and words ----------------------------------------------------------------------------
 
 
 def figures(records: Sequence[Record]) -> dict[str, float]:
@@ -37,51 +67,42 @@ def figures(records: Sequence[Record]) -> dict[str, float]:
     return found
 
 
-def speed_ups(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the speed-up of every mode over the first mode."""
-    base = next(iter(found.values()))
+def _speed_up(base: Mapping[str, float], of: Mapping[str, float]) -> dict[str, float]:
     return {
-        name: {
-            "end_to_end": base["step_s"] / of["step_s"],
-            "rollout": base["rollout_s"] / of["rollout_s"],
-        }
-        for name, of in found.items()
+        "end_to_end": base["step_s"] / of["step_s"],
+        "rollout": base["rollout_s"] / of["rollout_s"],
     }
 
 
-def contributions(found: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def speed_ups(found: Figures) -> dict[str, dict[str, float]]:
+    """Return the speed-up of every mode over the first mode."""
+    base = next(iter(found.values()))
+    return {name: _speed_up(base, of) for name, of in found.items()}
+
+
+def contributions(found: Figures) -> dict[str, dict[str, float]]:
     """Return how many times as fast TLT is as the fixed arm, and as itself without harvest."""
-    without = "frozen" if "frozen" in found else "ngram"
-    others = {"over_fixed_arm": "static", "harvest": without}
+    others = {"over_fixed_arm": "static", "harvest": "frozen" if "frozen" in found else "ngram"}
     return {
-        name: {
-            "end_to_end": found[other]["step_s"] / found["tlt"]["step_s"],
-            "rollout": found[other]["rollout_s"] / found["tlt"]["rollout_s"],
-        }
+        name: _speed_up(found[other], found["tlt"])
         for name, other in others.items()
         if other in found and "tlt" in found
     }
 
 
-def in_words(
-    found: Mapping[str, Mapping[str, float]],
-    fixed_arm: str = "the fixed arm",
-    from_nothing: bool = False,
-) -> str:
+def in_words(found: Figures, fixed_arm: str = "the fixed arm", from_nothing: bool = False) -> str:
     """Return whether the last mode is worth it, what brings it, and what limits it.
 
     `from_nothing` says that the run begins without a drafter.
     """
-    names = [LABELS.get(name, name) for name in found]
-    base, *_ = found.values()
-    *_, best = found.values()
-    gained = base["step_s"] / best["step_s"]
-    rollout = base["rollout_s"] / best["rollout_s"]
-    share = base["rollout_share"]
-    most = 1 / max(0.01, 1 - share)
+    base, best = next(iter(found)), next(reversed(found))
+    gained = _speed_up(found[base], found[best])
+    share, idle_share = found[base]["rollout_share"], found[base]["idle_share"]
+    most = f"nstant rollouts would bring {1 / max(0.01, 1 - share):.1f}x."
     words = [
-        f"Modelled: {names[-1]} would run {gained:.2f}x as fast as {names[0]}. Rollouts, "
-        f"{share:.0%} of an RL step, would run {rollout:.2f}x as fast."
+        f"Modelled: {LABELS[best]} would run {gained['end_to_end']:.2f}x as fast as "
+        f"{LABELS[base]}. Rollouts, {share:.0%} of an RL step, would run "
+        f"{gained['rollout']:.2f}x as fast."
     ]
     of = contributions(found)
     if "over_fixed_arm" in of:
@@ -91,17 +112,90 @@ def in_words(
     elif from_nothing and "tlt" in found:
         words.append("All of it is harvest's part: the run begins without a drafter.")
     if share < 0.5:
-        words.append(
-            f"Rollouts are a small part: instant rollouts would bring {most:.1f}x. Look at the "
-            "learner."
-        )
-    elif base["idle_share"] < 0.1:
+        words.append(f"Rollouts are a small part: i{most} Look at the learner.")
+    elif idle_share < 0.1:
         words.append("Engines are hardly ever idle: the tail is short.")
-    elif rollout < 1.2:
+    elif gained["rollout"] < 1.2:
         words.append("Speculation gains little: batches are large, or drafts are rarely accepted.")
     else:
-        words.append(
-            f"Engines are idle for {base['idle_share']:.0%} of the rollout. Instant rollouts would "
-            f"bring {most:.1f}x."
-        )
+        words.append(f"Engines are idle for {idle_share:.0%} of the rollout. I{most}")
     return " ".join(words)
+
+
+# --- how far to trust it --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Validity:
+    """How far to trust an answer."""
+
+    assumptions: list[str]
+    validated: tuple[str, ...]
+    """Where the simulator was compared with runs."""
+    outside: list[str]
+    """Where the scenario leaves that range."""
+
+    def lines(self) -> list[str]:
+        """Return everything as text, one line per statement."""
+        return [
+            *(f"assumed: {each}" for each in self.assumptions),
+            *(f"compared with runs: {each}" for each in self.validated),
+            f"beyond these comparisons: {'; '.join(self.outside) or 'nothing'}",
+        ]
+
+
+def validity(config: ScenarioConfig) -> Validity:
+    """Return what the answer to a scenario assumes, and where it leaves the validated range."""
+    cluster, workload = cluster_of(config), workload_of(config)
+    assumptions = _assumptions(config, cluster, workload)
+    return Validity(assumptions, VALIDATED, _outside(config, cluster, workload))
+
+
+def _assumptions(config: ScenarioConfig, cluster: Cluster, workload: Workload) -> list[str]:
+    learner, training, sizes = cluster.learner, cluster.training, config.workload.lengths
+    nodes = num_nodes(config.cluster)
+    machine = (
+        f"engine steps of {config.cluster.model}, {config.cluster.tensor_parallel} H100 per "
+        "engine, calculated from memory bandwidth and operations per second"
+    )
+    if (found := calibration_of(config)) is not None:
+        machine = f"engine steps, acceptance and learner as in the runs {found.source}"
+    rates = {name: rates[0] for name, rates in cluster.drafting.rates.items()}
+    accepted = ", ".join(f"{name} {rate:.0%}" for name, rate in rates.items()) or "none"
+    new = ", that of a new drafter" if begins_without_drafter(config) else ""
+    lengths = (
+        f"lengths with a median of {sizes.median:,.0f} tokens, {sizes.p95:,.0f} at 95%, at most "
+        f"{sizes.longest:,}"
+    )
+    if config.workload.trace:
+        lengths = f"lengths of {config.workload.trace}"
+    return [
+        machine,
+        f"{config.num_steps:,} RL steps, the first not counted, of {workload.num_samples:,} "
+        f"samples at any size of the cluster; {lengths}; "
+        f"prompts of {workload.prompt_tokens:,.0f} tokens",
+        f"first draft tokens accepted: {accepted}; power of EAGLE-3's rates "
+        f"{config.drafter.start_power:g} at the start{new}, {training.drift:+.4f} with every "
+        "policy update",
+        f"a trainer learns from {training.tokens_per_s:,.0f} tokens/s; the drafter's lag behind "
+        f"power {training.best_power:g} shrinks e-fold in {training.tokens:,.0f} tokens",
+        f"the learner trains on {learner.trained_share:.0%} of the tokens, "
+        f"{learner.tokens_per_s:,.0f} tokens/s",
+        f"a weight sync of {learner.sync_s:.1f} s, for {nodes} node{'s' * (nodes > 1)}: one "
+        "network card sends the policy to all of them",
+    ]
+
+
+def _outside(config: ScenarioConfig, cluster: Cluster, workload: Workload) -> list[str]:
+    calibrated, nodes = calibration_of(config), num_nodes(config.cluster)
+    engines, samples, tokens = RANGES["eagle3" if "eagle3" in cluster.drafting.rates else "ngram"]
+    leaves = {
+        "GPUs": calibrated is None or calibrated.num_gpus > 0,
+        f"{cluster.num_engines:,} engines": cluster.num_engines > engines,
+        f"{nodes:,} nodes": nodes > 1,
+        f"{workload.num_samples:,} samples per RL step": workload.num_samples > samples,
+        f"responses of {workload.max_tokens:,} tokens": workload.max_tokens > tokens,
+        "engines that die": cluster.engine_deaths_per_hour > 0,
+        "a run that begins without a drafter": begins_without_drafter(config),
+    }
+    return [what for what, does in leaves.items() if does]

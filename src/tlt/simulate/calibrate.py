@@ -7,36 +7,36 @@ its draft, so engine steps x running = tokens - accepted.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import exp, isfinite, log
 from pathlib import Path
 from statistics import fmean, linear_regression, median
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from tlt.config.load import read_json
-from tlt.contracts import OFF, Arm
+from tlt.contracts import Arm
 from tlt.errors import ConfigError
 from tlt.observe.timeline import LEARNER, StepTimeline
 from tlt.report.view import RunView, rollouts
-from tlt.simulate.cluster import Learner, Training
-from tlt.simulate.model import Drafting, EngineModel, Observation, fit, powers
+from tlt.simulate.cluster import Learner, Record, Training
+from tlt.simulate.model import Amount, Drafting, EngineModel, Observation, fit, powers
 from tlt.simulate.profiles import DRIFT
 from tlt.spans import Span
 
 MIN_STEPS = 3
 """Engine steps that a span needs to measure the time of one."""
+MIN_VERIFIED = 20
+"""Requests verified that a draft length needs to measure its acceptance."""
 MAX_POSITIONS = 16
 MIN_DRIFT_STEPS = 6
 """RL steps with drafts that a run needs to measure how acceptance drifts."""
 START_STEPS = 3
 """RL steps whose mean is the acceptance at the start."""
-
-LARGEST = 1e15
-"""Largest figure of a machine."""
-
-Record = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Calibration:
     engine: EngineModel
     drafting: Drafting
     learner: Learner
-    prompt_tokens: float
+    prompt_tokens: Amount
     training: Training = field(default_factory=Training)
     source: str = ""
     num_gpus: int = 0
@@ -59,55 +59,29 @@ class Calibration:
     def load(cls, path: Path) -> Calibration:
         what = "a result of `tlt calibrate`"
         way_out = "make one with `tlt calibrate RUN --out calibration.json`"
-        found = read_json(path, what, way_out)
         try:
-            rates = {name: tuple(rates) for name, rates in found["drafting"]["rates"].items()}
-            calibration = cls(
-                EngineModel(**found["engine"]),
-                Drafting(rates, found["drafting"]["power"]),
-                Learner(**found["learner"]),
-                found["prompt_tokens"],
-                Training(**found["training"]),
-                found["source"],
-                found.get("num_gpus", 0),
-            )
-            calibration.check()
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is not {what} ({error!r}); {way_out}") from error
-        return calibration
-
-    def check(self) -> None:
-        """Raise a `ValueError` if a machine of these figures would take no time, or for ever."""
-        for part in (self.engine, self.learner, self.training):
-            for name, value in asdict(part).items():
-                _check_number(name, value)
-        for name in ("tokens_per_s", "tokens"):
-            values = (getattr(part, name, 1) for part in (self.learner, self.training))
-            if min(values) <= 0:
-                raise ValueError(f"{name} is 0")
-        _check_number("prompt_tokens", self.prompt_tokens)
-        _check_number("num_gpus", self.num_gpus)
-        _check_number("power", self.drafting.power)
-        for drafter, rates in self.drafting.rates.items():
-            for rate in rates:
-                _check_number(f"rate of {drafter}", rate, 1.0)
-        if not self.engine.step_s(OFF, 1, 1) > 0 or not self.engine.prefill_tokens_per_s > 0:
-            raise ValueError("an engine step takes no time")
+            return _checked(read_json(path, what, way_out))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not {what} ({error}); {way_out}") from error
 
 
-def _check_number(name: str, value: Any, largest: float = LARGEST) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= largest:
-        raise ValueError(f"{name} is {repr(value)[:40]}")
+def _checked(figures: dict[str, Any]) -> Calibration:
+    """Raise a `ValueError` if a machine of these figures would take no time, or for ever."""
+    try:
+        return TypeAdapter(Calibration).validate_python(figures)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def calibrate(views: Sequence[RunView]) -> Calibration:
     """Fit one model to all these runs, without their first RL steps, which warm up."""
+    source = ", ".join(view.name for view in views)
     found = [o for view in views for o in observations(view)]
     if not found:
         raise ConfigError(
-            f"{', '.join(view.name for view in views)}: no timeline to calibrate from; give runs "
-            "with metrics.timeline = true, of at least three steps"
+            f"{source}: no timeline to calibrate from; give runs with metrics.timeline = true, of "
+            "at least three steps"
         )
     try:
         engine = fit(found, _prefill_speed(views))
@@ -115,89 +89,110 @@ def calibrate(views: Sequence[RunView]) -> Calibration:
         raise ConfigError(f"{error}; give runs with other batches or draft lengths too") from error
     calibration = Calibration(
         engine,
-        Drafting(acceptance(views)),
+        Drafting(_acceptance(views)),
         learner(views),
         fmean(prompt_tokens(view) for view in views),
         training([view.records for view in views]),
-        ", ".join(view.name for view in views),
+        source,
         max(int(view.setting("engine.num_gpus", 0)) for view in views),
     )
     try:
-        calibration.check()
+        return _checked(asdict(calibration))
     except ValueError as error:
         raise ConfigError(
-            f"the metrics of {calibration.source} describe no machine ({error}); give other runs"
+            f"the metrics of {source} describe no machine ({error}); give other runs"
         ) from error
-    return calibration
 
 
-def observations(view: RunView) -> list[Observation]:
-    """Return the engine steps of a run, with their number of requests and their context."""
-    found = []
+# --- timelines ------------------------------------------------------------------------------------
+
+
+class Decoded(NamedTuple):
+    """A span in which an engine generated, with its engine steps and its mean context."""
+
+    span: Span
+    steps: float
+    context: float
+
+
+def _rows(timeline: StepTimeline) -> list[list[Span]]:
+    """Return the spans of every engine."""
+    return [list(spans) for worker, spans in timeline.rows.items() if worker != LEARNER]
+
+
+def decoded(view: RunView) -> Iterator[tuple[float, float, list[list[Decoded]]]]:
+    """Yield start, end and every engine's spans of the rollouts after the first RL step."""
     prompt = prompt_tokens(view)
     for timeline in view.timelines[1:]:
         for start_s, end_s in rollouts(timeline):
-            for decoded in engine_spans(timeline, start_s, end_s, prompt):
-                for span, steps, context in decoded[1:]:  # the first span also reads the prompts
-                    if not span.mixed and steps >= MIN_STEPS:
-                        step_s = span.seconds / steps
-                        arm = Arm.parse(span.arm)
-                        found.append(Observation(arm, span.running, context, step_s, span.seconds))
-    return found
-
-
-def engine_spans(
-    timeline: StepTimeline, start_s: float, end_s: float, prompt: float
-) -> Iterator[list[tuple[Span, float, float]]]:
-    """Yield the spans in which each engine generated, with their engine steps and mean context."""
-    for worker, spans in timeline.rows.items():
-        position, found = 0.0, []
-        for span in spans:
-            if worker == LEARNER or not start_s <= span.start_s < end_s or not span.tokens:
-                continue
-            if span.seconds > 0:
-                running = max(1.0, span.running)
-                gained = span.tokens / running
-                steps = (span.tokens - span.accepted) / running
-                found.append((span, steps, prompt + position + gained / 2))
-                position += gained
-        yield found
+            engines = []
+            for spans in _rows(timeline):
+                position, found = 0.0, []
+                for span in spans:
+                    if start_s <= span.start_s < end_s and span.tokens and span.seconds > 0:
+                        running = max(1.0, span.running)
+                        gained = span.tokens / running
+                        steps = (span.tokens - span.accepted) / running
+                        found.append(Decoded(span, steps, prompt + position + gained / 2))
+                        position += gained
+                if found:
+                    engines.append(found)
+            yield start_s, end_s, engines
 
 
 def prompt_tokens(view: RunView) -> float:
     """Return the mean length of a run's prompts."""
-    records = [r for r in view.records if r.get("prompt/mean_tokens")]
-    return fmean(r["prompt/mean_tokens"] for r in records) if records else 0.0
+    found = [r["prompt/mean_tokens"] for r in view.records if r.get("prompt/mean_tokens")]
+    return fmean(found) if found else 0.0
 
 
-def acceptance(views: Iterable[RunView]) -> dict[str, tuple[float, ...]]:
+def observations(view: RunView) -> list[Observation]:
+    """Return the engine steps of a run, with their number of requests and their context."""
+    return [
+        Observation(Arm.parse(span.arm), span.running, context, span.seconds / steps, span.seconds)
+        for _, _, engines in decoded(view)
+        for spans in engines
+        for span, steps, context in spans[1:]  # the first span also reads the prompts
+        if not span.mixed and steps >= MIN_STEPS
+    ]
+
+
+def _prefill_speed(views: Sequence[RunView]) -> float:
+    """Return prompt tokens per second, from the time of the first span of a rollout."""
+    speeds: list[float] = []
+    for view in views:
+        group = max(1, int(view.setting("sampling.group_size", 1)))
+        prompt = prompt_tokens(view)
+        for start_s, _, engines in decoded(view):
+            for first in (spans[0].span for spans in engines if spans[0].span.running >= 1):
+                seconds = max(1e-3, first.start_s - start_s + first.seconds)
+                speeds.append(max(1.0, first.running / group) * prompt / seconds)
+    return median(speeds) if speeds and median(speeds) > 0 else 1e9
+
+
+def _acceptance(views: Sequence[RunView]) -> dict[str, tuple[float, ...]]:
     """Return acceptance rates by position, from the accepted tokens of each draft length.
 
     The model assumes that rates fall by the same factor from position to position. One rate then
     explains the accepted tokens of a draft length. The result is the mean over draft lengths,
     weighted by use.
     """
-    gained: dict[tuple[str, int], list[float]] = {}
-    for view in views:
-        for timeline in view.timelines[1:]:
-            for worker, spans in timeline.rows.items():
-                for span in spans:
-                    if worker != LEARNER and span.drafts and not span.mixed:
-                        arm = Arm.parse(span.arm)
-                        of = gained.setdefault((arm.drafter, arm.num_draft_tokens), [0.0, 0.0])
-                        of[0] += span.accepted
-                        # Requests verified, including those without a draft.
-                        of[1] += span.tokens - span.accepted
+    gained: dict[Arm, list[float]] = {}
+    rows = (row for view in views for timeline in view.timelines[1:] for row in _rows(timeline))
+    for span in itertools.chain.from_iterable(rows):
+        if span.drafts and not span.mixed:
+            of = gained.setdefault(Arm.parse(span.arm), [0.0, 0.0])
+            of[0] += span.accepted
+            of[1] += span.tokens - span.accepted  # requests verified, also those without a draft
     weighted: dict[str, list[tuple[float, float]]] = {}
-    for (drafter, length), (accepted, verified) in gained.items():
-        if length and verified >= 20:
-            rate = _rate_for(accepted / verified, length)
-            weighted.setdefault(drafter, []).append((rate, verified))
-    rates = {}
-    for drafter, pairs in weighted.items():
-        rate = sum(r * n for r, n in pairs) / sum(n for _, n in pairs)
-        rates[drafter] = powers(rate, MAX_POSITIONS)
-    return rates
+    for arm, (accepted, verified) in gained.items():
+        if arm.num_draft_tokens and verified >= MIN_VERIFIED:
+            rate = _rate_for(accepted / verified, arm.num_draft_tokens)
+            weighted.setdefault(arm.drafter, []).append((rate, verified))
+    return {
+        drafter: powers(sum(r * n for r, n in pairs) / sum(n for _, n in pairs), MAX_POSITIONS)
+        for drafter, pairs in weighted.items()
+    }
 
 
 def _rate_for(gained: float, length: int) -> float:
@@ -212,16 +207,17 @@ def _rate_for(gained: float, length: int) -> float:
     return low
 
 
+# --- metrics --------------------------------------------------------------------------------------
+
+
 def learner(views: Sequence[RunView]) -> Learner:
     """Fit a line to the updates' tokens and seconds, and take medians of the other times."""
     records: list[Record] = []
     points: list[tuple[float, float]] = []
     whole = prompts = trained = shared = 0.0
     for view in views:
-        samples = view.setting("sampling.prompts_per_step", 1) * view.setting(
-            "sampling.group_size", 1
-        )
-        prompts_of_a_step = samples * prompt_tokens(view)
+        own = as_scenario(view)
+        prompts_of_a_step = own["prompts_per_step"] * own["group_size"] * own["prompt_tokens"]
         for record in view.records[1:]:
             records.append(record)
             prompts += prompts_of_a_step
@@ -266,10 +262,14 @@ def training(runs: Sequence[Sequence[Record]]) -> Training:
     """
     found = Training(drift=DRIFT)
     curves = [curve for curve in map(_powers, runs) if len(curve) >= MIN_DRIFT_STEPS]
-    alone = [curve for curve in curves if not any(tokens for _, tokens in curve)]
-    if alone:
-        found = replace(found, drift=max(0.0, fmean(map(_slope, alone))))
     trained = [curve for curve in curves if any(tokens for _, tokens in curve)]
+    slopes = [
+        linear_regression(range(len(curve)), [power for power, _ in curve]).slope
+        for curve in curves
+        if curve not in trained
+    ]
+    if slopes:
+        found = replace(found, drift=max(0.0, fmean(slopes)))
     if not trained:
         return found
     used_s = sum(r.get("harvest/used_s", 0.0) for run in runs for r in run)
@@ -295,10 +295,6 @@ def _powers(run: Sequence[Record]) -> list[tuple[float, float]]:
     ]
 
 
-def _slope(curve: Sequence[tuple[float, float]]) -> float:
-    return linear_regression(range(len(curve)), [power for power, _ in curve]).slope
-
-
 def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
     """Return the squared error of the powers that this choice predicts."""
     predicted = [1.0]
@@ -309,28 +305,10 @@ def _error(curve: Sequence[tuple[float, float]], choice: Training) -> float:
     return sum((seen - p / at_start) ** 2 for (seen, _), p in zip(curve, predicted, strict=True))
 
 
-def _prefill_speed(views: Iterable[RunView]) -> float:
-    """Return prompt tokens per second, from the time of the first span of a rollout."""
-    speeds: list[float] = []
-    for view in views:
-        group = max(1, int(view.setting("sampling.group_size", 1)))
-        prompt = prompt_tokens(view)
-        for timeline in view.timelines[1:]:
-            for start_s, _ in rollouts(timeline):
-                for worker, spans in timeline.rows.items():
-                    first = next((s for s in spans if s.tokens and s.start_s >= start_s), None)
-                    if worker == LEARNER or first is None or first.running < 1:
-                        continue
-                    seconds = max(1e-3, first.start_s - start_s + first.seconds)
-                    speeds.append(max(1.0, first.running / group) * prompt / seconds)
-    return median(speeds) if speeds and median(speeds) > 0 else 1e9
-
-
 def as_scenario(view: RunView) -> dict[str, Any]:
-    """Return a run's own workload and number of engines, as settings of a scenario."""
+    """Return a run's own workload, as settings of a scenario."""
     return {
         "prompts_per_step": int(view.setting("sampling.prompts_per_step", 1)),
         "group_size": int(view.setting("sampling.group_size", 1)),
         "prompt_tokens": prompt_tokens(view),
-        "num_engines": int(view.setting("pool.num_engines", 1)),
     }

@@ -1,14 +1,15 @@
 """RL steps of a cluster in simulated time.
 
 Modelled: engines, learner, rewards, weight sync, trainers, failures. Production code: the strategy
-(`pace`), the dispatcher (`rollout`), the coordinator with its leases and
-rounds, the forecast of the tail. Not modelled: a drafter swap in the middle of a rollout (a better
-drafter helps from the next rollout on).
+and the dispatcher (`rollout`), the coordinator with its leases and rounds, the forecast of the
+tail. Not modelled: a drafter swap in the middle of a rollout (a better drafter helps from the next
+rollout on).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +24,8 @@ from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
 from tlt.simulate.clock import now_s
-from tlt.simulate.model import Drafting, EngineModel
-from tlt.simulate.pace import Pace, Player
-from tlt.simulate.rollout import Rollout
+from tlt.simulate.model import Amount, Drafting, EngineModel, Share, Speed
+from tlt.simulate.rollout import Pace, Player, Rollout
 from tlt.simulate.workload import Workload
 
 Record = dict[str, float]
@@ -38,38 +38,37 @@ MAX_STEP_S = 1e5
 class Learner:
     """The times of an RL step besides the rollout."""
 
-    tokens_per_s: float
+    tokens_per_s: Speed
     """Training tokens per second of all ranks together."""
-    step_s: float = 0.0
+    step_s: Amount = 0.0
     """Seconds of an update besides its tokens."""
-    trained_share: float = 1.0
+    trained_share: Share = 1.0
     """Share of the samples that are trained on: groups with equal rewards are left out."""
-    prompt_share: float = 1.0
+    prompt_share: Share = 1.0
     """Share of the prompts' tokens that are computed: samples of a group may share a prompt."""
-    reward_s: float = 0.0
+    reward_s: Amount = 0.0
     """Seconds from the last sample to the last reward."""
-    sync_s: float = 0.0
+    sync_s: Amount = 0.0
     """Seconds of the weight sync."""
-    other_s: float = 0.0
+    other_s: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
     """How acceptance falls as the policy changes, and how training restores it."""
 
-    drift: float = 0.0
+    drift: Amount = 0.0
     """Amount that every policy update adds to the power of acceptance rates."""
-    tokens: float = 1e6
+    tokens: Speed = 1e6
     """Training tokens that shrink the drafter's lag e-fold."""
-    best_power: float = 1.0
+    best_power: Amount = 1.0
     """Power of acceptance rates that training approaches."""
-    tokens_per_s: float = 10_000.0
+    tokens_per_s: Speed = 10_000.0
     """Training tokens per second of one trainer."""
-    start_s: float = 20.0
-    stop_s: float = 0.05
+    start_s: Amount = 20.0
+    stop_s: Amount = 0.05
     """Seconds from the end of a lease to a free device: about one micro-batch."""
-    evaluate_s: float = 0.5
-    deaths_per_hour: float = 0.0
+    evaluate_s: Amount = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,6 @@ class Skill:
     power: float
     policy: int
 
-    def now(self, policy: int, training: Training) -> float:
-        return self.power + training.drift * (policy - self.policy)
-
 
 class SimTrainer:
     """A trainer beside an engine, without anything to compute."""
@@ -116,8 +112,7 @@ class SimTrainer:
         self._worker = worker
         self._training = run.cluster.training
         self._holder = Holder()
-        self._skill = run.start
-        self._published = run.start
+        self._skill = self._published = run.start
         self._ended = asyncio.Event()
         self._dead = False
 
@@ -147,21 +142,15 @@ class SimTrainer:
         self._check()
         started_s = now_s()
         if self._holder.holds(lease, started_s) and seconds > 0:
-            dies_s = math.inf
-            if self._training.deaths_per_hour:
-                dies_s = self._run.rng.exponential(3600 / self._training.deaths_per_hour)
-            try:
-                async with asyncio.timeout(min(seconds, dies_s)):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
                     await self._ended.wait()
                 await asyncio.sleep(self._training.stop_s)
-            except TimeoutError:
-                self._dead = self._dead or dies_s < seconds
             self._check()
         tokens = int((now_s() - started_s) * self._training.tokens_per_s)
-        policy = self._run.policy
-        ahead = self._skill.now(policy, self._training) - self._training.best_power
-        ahead *= math.exp(-tokens / self._training.tokens)
-        self._skill = Skill(self._training.best_power + ahead, policy)
+        best = self._training.best_power
+        behind = (self._run.power(self._skill) - best) * math.exp(-tokens / self._training.tokens)
+        self._skill = Skill(best + behind, self._run.policy)
         return Trained(max(1, tokens // 512) if tokens else 0, tokens, 0.0, starved=False)
 
     async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
@@ -169,20 +158,17 @@ class SimTrainer:
         if not self._holder.holds(lease, now_s()):
             return None
         await asyncio.sleep(min(self._training.evaluate_s, seconds))
-        mine = self._skill.now(self._run.policy, self._training)
-        theirs = self._published.now(self._run.policy, self._training)
-        length, other = (self._run.length(power) for power in (mine, theirs))
+        length, other = (self._run.length(skill) for skill in (self._skill, self._published))
         return Evaluation(length > 1.002 * other, length, other)
 
     async def merge(
         self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
     ) -> bool:
         self._check()
-        policy = self._run.policy
-        parts = [(self._skill.now(policy, self._training), own_weight)]
-        parts += [(skill.now(policy, self._training), weight) for skill, weight in others]
+        parts = [(self._skill, own_weight), *others]
         total = sum(weight for _, weight in parts) or 1.0
-        self._skill = Skill(sum(power * weight for power, weight in parts) / total, policy)
+        power = sum(self._run.power(skill) * weight for skill, weight in parts) / total
+        self._skill = Skill(power, self._run.policy)
         return True
 
     async def export(self) -> Any:
@@ -202,14 +188,6 @@ class SimTrainer:
     def _check(self) -> None:
         if self._dead:
             raise TrainerGone(self._worker)
-
-
-def _check_time(what: str, seconds: float) -> None:
-    if not 0 <= seconds <= MAX_STEP_S:
-        raise ConfigError(
-            f"{what} of an RL step would take {seconds:.3g} s, and at most {MAX_STEP_S:,.0f} are "
-            f"simulated; e.g. fewer tokens (workload), or faster devices (cluster, learner)"
-        )
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -247,9 +225,13 @@ class Simulation:
         self.generating: set[str] = set()
         """Workers whose engines have the device."""
 
-    def length(self, power: float) -> float:
-        """Return the expected acceptance length at four draft tokens, for this power."""
-        return self.cluster.drafting.at(power).tokens(Arm("eagle3", 4))
+    def power(self, skill: Skill) -> float:
+        """Return the power of a drafter's acceptance rates for the present policy."""
+        return skill.power + self.cluster.training.drift * (self.policy - skill.policy)
+
+    def length(self, skill: Skill) -> float:
+        """Return a drafter's expected acceptance length at four draft tokens."""
+        return self.cluster.drafting.at(self.power(skill)).tokens(Arm("eagle3", 4))
 
     async def run(self, num_steps: int) -> list[Record]:
         if self._mode.harvest is not None:
@@ -271,19 +253,28 @@ class Simulation:
 
     async def _step(self, step: int) -> Record:
         started_s = now_s()
+        learner = self.cluster.learner
         lengths = self._workload.of_step(step, self._seed)
         engine_ends, sample_ends, pace = self._rollout_ends(lengths)
         self.engine_ends = engine_ends
-        _check_time("the rollout", float(engine_ends.max()))
-        await self.rollout(engine_ends, np.sort(sample_ends))
-        rollout_s = now_s() - started_s
-        learner = self.cluster.learner
-        _check_time("the wait for rewards", learner.reward_s)
-        await asyncio.sleep(learner.reward_s)
         tokens = lengths.sum() + len(lengths) * self._workload.prompt_tokens * learner.prompt_share
         update_s = float(learner.step_s + tokens * learner.trained_share / learner.tokens_per_s)
-        _check_time("the update", update_s + learner.sync_s + learner.other_s)
-        await asyncio.sleep(update_s + learner.sync_s + learner.other_s)
+        rest_s = update_s + learner.sync_s + learner.other_s
+        for what, seconds in (
+            ("the rollout", float(engine_ends.max())),
+            ("the wait for rewards", learner.reward_s),
+            ("the update", rest_s),
+        ):
+            if not 0 <= seconds <= MAX_STEP_S:
+                raise ConfigError(
+                    f"{what} of an RL step would take {seconds:.3g} s, and at most "
+                    f"{MAX_STEP_S:,.0f} are simulated; e.g. fewer tokens (workload), or faster "
+                    "devices (cluster, learner)"
+                )
+        await self.rollout(engine_ends, np.sort(sample_ends))
+        rollout_s = now_s() - started_s
+        await asyncio.sleep(learner.reward_s)
+        await asyncio.sleep(rest_s)
         self.policy += 1
         if self._coordinator is not None:
             self._coordinator.policy_changed(self.policy, None)
@@ -300,17 +291,14 @@ class Simulation:
             "rollout/idle_share": float(1 - busy_s / (self.cluster.num_engines * rollout_s)),
             "rollout/tail_ratio": float(pace.ratios[1]),
             "drafter_version": self._version,
-            "harvest/held_out_length": self.length(self._power()),
+            "harvest/held_out_length": self.length(self._published),
             **self._harvest_record(),
         }
-
-    def _power(self) -> float:
-        return self._published.now(self.policy, self.cluster.training)
 
     def _rollout_ends(self, lengths: Any) -> tuple[Any, Any, Pace]:
         """Return when every engine and every sample ends, in seconds since the rollout began."""
         cluster, workload = self.cluster, self._workload
-        drafting = cluster.drafting.at(self._power())
+        drafting = cluster.drafting.at(self.power(self._published))
         played = Rollout(lengths, cluster.num_engines, cluster.slots)
         context = workload.prompt_tokens + float(np.median(played.longest)) / 2
         pace = self._player.rollout(drafting, self._version, played.most, context)
@@ -347,26 +335,23 @@ class Simulation:
         self.generating = set(workers)
         self._forecast.started(len(sample_ends), started_s)
         told = 0
-        idle: list[str] = []
-        for index in np.argsort(engine_ends, kind="stable"):
+        idle = [
+            index for index in np.argsort(engine_ends, kind="stable") if engine_ends[index] < end_s
+        ]
+        for index in idle:
             at_s = float(engine_ends[index])
-            if at_s >= end_s:
-                break
             if (wait_s := started_s + at_s - now_s()) > 0:
                 await asyncio.sleep(wait_s)
             finished = int(np.searchsorted(sample_ends, at_s, side="right"))
             self._forecast.finished(finished - told, now_s())
             told = finished
-            remaining_s = self._forecast.remaining_s(now_s())
             self.generating.discard(workers[index])
-            self._coordinator.idle(workers[index], remaining_s)
-            self.events += 1
-            idle.append(workers[index])
+            self._coordinator.idle(workers[index], self._forecast.remaining_s(now_s()))
         await asyncio.sleep(max(0.0, started_s + end_s - now_s()))
         self._forecast.finished(len(sample_ends) - told, now_s())
         self._forecast.ended()
-        self.events += len(idle)
-        await asyncio.gather(*(self._coordinator.needed(w) for w in idle))
+        self.events += 2 * len(idle)
+        await asyncio.gather(*(self._coordinator.needed(workers[index]) for index in idle))
         self.generating = set(workers)  # or the learner has it
 
     def _harvest_record(self) -> Record:

@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from tlt.contracts import Arm
+from tlt.contracts import OFF, Arm
 
 PARTS = ("step", "row", "dense_row", "context", "drafting", "draft_pass", "draft_row")
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+"""A figure of a machine; files with other figures are refused."""
+Speed = Annotated[float, Field(gt=0, le=1e15, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,51 +43,43 @@ class Observation:
 class EngineModel:
     """Seconds of the parts of an engine step."""
 
-    step: float
+    step: Amount
     """Seconds of every engine step: reading the weights, scheduling."""
-    row: float = 0.0
+    row: Amount = 0.0
     """Seconds per row."""
-    dense_row: float = 0.0
+    dense_row: Amount = 0.0
     """Seconds per row beyond `free_rows`, where computing takes longer than reading weights."""
-    context: float = 0.0
+    context: Amount = 0.0
     """Seconds per token of context that a request reads."""
-    drafting: float = 0.0
+    drafting: Amount = 0.0
     """Seconds of drafting, independent of the draft length."""
-    draft_pass: float = 0.0
+    draft_pass: Amount = 0.0
     """Seconds per forward pass of the draft model, one per draft token."""
-    draft_row: float = 0.0
+    draft_row: Amount = 0.0
     """Seconds per draft token and request."""
-    free_rows: float = 0.0
-    prefill_tokens_per_s: float = 1e9
+    free_rows: Amount = 0.0
+    prefill_tokens_per_s: Speed = 1e9
+
+    def __post_init__(self) -> None:
+        if not self.step_s(OFF, 1, 1) > 0:
+            raise ValueError("an engine step takes no time")
 
     def step_s(self, arm: Arm, running: Any, context: Any) -> Any:
         """Return the seconds of an engine step; takes numbers or arrays."""
-        return _features(arm, running, context, self.free_rows) @ np.array(
-            [self.step, self.row, self.dense_row, self.context, self.drafting, self.draft_pass,
-             self.draft_row]
-        )  # fmt: skip
+        parts = np.array([getattr(self, part) for part in PARTS])
+        return _features(arm, running, context, self.free_rows) @ parts
 
 
 def _features(arm: Arm, running: Any, context: Any, free_rows: float) -> Any:
-    running, context = np.broadcast_arrays(
-        np.asarray(running, dtype=float), np.asarray(context, dtype=float)
-    )
-    length = float(arm.num_draft_tokens)
+    """Return how often each part counts."""
+    running = np.asarray(running, dtype=float)
+    length = arm.num_draft_tokens
     # N-grams are looked up, so they need no forward passes.
-    passes = length if arm.uses_model else 0.0
+    passes = length if arm.uses_model else 0
     rows = running * (1 + length)
-    return np.stack(
-        [
-            np.ones_like(running),
-            rows,
-            np.maximum(0.0, rows - free_rows),
-            running * context,
-            np.full_like(running, float(length > 0)),
-            np.full_like(running, passes),
-            passes * running,
-        ],
-        axis=-1,
-    )
+    beyond = np.maximum(0.0, rows - free_rows)
+    found = (1.0, rows, beyond, running * context, float(length > 0), passes, passes * running)
+    return np.stack(np.broadcast_arrays(*found), axis=-1)
 
 
 def fit(observations: Iterable[Observation], prefill_tokens_per_s: float = 1e9) -> EngineModel:
@@ -92,18 +89,16 @@ def fit(observations: Iterable[Observation], prefill_tokens_per_s: float = 1e9) 
         raise ValueError(f"{len(found)} kinds of steps are too few to fit {len(PARTS)} parts to")
     seconds = np.array([o.step_s for o in found])
     weights = np.sqrt(np.array([o.weight for o in found])) / seconds
-    columns = np.concatenate(
-        [_features(o.arm, o.running, o.context, 0.0)[None] for o in found], axis=0
-    )
+    columns = np.stack([_features(o.arm, o.running, o.context, 0.0) for o in found])
     parts = _non_negative(columns * weights[:, None], seconds * weights)
-    found_parts = {name: float(part) for name, part in zip(PARTS, parts, strict=True)}
-    return EngineModel(**found_parts, prefill_tokens_per_s=prefill_tokens_per_s)
+    by_name = dict(zip(PARTS, map(float, parts), strict=True))
+    return EngineModel(**by_name, prefill_tokens_per_s=prefill_tokens_per_s)
 
 
 def _non_negative(matrix: Any, target: Any) -> Any:
     """Solve least squares without negative parts: drop the most negative part and repeat."""
-    used = [i for i in range(matrix.shape[1]) if np.abs(matrix[:, i]).max() > 0]
-    scale = np.array([max(1e-12, np.abs(matrix[:, i]).max()) for i in range(matrix.shape[1])])
+    scale = np.maximum(1e-12, np.abs(matrix).max(axis=0))
+    used = [int(i) for i in np.flatnonzero(matrix.any(axis=0))]
     parts = np.zeros(matrix.shape[1])
     while used:
         solution, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], target, rcond=1e-9)
@@ -124,9 +119,9 @@ def powers(rate: float, count: int = 64) -> tuple[float, ...]:
 class Drafting:
     """Acceptance rates of the drafters."""
 
-    rates: dict[str, tuple[float, ...]]
+    rates: dict[str, tuple[Share, ...]]
     """Share of drafts accepted at least up to each position, by drafter."""
-    power: float = 1.0
+    power: Amount = 1.0
     """Power of EAGLE-3's rates: 1 as measured, more for a drafter that lags behind the policy."""
 
     def rate(self, drafter: str, position: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tlt.colours import MODES, STAGES
 from tlt.report.svg import INK, Axis, Box, Chart, Line, sheet
-from tlt.simulate.answer import LABELS, figures, speed_ups
+from tlt.simulate.answer import LABELS, Figures, figures, speed_ups
 from tlt.simulate.scenario import ScenarioConfig, begins_without_drafter, simulate
 
 COLOURS = {"static": MODES["eagle3"], **MODES}
@@ -44,10 +44,7 @@ def _points(config: ScenarioConfig) -> Iterator[tuple[str, float, ScenarioConfig
     for engines in sorted({max(1, round(own * factor)) for factor in FACTORS}):
         yield "engines", engines, _with(short, "cluster", num_engines=engines)
     for acceptance in ACCEPTANCES:
-        yield (
-            accepted, acceptance,
-            _with(short, "drafter", acceptance=acceptance),
-        )  # fmt: skip
+        yield accepted, acceptance, _with(short, "drafter", acceptance=acceptance)
     median = config.workload.lengths.median
     for tail in TAILS if config.workload.trace is None else ():
         lengths = config.workload.lengths.model_copy(
@@ -64,7 +61,7 @@ def _with(config: ScenarioConfig, section: str, **changes: Any) -> ScenarioConfi
 
 def plot_simulation(
     engine_ends: Mapping[str, Any],
-    modes: Mapping[str, Mapping[str, float]],
+    modes: Figures,
     curves: Mapping[str, Curve],
     below: Sequence[str],
     out: Path,
@@ -77,17 +74,13 @@ def plot_simulation(
     charts += [_curve(name, curve) for name, curve in curves.items()]
     base, *_ = modes
     *_, (best, gained) = speed_ups(modes).items()
-    title = f"{_label(best)}: {gained['end_to_end']:.2f}x the speed of {_label(base)}, modelled"
+    title = f"{LABELS[best]}: {gained['end_to_end']:.2f}x the speed of {LABELS[base]}, modelled"
     out.write_text(sheet(title, charts, ["Modelled, not measured.", *below], columns=3))
     return out
 
 
-def _label(mode: str) -> str:
-    return LABELS.get(mode, mode)
-
-
 def _legend(modes: Iterable[str]) -> dict[str, str]:
-    return {_label(mode): COLOURS[mode] for mode in modes}
+    return {LABELS[mode]: COLOURS[mode] for mode in modes}
 
 
 def _rollout(engine_ends: Mapping[str, Any]) -> Chart:
@@ -105,15 +98,15 @@ def _rollout(engine_ends: Mapping[str, Any]) -> Chart:
     )
 
 
-def _steps(modes: Mapping[str, Mapping[str, float]]) -> Chart:
+def _steps(modes: Figures) -> Chart:
     gained = speed_ups(modes)
     boxes, names = [], {}
     for place, (mode, of) in enumerate(reversed([*modes.items()])):
-        names[place + 0.5] = f"{_label(mode)}, {gained[mode]['end_to_end']:.2f}x"
+        names[place + 0.5] = f"{LABELS[mode]}, {gained[mode]['end_to_end']:.2f}x"
         start_s, busy_s = 0.0, of["rollout_s"] + of["update_s"]
         ends_s = (of["rollout_s"], busy_s, max(busy_s, of["step_s"]))
         for stage, end_s in zip(("rollout", "update", "other"), ends_s, strict=True):
-            says = f"{_label(mode)}: {stage} {end_s - start_s:.1f} s"
+            says = f"{LABELS[mode]}: {stage} {end_s - start_s:.1f} s"
             boxes.append(Box((start_s, end_s), (place + 0.15, place + 0.85), STAGES[stage], says))
             start_s = end_s
     return Chart(
@@ -127,16 +120,14 @@ def _steps(modes: Mapping[str, Mapping[str, float]]) -> Chart:
 
 def _curve(name: str, curve: Curve) -> Chart:
     values = [value for value, _ in curve]
+    names = {value: f"{value:g}" for value in values}
     base, *others = curve[0][1]
     lines = [Line([(v, of[mode]) for v, of in curve], COLOURS[mode]) for mode in others]
     speeds = [speed for line in lines for _, speed in line.points]
     lines.append(Line([(values[0], 1.0), (values[-1], 1.0)], INK, dashed=True, stairs=True))
-    is_log = name == "engines"
     return Chart(
-        f"speed-up over {_label(base)}, modelled",
-        Axis(
-            name, values[0], values[-1], log=is_log, names={value: f"{value:g}" for value in values}
-        ),
+        f"speed-up over {LABELS[base]}, modelled",
+        Axis(name, values[0], values[-1], name == "engines", names=names),
         Axis("times as fast", min([0.9, *speeds]), 1.05 * max([1.0, *speeds])),
         lines,
         _legend(others),

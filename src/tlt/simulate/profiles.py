@@ -8,7 +8,7 @@ GPU's memory bandwidth (3.35 TB/s, NVIDIA's data sheet). The KV cache is read at
 
 from __future__ import annotations
 
-from tlt.simulate.model import Drafting, EngineModel, powers
+from tlt.simulate.model import EngineModel
 
 BANDWIDTH = 0.7 * 3.35e12
 """Bytes per second that decoding reads on an H100."""
@@ -62,8 +62,3 @@ def training_speed(model: str, num_gpus: int) -> float:
     """Return the training tokens per second: three forward passes of two operations each."""
     parameters, _ = MODELS[model]
     return num_gpus * FLOPS / (6 * parameters)
-
-
-def published_drafting(rate: float = BEFORE) -> Drafting:
-    """Return the acceptance of an EAGLE-3 drafter whose rates are the powers of `rate`."""
-    return Drafting({"eagle3": powers(rate)})

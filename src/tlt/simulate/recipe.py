@@ -19,56 +19,51 @@ FROM_NOTHING = ["off", "static", "ngram", "tlt"]
 """Modes of a recipe without a drafter: all but `tlt` draft by n-grams."""
 
 
-def is_recipe(tree: Tree) -> bool:
-    """Say whether a TOML file holds a training run, not a scenario."""
-    return "policy" in tree or "sampling" in tree
-
-
 def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int | None) -> Tree:
     """Return the settings of a scenario: a file's, or made of a recipe, with the changes.
 
     A change of a setting that recipes have, such as `sampling.max_tokens`, is one of the recipe.
     """
-    if num_gpus is not None and any(_key(change) == "cluster.num_engines" for change in changes):
+    if num_gpus is not None and "cluster.num_engines" in map(_key, changes):
         raise ConfigError(
             "--gpus and cluster.num_engines both say how many engines there are; give one of them"
         )
-    if is_recipe(tree):
+    recipe = None
+    if "policy" in tree or "sampling" in tree:
         own = [change for change in changes if _is_of_recipe(_key(change))]
-        recipe = check(TrainConfig, apply_overrides(tree, own), where)
         changes = [change for change in changes if change not in own]
-        found = _of_recipe(recipe, num_gpus)
-        engine_gpus = found["cluster"]["num_engines"] * found["cluster"]["tensor_parallel"]
-        apply_overrides(found, changes)
-        cluster = check(ScenarioConfig, found, where).cluster
+        recipe = check(TrainConfig, apply_overrides(tree, own), where)
+        tree = _of_recipe(recipe, num_gpus)
         if num_gpus is not None:
-            found["cluster"]["num_engines"] = _engines(engine_gpus, cluster.tensor_parallel)
-        if cluster.calibration is not None:
-            if not any(_key(change) == "learner.tokens_per_s" for change in changes):
-                found.get("learner", {}).pop("tokens_per_s", None)  # as calibrated
-            return found
-        if found.get("modes") == NGRAMS:
-            raise ConfigError(
-                f"{where} drafts by n-grams only, and how many of those a policy accepts is not "
-                "known without a run; give the result of `tlt calibrate` as "
-                "cluster.calibration=calibration.json, or a drafter's folder as engine.drafter"
-            )
-        if found.get("modes") == FROM_NOTHING:
-            # How many n-grams a policy accepts is not known without a run.
-            found["modes"] = ["off", "tlt"]
-            found.pop("static_drafter")
-        if "model" not in found["cluster"]:
-            raise ConfigError(
-                f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
-                f"({', '.join(MODELS)}); measure a run of it with `tlt calibrate` and give "
-                "cluster.calibration=calibration.json, or name a similar one, e.g. "
-                "cluster.model=qwen2.5-7b"
-            )
-        return found
+            num_gpus = tree["cluster"]["num_engines"] * tree["cluster"]["tensor_parallel"]
     found = apply_overrides(tree, changes)
+    cluster = check(ScenarioConfig, found, where).cluster
     if num_gpus is not None:
-        parallel = check(ScenarioConfig, found, where).cluster.tensor_parallel
-        found.setdefault("cluster", {})["num_engines"] = _engines(num_gpus, parallel)
+        engines = _engines(num_gpus, cluster.tensor_parallel)
+        found.setdefault("cluster", {})["num_engines"] = engines
+    if recipe is None:
+        return found
+    if cluster.calibration is not None:
+        if "learner.tokens_per_s" not in map(_key, changes):
+            found.get("learner", {}).pop("tokens_per_s", None)  # as calibrated
+        return found
+    if found["modes"] == NGRAMS:
+        raise ConfigError(
+            f"{where} drafts by n-grams only, and how many of those a policy accepts is not "
+            "known without a run; give the result of `tlt calibrate` as "
+            "cluster.calibration=calibration.json, or a drafter's folder as engine.drafter"
+        )
+    if found["modes"] == FROM_NOTHING:
+        # How many n-grams a policy accepts is not known without a run.
+        found["modes"] = ["off", "tlt"]
+        found.pop("static_drafter")
+    if "model" not in found["cluster"]:
+        raise ConfigError(
+            f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
+            f"({', '.join(MODELS)}); measure a run of it with `tlt calibrate` and give "
+            "cluster.calibration=calibration.json, or name a similar one, e.g. "
+            "cluster.model=qwen2.5-7b"
+        )
     return found
 
 
@@ -105,9 +100,8 @@ def _cluster(recipe: TrainConfig, num_gpus: int | None) -> tuple[Tree, int]:
     """Return the cluster, and the GPUs that only the learner has."""
     engine, num_engines = recipe.engine, recipe.pool.num_engines
     parallel = max(1, engine.num_gpus)
-    rank_gpus = recipe.learner.num_ranks * recipe.learner.num_gpus
-    if recipe.placement.kind == "colocated":
-        rank_gpus = 0
+    colocated = recipe.placement.kind == "colocated"
+    rank_gpus = 0 if colocated else recipe.learner.num_ranks * recipe.learner.num_gpus
     if num_gpus is not None:
         if engine.num_gpus == 0:
             raise ConfigError(
@@ -118,18 +112,16 @@ def _cluster(recipe: TrainConfig, num_gpus: int | None) -> tuple[Tree, int]:
         num_engines = _engines(num_gpus * own // (own + rank_gpus), parallel)
         if rank_gpus:
             rank_gpus = num_gpus - num_engines * parallel
-    found: Tree = {
+    # The modelled policy that a folder or Hub id names.
+    model = next((name for name in MODELS if name in recipe.policy.model.lower()), None)
+    found = {
         "num_engines": num_engines,
         "tensor_parallel": parallel,
+        "gpus_per_node": recipe.node.num_gpus,
+        "slots": engine.engine_args.get("max_num_seqs"),
+        "model": model if engine.num_gpus else None,
     }
-    if recipe.node.num_gpus is not None:
-        found["gpus_per_node"] = recipe.node.num_gpus
-    if "max_num_seqs" in engine.engine_args:
-        found["slots"] = engine.engine_args["max_num_seqs"]
-    model = _modelled(recipe.policy.model)
-    if model is not None and engine.num_gpus:
-        found["model"] = model
-    return found, rank_gpus
+    return {key: value for key, value in found.items() if value is not None}, rank_gpus
 
 
 def _lengths(recipe: TrainConfig) -> Tree:
@@ -162,8 +154,3 @@ def _engines(num_gpus: int, parallel: int) -> int:
             f"{8 * parallel}"
         )
     return num_gpus // parallel
-
-
-def _modelled(policy: str) -> str | None:
-    """Return the modelled policy that a folder or Hub id names."""
-    return next((name for name in MODELS if name in policy.lower()), None)

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
-
+from tlt.config.load import schema_of
 from tlt.config.reference import tables
-from tlt.simulate.scenario import (
-    ClusterConfig,
-    DrafterSection,
-    LearnerSection,
-    ScenarioConfig,
-    WorkloadConfig,
-)
-
-SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("scenario", ScenarioConfig),
-    ("cluster", ClusterConfig),
-    ("workload", WorkloadConfig),
-    ("learner", LearnerSection),
-    ("drafter", DrafterSection),
-)
+from tlt.simulate.scenario import ScenarioConfig
 
 HEADER = """# Scenario
 
@@ -36,7 +21,10 @@ This page is generated from the schema in `src/tlt/simulate/scenario.py`
 
 def reference() -> str:
     """Return the page as Markdown."""
-    return HEADER + tables(SECTIONS)
+    fields = {name: field.annotation for name, field in ScenarioConfig.model_fields.items()}
+    schemas = [(name, schema_of(kind)) for name, kind in fields.items() if name != "tlt"]
+    sections = [(name, schema) for name, schema in schemas if schema is not None]
+    return HEADER + tables([("scenario", ScenarioConfig), *sections])
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tlt.contracts import OFF, Arm
-from tlt.observe.timeline import StepTimeline
-from tlt.report.view import RunView, rollouts
-from tlt.simulate.calibrate import engine_spans, observations, prompt_tokens
+from tlt.report.view import RunView
+from tlt.simulate.calibrate import Decoded, decoded, observations
 from tlt.simulate.model import EngineModel, fit
 
 MIN_PLAIN_S = 1.0
@@ -51,37 +50,30 @@ def saved(view: RunView) -> Saved | None:
     except ValueError:
         return None
     is_bound = sum(o.weight for o in found if o.arm == OFF) < MIN_PLAIN_S
-    prompt = prompt_tokens(view)
     measured_s = plain_s = 0.0
-    for timeline in view.timelines[1:]:
-        for start_s, end_s in rollouts(timeline):
-            engines = _seconds(timeline, start_s, end_s, None if is_bound else engine, prompt)
-            besides_s = end_s - start_s - max((measured for measured, _ in engines), default=0.0)
-            measured_s += end_s - start_s
-            plain_s += besides_s + max((plain for _, plain in engines), default=0.0)
+    for start_s, end_s, engines in decoded(view):
+        busy_s = [sum(each.span.seconds for each in spans) for spans in engines]
+        added_s = [
+            sum(_added_s(each, None if is_bound else engine) for each in spans) for spans in engines
+        ]
+        plain = [busy + added for busy, added in zip(busy_s, added_s, strict=True)]
+        measured_s += end_s - start_s
+        plain_s += end_s - start_s - max(busy_s, default=0.0) + max(plain, default=0.0)
     return Saved(measured_s, plain_s, is_bound) if measured_s > 0 and plain_s > 0 else None
 
 
-def _seconds(
-    timeline: StepTimeline, start_s: float, end_s: float, engine: EngineModel | None, prompt: float
-) -> list[tuple[float, float]]:
-    """Return the seconds of every engine in a rollout: measured, and by plain decoding.
+def _added_s(each: Decoded, engine: EngineModel | None) -> float:
+    """Return how much longer plain decoding of a span's tokens takes, by the model.
 
-    The model gives the difference of spans with drafts. Without one, plain decoding takes as many
-    engine steps as a request has tokens, each as long as with drafts.
+    Without a model it takes as many engine steps as a request has tokens, each as long as with
+    drafts.
     """
-    found = []
-    for spans in engine_spans(timeline, start_s, end_s, prompt):
-        measured = plain = sum(span.seconds for span, _, _ in spans)
-        for span, steps, context in spans:
-            if span.drafts:
-                running = max(1.0, span.running)
-                gained = span.tokens / running
-                if engine is None:
-                    plain += span.seconds * (gained / max(1.0, steps) - 1)
-                else:
-                    plain += gained * float(engine.step_s(OFF, running, context))
-                    plain -= steps * float(engine.step_s(Arm.parse(span.arm), running, context))
-        if measured:
-            found.append((measured, plain))
-    return found
+    span, steps, context = each
+    if not span.drafts:
+        return 0.0
+    running = max(1.0, span.running)
+    gained = span.tokens / running
+    if engine is None:
+        return span.seconds * (gained / max(1.0, steps) - 1)
+    plain_s = gained * engine.step_s(OFF, running, context)
+    return float(plain_s - steps * engine.step_s(Arm.parse(span.arm), running, context))

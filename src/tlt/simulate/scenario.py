@@ -12,24 +12,12 @@ from pydantic import Field, model_validator
 
 from tlt.config.schema import LONGEST_S, Schema
 from tlt.config.train import SizesConfig, TltConfig
-from tlt.contracts import Strategy
 from tlt.errors import ConfigError
 from tlt.harvest.coordinator import coordinator_settings
-from tlt.simulate import clock
+from tlt.simulate import clock, profiles
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Cluster, Learner, Mode, Record, Simulation, Training
 from tlt.simulate.model import Drafting, powers
-from tlt.simulate.profiles import (
-    BEFORE,
-    DRIFT,
-    GPU_BYTES,
-    MODELS,
-    NETWORK,
-    NEW_DRAFTER,
-    h100,
-    published_drafting,
-    training_speed,
-)
 from tlt.simulate.workload import Workload, read_trace
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
@@ -168,7 +156,7 @@ class ScenarioConfig(Schema):
 
 def begins_without_drafter(config: ScenarioConfig) -> bool:
     """Say whether the drafter of a scenario knows as little as a new one."""
-    return config.drafter.start_power >= NEW_DRAFTER
+    return config.drafter.start_power >= profiles.NEW_DRAFTER
 
 
 def num_nodes(cluster: ClusterConfig) -> int:
@@ -176,67 +164,66 @@ def num_nodes(cluster: ClusterConfig) -> int:
     return math.ceil(cluster.num_engines * cluster.tensor_parallel / cluster.gpus_per_node)
 
 
+def calibration_of(config: ScenarioConfig) -> Calibration | None:
+    """Load the calibration of a scenario that has one."""
+    path = config.cluster.calibration
+    return None if path is None else Calibration.load(Path(path))
+
+
 def cluster_of(config: ScenarioConfig) -> Cluster:
     """Return the cluster: from the calibration or from published figures, with the overrides."""
-    drafter = config.drafter
-    if config.cluster.calibration is not None:
-        found = Calibration.load(Path(config.cluster.calibration))
-        engine, drafting, training = found.engine, found.drafting, found.training
-        learner = replace(found.learner, sync_s=found.learner.sync_s * num_nodes(config.cluster))
-    else:
-        parameters, kv_bytes = MODELS[config.cluster.model]
-        _check_weights(config.cluster, 2 * parameters)
-        engine = h100(parameters, kv_bytes, config.cluster.tensor_parallel)
-        drafting, training = published_drafting(BEFORE), Training(drift=DRIFT)
-        gpus = config.cluster.num_engines * config.cluster.tensor_parallel
-        learner = Learner(
-            tokens_per_s=training_speed(config.cluster.model, gpus),
-            sync_s=num_nodes(config.cluster) * 2 * parameters / NETWORK,
-        )
-    if drafter.acceptance is not None:
-        drafting = Drafting(drafting.rates | {"eagle3": powers(drafter.acceptance)})
-    changed = {k: v for k, v in config.learner.model_dump().items() if v is not None}
+    cluster, drafter = config.cluster, config.drafter
+    found = calibration_of(config) or _published(cluster)
     asked = {
         "drift": drafter.drift,
         "tokens": drafter.training_tokens,
         "best_power": drafter.best_power,
         "tokens_per_s": drafter.training_tokens_per_s,
     }
+    # One network card sends the policy to every node.
+    learner = replace(found.learner, sync_s=found.learner.sync_s * num_nodes(cluster))
+    rates = found.drafting.rates
+    if drafter.acceptance is not None:
+        rates = rates | {"eagle3": powers(drafter.acceptance)}
     return Cluster(
-        engine,
-        drafting,
-        config.cluster.num_engines,
-        replace(learner, **changed),
-        replace(training, **{k: v for k, v in asked.items() if v is not None}),
-        config.cluster.engine_deaths_per_hour,
-        config.cluster.engine_start_s,
-        config.cluster.slots,
+        found.engine,
+        Drafting(rates, found.drafting.power),
+        cluster.num_engines,
+        replace(learner, **config.learner.model_dump(exclude_none=True)),
+        replace(found.training, **{k: v for k, v in asked.items() if v is not None}),
+        cluster.engine_deaths_per_hour,
+        cluster.engine_start_s,
+        cluster.slots,
     )
 
 
-def _check_weights(cluster: ClusterConfig, weights: float) -> None:
-    """Refuse an engine whose GPUs do not hold the policy."""
-    wanted = 2 ** math.ceil(math.log2(weights / GPU_BYTES)) if weights > GPU_BYTES else 1
-    if cluster.tensor_parallel < wanted:
+def _published(cluster: ClusterConfig) -> Calibration:
+    """Return the model of H100s; refuse an engine whose GPUs do not hold the policy."""
+    parameters, kv_bytes = profiles.MODELS[cluster.model]
+    weights, gpu = 2 * parameters, profiles.GPU_BYTES
+    if cluster.tensor_parallel < weights / gpu:
         raise ConfigError(
             f"cluster.tensor_parallel = {cluster.tensor_parallel}: {weights / 1e9:.0f} GB of "
-            f"weights of {cluster.model} do not fit GPUs of {GPU_BYTES / 1e9:.0f} GB; e.g. "
-            f"cluster.tensor_parallel={wanted}"
+            f"weights of {cluster.model} do not fit GPUs of {gpu / 1e9:.0f} GB; e.g. "
+            f"cluster.tensor_parallel={2 ** math.ceil(math.log2(weights / gpu))}"
         )
-
-
-def prompt_tokens_of(config: ScenarioConfig) -> float:
-    """Return the tokens per prompt: as set, or of the calibration, or assumed."""
-    if config.workload.prompt_tokens is not None:
-        return config.workload.prompt_tokens
-    if config.cluster.calibration is not None:
-        return Calibration.load(Path(config.cluster.calibration)).prompt_tokens
-    return PROMPT_TOKENS
+    speed = profiles.training_speed(cluster.model, cluster.num_engines * cluster.tensor_parallel)
+    return Calibration(
+        profiles.h100(parameters, kv_bytes, cluster.tensor_parallel),
+        Drafting({"eagle3": powers(profiles.BEFORE)}),
+        Learner(tokens_per_s=speed, sync_s=weights / profiles.NETWORK),
+        PROMPT_TOKENS,
+        Training(drift=profiles.DRIFT),
+    )
 
 
 def workload_of(config: ScenarioConfig) -> Workload:
     """Return the workload, with the lengths of a trace if one is given."""
     workload = config.workload
+    prompt_tokens = workload.prompt_tokens
+    if prompt_tokens is None:
+        found = calibration_of(config)
+        prompt_tokens = found.prompt_tokens if found else PROMPT_TOKENS
     sizes = workload.lengths
     try:
         lengths = HeavyTail(sizes.median, sizes.p95, sizes.longest)
@@ -245,9 +232,8 @@ def workload_of(config: ScenarioConfig) -> Workload:
     return Workload(
         workload.prompts_per_step,
         workload.group_size,
-        prompt_tokens_of(config),
-        lengths,
-        read_trace(Path(workload.trace)) if workload.trace else (),
+        prompt_tokens,
+        read_trace(Path(workload.trace)) if workload.trace else lengths,
         workload.prompt_share,
         workload.epoch_steps,
     )
@@ -258,7 +244,6 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
 
     The arm of `static` is set: `completed` finds it.
     """
-    harvest = None
     if name == "off":
         spec: dict[str, Any] = {"kind": "off"}
     elif name == "static":
@@ -268,13 +253,8 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
         drafters = [d for d in drafting.rates if name != "ngram" or d == "ngram"]
         arms = [[drafter, n] for drafter in drafters for n in config.draft_tokens]
         spec = {"kind": "adaptive", "arms": [["off", 0], *arms]}
-        if name == "tlt":
-            harvest = coordinator_settings(config.tlt, publish=True)
-
-    def strategy() -> Strategy:
-        return build_strategy(spec)
-
-    return Mode(name, strategy, harvest)
+    harvest = coordinator_settings(config.tlt, publish=True) if name == "tlt" else None
+    return Mode(name, lambda: build_strategy(spec), harvest)
 
 
 def _check_rates(config: ScenarioConfig, drafting: Drafting) -> None:
@@ -309,15 +289,12 @@ def completed(config: ScenarioConfig) -> ScenarioConfig:
 
     start, drift = config.drafter.start_power, cluster.training.drift * config.num_steps
     states = [start + drift * share for share in SEARCH_SHARES] if drift > MUCH_DRIFT else [start]
+    num_steps = min(config.num_steps, SEARCH_STEPS)
 
     def seconds(choice: ScenarioConfig) -> float:
         mode = mode_of("static", choice, cluster.drafting)
-        total = 0.0
-        for power in states:
-            run = Simulation(cluster, workload, mode, config.seed, power)
-            records = clock.run(run.run(min(config.num_steps, SEARCH_STEPS)))
-            total += sum(record["time/step_s"] for record in records)
-        return total
+        runs = (Simulation(cluster, workload, mode, config.seed, power) for power in states)
+        return sum(r["time/step_s"] for run in runs for r in clock.run(run.run(num_steps)))
 
     return min(choices, key=seconds)
 

@@ -13,6 +13,9 @@ from tlt.errors import ConfigError
 from tlt.observe.record import read_lengths
 from tlt.tasks.tail import HeavyTail
 
+Trace = tuple[tuple[int, ...], ...]
+"""Lengths of the responses of a run, by RL step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -21,8 +24,7 @@ class Workload:
     prompts: int
     group_size: int
     prompt_tokens: float
-    lengths: HeavyTail | None = None
-    trace: tuple[tuple[int, ...], ...] = ()
+    lengths: HeavyTail | Trace
     prompt_share: float = 0.0
     """Share of the variance of the lengths' logarithms that prompts explain."""
     epoch_steps: int = 0
@@ -35,31 +37,25 @@ class Workload:
     @property
     def max_tokens(self) -> int:
         """Largest number of tokens that a response may have."""
-        if self.trace:
-            return max(map(max, self.trace))
-        assert self.lengths is not None
-        return self.lengths.longest
+        lengths = self.lengths
+        return lengths.longest if isinstance(lengths, HeavyTail) else max(map(max, lengths))
 
     def of_step(self, step: int, seed: int) -> Any:
         """Return the lengths of all samples of an RL step, as an array."""
-        if self.trace:
-            taken = self.trace[(step - 1) % len(self.trace)]
-            rng = np.random.default_rng((seed, step))
-            if len(taken) == self.num_samples:
-                return np.array(taken, dtype=float)
-            return rng.choice(np.array(taken, dtype=float), self.num_samples)
-        assert self.lengths is not None
         rng = np.random.default_rng((seed, step))
-        sizes = spread(self.lengths, self.num_samples, rng)
-        found = np.empty_like(sizes)
-        found[np.argsort(self._deviations(step, seed, rng))] = sizes
-        return found
+        if isinstance(self.lengths, HeavyTail):
+            sizes = spread(self.lengths, self.num_samples, rng)
+            found = np.empty_like(sizes)
+            found[np.argsort(self._deviations(step, seed, rng))] = sizes
+            return found
+        taken = np.array(self.lengths[(step - 1) % len(self.lengths)], dtype=float)
+        return taken if len(taken) == self.num_samples else rng.choice(taken, self.num_samples)
 
     def _deviations(self, step: int, seed: int, rng: Any) -> Any:
         """Return how far each response is from a usual length, in standard deviations."""
         turn = (step - 1) % self.epoch_steps if self.epoch_steps else step
-        rng_of_prompts = np.random.default_rng((seed, turn * self.prompts, 1))
-        of_prompts = rng_of_prompts.standard_normal(self.prompts)
+        prompts = np.random.default_rng((seed, turn * self.prompts, 1))
+        of_prompts = prompts.standard_normal(self.prompts)
         own = rng.standard_normal(self.num_samples)
         share = self.prompt_share
         return np.repeat(of_prompts, self.group_size) * share**0.5 + own * (1 - share) ** 0.5
@@ -76,7 +72,7 @@ def spread(lengths: HeavyTail, count: int, rng: Any) -> Any:
     return np.clip(np.round(sizes), 1, lengths.longest)
 
 
-def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
+def read_trace(path: Path) -> Trace:
     """Read the lengths of every RL step from `lengths.jsonl` of a run."""
     way_out = "give lengths.jsonl of a `tlt train`"
     try:

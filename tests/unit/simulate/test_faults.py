@@ -74,9 +74,11 @@ class FlakyTrainer(SimTrainer):
         assert self.worker not in self.run.generating, "it trains while its engine generates"
         self.is_working = True
         try:
-            if self.run.happens(0.03):
-                work.close()
+            if hangs := self.run.happens(0.03):
                 await self.killed.wait()
+            if hangs or self.run.happens(0.05):
+                work.close()
+                await self.kill()
                 raise TrainerGone(self.worker)
             return await work
         finally:
@@ -123,7 +125,7 @@ def run_flaky(seed: int, num_engines: int, num_steps: int, engine_deaths: float)
         DRAFTING,
         num_engines,
         Learner(tokens_per_s=2000.0 * num_engines, sync_s=1.0),
-        Training(drift=0.05, tokens=50_000, start_s=3.0, deaths_per_hour=60.0),
+        Training(drift=0.05, tokens=50_000, start_s=3.0),
         engine_deaths_per_hour=engine_deaths,
         engine_start_s=20.0,
     )
