@@ -42,7 +42,7 @@ from tlt.train.preflight import Prepared
 from tlt.train.records import PoolCounters, Record, RunLog, eval_record, rollout_record
 from tlt.train.rollouts import Rollouts
 from tlt.train.signals import Termination, finish_or_abandon
-from tlt.train.sync import WeightSync
+from tlt.train.sync import HostSync
 from tlt.train.update import PolicyUpdate
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Components:
     rewards: RewardPool
     harvest: RunHarvest
     rechecks: Rechecks
-    weights: WeightSync
+    weights: HostSync
 
 
 class Training:

@@ -253,7 +253,7 @@ WRONG: list[tuple[Spoil, str, str]] = [
      "engine: strategy", "num_draft_tokens = 4"),
     (settings('engine.strategy={kind="adaptive", margin="x"}'), "margin = 'x'", "leave it out"),
     (settings('engine.strategy={kind="fixed", drafter="eagle3", num_draft_tokens=2}'),
-     "engine.drafter", "name the folder"),
+     "engine.drafter", "e.g. engine.drafter ="),
     (settings('engine.strategy={kind="often"}'), "strategy.kind", "off"),
     (settings('engine.strategy={kind="fixed"}'), "engine: strategy", "the key 'drafter'"),
     (settings('engine.strategy={kind="by_batch_size", drafter="ngram", schedule=[4]}'),
