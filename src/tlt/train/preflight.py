@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -305,14 +305,14 @@ def _plan_memory(
     if not model.keys() >= SHAPE_KEYS or EXPERT_KEYS & model.keys():
         return []  # not a dense Llama- or Qwen-type model: nothing to calculate from
     found, given = this_machine(), config.node
+    # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
+    elsewhere = os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(config.engine)
+    host_bytes = None if elsewhere else found.host_bytes
     machine = Machine(
         num_gpus=given.num_gpus or found.num_gpus,
         gpu_bytes=int(given.gpu_gib * GIB) if given.gpu_gib else found.gpu_bytes,
-        host_bytes=int(given.host_gib * GIB) if given.host_gib else found.host_bytes,
+        host_bytes=int(given.host_gib * GIB) if given.host_gib else host_bytes,
     )
-    if os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(config.engine):
-        # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
-        machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
     return check_memory(Sizes(config, model, machine, prompt_tokens, draft_tokens))
 
 
