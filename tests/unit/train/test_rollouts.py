@@ -69,13 +69,14 @@ class FakePool:
 def generate(
     policy_version: int = 4, max_prompt_tokens: int = 1, forced_lengths: Any = None
 ) -> tuple[list[Scored], list[Scored], FakePool]:
-    pool, chat, rewards = FakePool(), FakeChat(), FakeRewards()
+    chat: Any = FakeChat()
+    pool: Any = FakePool()
+    rewards: Any = FakeRewards()
+    harvest = NoHarvest()
     shown: list[tuple[str, float, float]] = []
-    harvest, of_run = NoHarvest(), config(forced_lengths)
-    of_pool: Any = pool
-    live = Live(Path("live.json"), 1, of_pool, harvest, TailForecast(), lambda *s: shown.append(s))
-    parts: Any = (of_run, chat, pool, rewards, harvest, live)
-    rollouts = Rollouts(*parts, max_prompt_tokens)
+    live = Live(Path("live.json"), 1, pool, harvest, TailForecast(), lambda *s: shown.append(s))
+    made = config(forced_lengths)
+    rollouts = Rollouts(made, chat, pool, rewards, harvest, live, max_prompt_tokens)
     ended: list[Scored] = []
     scored = asyncio.run(
         rollouts.generate(
