@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tlt.learner.memory import ModelShape, learner_memory
+from tlt.train.memory import ModelShape, learner_memory
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
 

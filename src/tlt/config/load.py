@@ -70,14 +70,14 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
         keys = dotted.strip().split(".")
         if not separator or not all(keys) or len(keys) > MAX_DEPTH:
             raise ConfigError(
-                f"override {_shown(override)} is not section.key=value; e.g. learner.lr=1e-6"
+                f"override {shown(override)} is not section.key=value; e.g. learner.lr=1e-6"
             )
         place = tree
         for key in keys[:-1]:
             place = place.setdefault(key, {})
             if not isinstance(place, dict):
                 raise ConfigError(
-                    f"override {_shown(override)}: {key} is a value, not a section; set {key} "
+                    f"override {shown(override)}: {key} is a value, not a section; set {key} "
                     f"itself, e.g. {key}=..."
                 )
         place[keys[-1]] = _value(text.strip())
@@ -98,8 +98,7 @@ def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(schema, problem) for problem in error.errors()]
-        raise ConfigError(f"{where}: " + "\n  ".join(lines)) from None
+        raise _refusal(schema, error.errors(), where) from None
 
 
 def check_types(schema: type[BaseModel], tree: Mapping[str, Any], where: str) -> None:
@@ -113,8 +112,11 @@ def check_types(schema: type[BaseModel], tree: Mapping[str, Any], where: str) ->
     except ValidationError as error:
         wrong = [p for p in error.errors() if p["type"].endswith(("_type", "_parsing"))]
         if wrong:
-            lines = [_explain(schema, problem) for problem in wrong]
-            raise ConfigError(f"{where}: " + "\n  ".join(lines)) from None
+            raise _refusal(schema, wrong, where) from None
+
+
+def _refusal(schema: type[BaseModel], problems: Sequence[Any], where: str) -> ConfigError:
+    return ConfigError(f"{where}: " + "\n  ".join(_explain(schema, each) for each in problems))
 
 
 def _explain(schema: type[BaseModel], problem: Any) -> str:
@@ -134,8 +136,8 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
         return f"{key} is missing{_help(field) or '; set it'}"
     given = problem.get("input")
     message = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    shown = f" = {_shown(given)}" if isinstance(given, str | int | float | bool) else ""
-    return f"{key}{shown} should be {message}{_help(field)}"
+    value = f" = {shown(given)}" if isinstance(given, str | int | float | bool) else ""
+    return f"{key}{value} should be {message}{_help(field)}"
 
 
 def _help(field: FieldInfo | None) -> str:
@@ -154,7 +156,7 @@ def _help(field: FieldInfo | None) -> str:
     return f"{example} ({meaning})" if meaning else example
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as the user wrote it, shortened."""
     try:
         text = repr(value)
@@ -185,16 +187,12 @@ def _find(
 ) -> tuple[Mapping[str, FieldInfo], FieldInfo | None]:
     """Return all settings of the section that holds `location`, and the one at `location`."""
     fields: Mapping[str, FieldInfo] = schema.model_fields
-    field: FieldInfo | None = None
-    for depth, part in enumerate(location):
-        field = fields.get(part)
-        if depth == len(location) - 1 or field is None:
-            break
-        inner = schema_of(field.annotation)
+    for part in location[:-1]:
+        inner = schema_of(fields[part].annotation) if part in fields else None
         if inner is None:
-            break
+            return fields, fields.get(part)
         fields = inner.model_fields
-    return fields, field
+    return fields, fields.get(location[-1])
 
 
 def schema_of(annotation: Any) -> type[BaseModel] | None:

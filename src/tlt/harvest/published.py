@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlt.config.train import TrainConfig
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,6 +52,32 @@ def make_drafter(
     save_drafter(drafter, out, getattr(torch, dtype))
     (out / VERSION).write_text(json.dumps({"version": 0, "new": True}))
     return out
+
+
+def start_drafter(config: TrainConfig, out: Path, checkpoint: Path | None) -> int:
+    """Write the drafter that a run starts from to `out`, and return its version.
+
+    A resumed run takes its published drafter. A new run takes a copy of `engine.drafter`, or makes
+    a drafter.
+    """
+    if checkpoint is not None and (checkpoint / "drafter" / VERSION).exists():
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(checkpoint / "drafter", out)
+        return version_of(out)
+    policy, dtype = Path(config.policy.model), config.policy.dtype
+    if config.engine.drafter is None:
+        on_gpu = config.engine.num_gpus > 0
+        make_drafter(policy, out, config.tlt.draft_vocab_size, on_gpu, dtype, config.run.seed)
+        return 0
+    import torch
+    from transformers import AutoConfig
+
+    from tlt.drafter.checkpoint import adopt
+
+    num_layers = AutoConfig.from_pretrained(policy).num_hidden_layers
+    adopt(Path(config.engine.drafter), out, getattr(torch, dtype), num_layers)
+    (out / VERSION).unlink(missing_ok=True)  # of a drafter that an earlier start made
+    return 0
 
 
 def save_published(

@@ -18,12 +18,15 @@ from statistics import fmean
 import torch
 from safetensors import safe_open
 
+from tlt.config.train import TltConfig
 from tlt.drafter.checkpoint import load_drafter, read_moments
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows, with_weights
 from tlt.drafter.passes import Interrupted
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
+from tlt.hardware import compute_dtype
 from tlt.harvest.contract import Evaluation, Trained, Weights
 from tlt.harvest.leases import Holder
+from tlt.harvest.published import is_new
 from tlt.logs import LogSettings
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
@@ -70,6 +73,38 @@ class HarvestTrainerSettings:
     """Whether the drafter is new: its vocabulary is then chosen from the policy's samples."""
     log: LogSettings | None = None
     """Where trainers log; None leaves logging alone."""
+
+
+def trainer_settings(
+    drafter: Path,
+    policy: str,
+    buffer: BufferSettings,
+    tlt: TltConfig,
+    *,
+    new: bool,
+    temperature: float,
+    seed: int,
+    on_gpu: bool,
+    log: LogSettings | None = None,
+) -> HarvestTrainerSettings:
+    """Return the settings of the trainers of a drafter, which is `new` or was trained elsewhere."""
+    return HarvestTrainerSettings(
+        drafter=str(drafter),
+        policy=policy,
+        buffer=buffer,
+        trainer=TrainerSettings(
+            num_draft_tokens=tlt.num_draft_tokens,
+            row_tokens=tlt.row_tokens,
+            lr=tlt.lr or (NEW_DRAFTER_LR if new else DRAFTER_LR),
+            averaged_steps=NEW_AVERAGED_STEPS if new else AVERAGED_STEPS,
+            temperature=temperature,
+            bfloat16=compute_dtype(on_gpu=on_gpu) == "bfloat16",
+            seed=seed,
+        ),
+        held_out_tokens=tlt.held_out_tokens,
+        untrained=is_new(drafter),
+        log=log,
+    )
 
 
 class _Scored:

@@ -25,12 +25,14 @@ from tlt.config.train import CaptureConfig, TltConfig
 from tlt.drafter.checkpoint import load_drafter
 from tlt.errors import ConfigError
 from tlt.harvest.contract import Weights
-from tlt.harvest.published import engine_dtype, save_published, version_of
+from tlt.harvest.published import engine_dtype, is_new, save_published, version_of
 from tlt.harvest.rounds import EVALUATED_SHARE
-from tlt.harvest.trainer import EMBEDDING, HEAD, HarvestTrainer
+from tlt.harvest.trainer import EMBEDDING, HEAD, HarvestTrainer, trainer_settings
 from tlt.integrations.hosted import HostedEngine
-from tlt.integrations.training import buffer_settings, harvest_settings, new_drafter
+from tlt.integrations.training import new_drafter
+from tlt.models.hub import local_folder
 from tlt.node.shared import SharedFolder
+from tlt.states.buffer import BufferSettings
 
 __all__ = ["CaptureConfig", "TLTCallback", "TltConfig", "new_drafter"]
 
@@ -60,16 +62,17 @@ class TLTCallback(TrainerCallback):
         self._engine = HostedEngine(generation.llm)
         self._share = train_share
         self._settings = tlt or TltConfig()
-        buffer = buffer_settings(capture or CaptureConfig())
+        buffer = BufferSettings.of_run(capture or CaptureConfig())
         with torch.random.fork_rng():  # the run draws the same numbers as without TLT
             self.drafter_trainer = HarvestTrainer(
-                harvest_settings(
+                trainer_settings(
                     self._engine.drafter,
-                    self._engine.policy,
+                    str(local_folder(self._engine.policy, "model")),
                     buffer,
                     self._settings,
-                    trainer.temperature,
-                    trainer.args.seed,
+                    new=is_new(self._engine.drafter),
+                    temperature=trainer.temperature,
+                    seed=trainer.args.seed,
                     on_gpu=trainer.accelerator.device.type == "cuda",
                 ),
                 trainer.accelerator.device,

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 
+from tlt.config.train import TrainConfig
 from tlt.hardware import thread_environment
-from tlt.learner.batch import TrainSample
+from tlt.learner.batch import TrainSample, Weighting
 from tlt.learner.calls import InOrder, RankFailed, RankGone
 from tlt.logs import LogSettings, log_to_file
 from tlt.node.cluster import end_actors, end_with_ray, this_node
@@ -63,6 +64,36 @@ class LearnerPlan:
     """Whether ranks fill the buffer from the update's own passes; otherwise engines fill it."""
     log: LogSettings | None = None
     """Where ranks log; None leaves logging alone."""
+
+    @classmethod
+    def of_run(
+        cls, config: TrainConfig, captured_layers: tuple[int, ...], log: LogSettings | None
+    ) -> LearnerPlan:
+        """Return the plan of a run whose ranks capture the states of these layers, if any."""
+        from tlt.learner.rank import RankSettings
+
+        algorithm, learner = config.algorithm, config.learner
+        colocated = config.placement.kind == "colocated"
+        return cls(
+            num_ranks=learner.num_ranks,
+            row_tokens=learner.row_tokens,
+            rank=RankSettings(
+                model=config.policy.model,
+                dtype=config.policy.dtype,
+                temperature=config.sampling.temperature,
+                weighting=Weighting(algorithm.mean_over, config.sampling.max_tokens),
+                algorithm=algorithm,
+                learner=learner,
+                aux_layer_ids=captured_layers,
+            ),
+            on_gpu=bool(learner.num_gpus),
+            num_cores=learner.num_cores or (None if colocated else 1),
+            core_group=config.debug.core_group + ("-learner" if colocated else ""),
+            timeout_s=learner.timeout_s,
+            buffer=BufferSettings.of_run(config.capture) if config.capture.enabled else None,
+            captures=config.capture.by != "engines",
+            log=log,
+        )
 
 
 class LearnerActor:

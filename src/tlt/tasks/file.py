@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tlt.config.load import shown
 from tlt.config.train import TaskConfig
 from tlt.errors import ConfigError
 from tlt.tasks.gym import Problem
@@ -32,17 +33,9 @@ def read_problems(config: TaskConfig) -> list[Problem]:
     assert config.path is not None
     path = Path(config.path)
     try:
-        if path.is_dir():
-            raise ConfigError(
-                f"task.path: {path} is a folder; give a .jsonl or .parquet file in it"
-            )
-        if not path.exists():
-            raise ConfigError(f"task.path: {path} does not exist; give a .jsonl or .parquet file")
-        if path.suffix.lower() not in READERS:
-            raise ConfigError(
-                f"task.path: {path} ends in {path.suffix or 'no suffix'!r}; "
-                "give a .jsonl or .parquet file"
-            )
+        if not path.is_file() or path.suffix.lower() not in READERS:
+            wrong = "is not a file of problems" if path.exists() else "does not exist"
+            raise ConfigError(f"task.path: {path} {wrong}; give a .jsonl or .parquet file")
         made = _problems(path, READERS[path.suffix.lower()](path, config), config)
     except OSError as error:
         raise ConfigError(
@@ -71,7 +64,7 @@ def _problems(path: Path, rows: Iterable[Row], config: TaskConfig) -> list[Probl
         question = _column(row, "question_key", config.question_key, place)
         if not isinstance(question, str):
             raise ConfigError(
-                f"{place}: {config.question_key} is {_short(question)}, not a text; "
+                f"{place}: {config.question_key} is {shown(question)}, not a text; "
                 'e.g. "What is 2 + 2?"'
             )
         made.append(
@@ -99,7 +92,7 @@ def _text(value: Any, name: str, place: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
         return str(value)
     if not isinstance(value, str) or not value.strip():
-        raise ConfigError(f'{place}: {name} is {_short(value)}, not a text with content; e.g. "4"')
+        raise ConfigError(f'{place}: {name} is {shown(value)}, not a text with content; e.g. "4"')
     try:
         value.encode()
     except UnicodeEncodeError as error:  # half a surrogate pair, which no tokenizer accepts
@@ -109,18 +102,11 @@ def _text(value: Any, name: str, place: str) -> str:
     return value
 
 
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        return "a huge number"
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _jsonl_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{path}, line {number}"
+            example = f'e.g. {{"{config.question_key}": "2 + 2?", "{config.answer_key}": "4"}}'
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -132,15 +118,9 @@ def _jsonl_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
             try:
                 row = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f'{place} is not JSON: {error}; e.g. {{"{config.question_key}": "2 + 2?", '
-                    f'"{config.answer_key}": "4"}}'
-                ) from error
+                raise ConfigError(f"{place} is not JSON: {error}; {example}") from error
             if not isinstance(row, dict):
-                raise ConfigError(
-                    f"{place} is {_short(row)}, not an object; "
-                    f'e.g. {{"{config.question_key}": "2 + 2?", "{config.answer_key}": "4"}}'
-                )
+                raise ConfigError(f"{place} is {shown(row)}, not an object; {example}")
             yield f"line {number}", row
 
 

@@ -45,15 +45,8 @@ class GymSource:
         return self._made(count, "eval")
 
     def _made(self, count: int, purpose: str) -> list[Problem]:
-        made = gym.generate(
-            self._name,
-            count,
-            self._seed,
-            purpose,
-            self._config.parameters,
-            self._sizes,
-            spread=True,
-        )
+        task, parameters = self._name, self._config.parameters
+        made = gym.generate(task, count, self._seed, purpose, parameters, self._sizes, spread=True)
         return _instructed(made, self._config.instruction)
 
 
@@ -140,11 +133,8 @@ def open_source(config: TaskConfig, seed: int, num_held_out: int) -> Source:
 
 
 def _sizes(config: TaskConfig) -> HeavyTail | None:
-    if config.sizes is None:
-        return None
-    sizes = config.sizes
     try:
-        return HeavyTail(sizes.median, sizes.p95, sizes.longest)
+        return None if config.sizes is None else HeavyTail(**config.sizes.model_dump())
     except ConfigError as error:
         raise ConfigError(f"task.sizes: {error}") from error
 

@@ -49,16 +49,11 @@ def _too_small(sizes: Sizes) -> Place | None:
 
 
 def _advice(sizes: Sizes, place: Place) -> str:
-    if (found := _fixed(sizes, {})) is not None:
-        return f"e.g. {_written(found)}"
-    kinds = {"more GPUs": _more_gpus(sizes), "shorter samples": _shorter(sizes)}
-    ways = [
-        f"{kind}, {_written(found)}"
-        for kind, tries in kinds.items()
-        if (found := next(filter(None, (_fixed(sizes, each) for each in tries)), None))
-    ]
-    if ways:
-        return "; or ".join(ways)
+    for tried in ({}, *_more_gpus(sizes), *_shorter(sizes)):
+        if (found := _fixed(sizes, tried)) is not None:
+            return "e.g. " + ", ".join(
+                f"{key} = {str(value).lower()}" for key, value in found.items()
+            )
     need, key = math.ceil(place.need / GIB), "gpu" if "GPU" in place.name else "host"
     largest = max(place.parts, key=lambda part: part[1])[0]
     return (
@@ -99,8 +94,7 @@ def _fixes(sizes: Sizes, place: Place) -> Iterator[Changes]:
         yield {"tlt.harvest": False}
     if place.name in ("a GPU, update", "host"):
         if not config.learner.gradient_checkpointing:
-            less = {"learner.gradient_checkpointing": True}
-            yield less
+            yield (less := {"learner.gradient_checkpointing": True})
         if config.learner.row_tokens > sizes.longest_sample:
             yield less | {"learner.row_tokens": sizes.longest_sample}
     if place.name.startswith("host"):
@@ -140,7 +134,3 @@ def _shorter(sizes: Sizes) -> Iterator[Changes]:
             shorter = sizes.max_model_len - given + changes["sampling.max_tokens"]
             changes[f"engine.engine_args.{limit}"] = shorter
         yield changes
-
-
-def _written(changes: Changes) -> str:
-    return ", ".join(f"{key} = {str(value).lower()}" for key, value in changes.items())

@@ -33,14 +33,14 @@ import tomli_w
 from tlt.config.load import read_toml
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
-from tlt.train.manifest import damage, held_step, seal, sync_folder, write_synced
+from tlt.train.manifest import seal, sync_folder, verify, write_synced
 
 logger = logging.getLogger(__name__)
 
 POLICY_BEFORE = "policy-before"
 LOCK = ".lock"
 """File that the process of a run has locked."""
-CHECKPOINT = re.compile(r"step-(\d{6,})")
+CHECKPOINT = re.compile(r"step-\d{6,}")
 """Name of a checkpoint."""
 MAY_CHANGE = (
     *("run.out", "run.num_steps", "run.checkpoint_on_term", "run.term_timeout_s"),
@@ -90,7 +90,7 @@ class RunFolder:
                 f"{self.path / 'config.toml'}, which the run was started with, is damaged "
                 f"({error}); put it right, or start a new run.out"
             ) from error
-        now = _flat(_plain(config))
+        now = _flat(config.model_dump(exclude_none=True))
         for key in sorted({*before, *now}):
             free = any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
             if config.task.path is not None and key.startswith("eval."):
@@ -123,7 +123,7 @@ class RunFolder:
                 f"run.out = {str(self.path)!r} is in use by another process; wait for it, or "
                 "choose another folder"
             )
-        write_synced(self.path / "config.toml", tomli_w.dumps(_plain(config)))
+        write_synced(self.path / "config.toml", tomli_w.dumps(config.model_dump(exclude_none=True)))
         record = self.path / "versions.json"
         starts = _starts(record)
         starts.append({"command": command, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
@@ -135,12 +135,8 @@ class RunFolder:
 
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first; folders of other names are a user's."""
-        numbered = {
-            path: int(found[1])
-            for path in (self.path / "checkpoints").glob("step-*")
-            if (found := CHECKPOINT.fullmatch(path.name))
-        }
-        return sorted(numbered, key=lambda path: numbered[path])
+        found = (self.path / "checkpoints").glob("step-*")
+        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=_step)
 
     def last_checkpoint(self, verify_again: bool = False) -> tuple[Path | None, int]:
         """Return the newest sound checkpoint and the number of RL steps it holds.
@@ -164,9 +160,8 @@ class RunFolder:
                     "checkpoint %s is damaged (%s), and is now %s; the run goes on from %s",
                     *(each, why, aside.name, path.name),
                 )
-            return path, held_step(path)
-        if damaged:
-            (newest, why), *_ = damaged.items()
+            return path, _step(path)
+        for newest, why in damaged.items():
             raise ConfigError(
                 f"no checkpoint of {self.path} is sound; the newest, {newest.name}, is damaged "
                 f"({why}). Copy a sound one to {newest.parent}, or start a new run.out"
@@ -252,34 +247,33 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def _why_unsound(checkpoint: Path) -> str:
     """Return what is wrong with a checkpoint; empty if a run can resume from it.
 
     Captured samples are no reason: the run goes on without those that are damaged.
     """
-    damaged = damage(checkpoint)
+    step, damaged = verify(checkpoint)
     for name in [name for name in damaged if name.startswith("buffer-")]:
         logger.warning("%s: %s; left out", checkpoint / name, damaged.pop(name))
         (checkpoint / name).unlink(missing_ok=True)
-    if not damaged and checkpoint.name != f"step-{held_step(checkpoint):06d}":
-        return f"it holds RL step {held_step(checkpoint)}"
+    if not damaged and step != _step(checkpoint):
+        return f"it holds RL step {step}"
     return "; ".join(f"{name}: {what}" for name, what in damaged.items())
 
 
 def _starts(record: Path) -> list[Any]:
     """Return the earlier starts of a run, none if their file is damaged."""
+    if not record.exists():
+        return []
     try:
         return list(json.loads(record.read_text())["starts"])
-    except FileNotFoundError:
-        return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         logger.warning("%s is damaged: the earlier starts of the run are forgotten", record)
         return []
-
-
-def _plain(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings as TOML can hold them, without those that are None."""
-    return config.model_dump(exclude_none=True)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tlt.config.load import read_json
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.models.hub import local_folder
@@ -53,20 +54,9 @@ def digests(config: TrainConfig) -> dict[str, str]:
 def check_inputs(folder: Path, config: TrainConfig) -> None:
     """Refuse to resume a run whose data, start policy or functions have changed."""
     path = folder / INPUTS
-    try:
-        before = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return  # nothing to compare with
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}, which says what the run reads, is damaged ({error}); remove it to go on "
-            "without a comparison"
-        ) from error
-    if not isinstance(before, dict):
-        raise ConfigError(
-            f"{path}, which says what the run reads, is damaged; remove it to go on without a "
-            "comparison"
-        )
+    before = read_json(path, "a list of what the run reads", "remove it to compare nothing")
     for key, digest in digests(config).items():
         if before.get(key, digest) != digest:
             raise ConfigError(
@@ -101,10 +91,9 @@ def _folder_digest(folder: Path) -> str:
 
 def _file_digest(path: Path, whole: bool = False) -> str:
     """Return a digest of a file's size and content, or of evenly spread pieces of it."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
+    digest.update(f"{size} ".encode())
     with path.open("rb") as file:
-        size = path.stat().st_size
-        digest.update(f"{size} ".encode())
         if whole or size <= NUM_PIECES * PIECE_BYTES:
             while piece := file.read(1 << 22):
                 digest.update(piece)

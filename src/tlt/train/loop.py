@@ -1,7 +1,7 @@
 """`tlt train`: the RL loop, from prompts to a better policy.
 
 `Training._step` is the list of what happens in an RL step. The step is synchronous and on-policy:
-all its samples come from the policy that the step began with. `samples`, `update`, `records` and
+all its samples come from the policy that the step began with. `rollouts`, `update`, `records` and
 `checkpoints` do the work.
 
 While the last samples are generated, idle workers train the drafter (`tlt.harvest`). The run gets
@@ -42,7 +42,7 @@ from tlt.train.preflight import Prepared
 from tlt.train.records import PoolCounters, Record, RunLog, eval_record, rollout_record
 from tlt.train.rollouts import Rollouts
 from tlt.train.signals import Termination, finish_or_abandon
-from tlt.train.sync import WeightSync
+from tlt.train.sync import HostSync
 from tlt.train.update import PolicyUpdate
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Components:
     rewards: RewardPool
     harvest: RunHarvest
     rechecks: Rechecks
-    weights: WeightSync
+    weights: HostSync
 
 
 class Training:
@@ -118,10 +118,8 @@ class Training:
             await self._log.step(0, record, watch)
         while done < num_steps:
             try:
-                if await finish_or_abandon(
-                    self._turn(done + 1), self._stop, lambda: not self._updating
-                ):
-                    done += 1
+                step = self._step(done + 1)
+                done += await finish_or_abandon(step, self._stop, lambda: not self._updating)
                 if self._stop.is_set():
                     await self._end_early(done)
                 if done == num_steps:
@@ -154,18 +152,15 @@ class Training:
         self._log.close()
         self._term.raise_if_requested(f"{when}; `--resume` goes on after RL step {saved}")
 
-    async def _turn(self, step: int) -> None:
-        self._updating = False
-        await self._gate.wait_for_turn(step)
-        await self._step(step)
-
     # --- one RL step --------------------------------------------------------------------------
 
     async def _step(self, step: int) -> None:
+        self._updating = False
+        await self._gate.wait_for_turn(step)
         watch = Stopwatch()
         await self._counters.step_started()
-        batch, count = self._prepared.source.batch, self._config.sampling.prompts_per_step
-        problems = await asyncio.to_thread(batch, step, count)
+        count = self._config.sampling.prompts_per_step
+        problems = await asyncio.to_thread(self._prepared.source.batch, step, count)
         self._update.begin(step)
         try:
             scored, record = await self._rollout(step, problems, watch)

@@ -1,6 +1,6 @@
 """The seal of a checkpoint: `state.json` lists every file with its size and checksum.
 
-`seal` writes the list last, after every file and folder is synced to disk. `damage` compares a
+`seal` writes the list last, after every file and folder is synced to disk. `verify` compares a
 checkpoint with its list. The checksum is CRC-32: it finds every flipped bit, a zeroed page and a
 truncated file, and it protects against accidents, not against people.
 """
@@ -21,36 +21,29 @@ NUM_THREADS = 4
 """Files that are read at the same time."""
 
 
-class Damaged(ValueError):
-    """A checkpoint's list of files cannot be read."""
-
-
 def seal(folder: Path, step: int) -> None:
     """Sync all files of a checkpoint to disk, and list them."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        facts = dict(
-            threads.map(lambda name: (name, _facts(folder / name, sync=True)), _in(folder))
-        )
-    content = {"step": step, "files": facts}
+        facts = threads.map(lambda name: _facts(folder / name, sync=True), names)
+        content = {"step": step, "files": dict(zip(names, facts, strict=True))}
     write_synced(folder / STATE, json.dumps({**content, "checksum": _checksum(content)}))
     for inside, _, _ in os.walk(folder, topdown=False):
         sync_folder(Path(inside))
 
 
-def held_step(folder: Path) -> int:
-    """Return the RL step that a checkpoint holds, according to its list of files."""
-    return int(_read(folder)["step"])
-
-
-def damage(folder: Path) -> dict[str, str]:
-    """Return what is wrong with a checkpoint's files, by their names; empty for a sound one."""
+def verify(folder: Path) -> tuple[int, dict[str, str]]:
+    """Return the RL step of a checkpoint, and what is wrong with its files, by their names."""
     try:
-        files = _read(folder)["files"]
-    except Damaged as error:
-        return {STATE: str(error)}
+        content = json.loads((folder / STATE).read_text())
+        if content.pop("checksum") != _checksum(content):
+            raise ValueError("its checksum differs")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        return 0, {STATE: f"it is no list of files ({error})"}
+    files = content["files"]
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        found = threads.map(lambda name: (name, _difference(folder / name, files[name])), files)
-        return {name: what for name, what in found if what}
+        found = threads.map(lambda name: (name, _difference(folder / name, *files[name])), files)
+        return content["step"], {name: what for name, what in found if what}
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -73,39 +66,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _in(folder: Path) -> list[str]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(str(path.relative_to(folder)) for path in files if path != folder / STATE)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / STATE).read_text())
-        content = {"step": int(found["step"]), "files": dict(found["files"])}
-        sound = found["checksum"] == _checksum(content)
-    except OSError as error:
-        raise Damaged(error.strerror or "it cannot be read") from error
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise Damaged(f"it is no list of files ({error})") from error
-    if not sound:
-        raise Damaged("its checksum differs")
-    return content
-
-
 def _checksum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _difference(path: Path, listed: Any) -> str:
+def _difference(path: Path, size: int, checksum: int) -> str:
     try:
-        size, checksum = listed
         if path.stat().st_size != size:
             return f"{path.stat().st_size} bytes instead of {size}"
         return "" if _facts(path, sync=False)[1] == checksum else "its checksum differs"
     except OSError as error:
         return error.strerror or "it cannot be read"
-    except (ValueError, TypeError) as error:
-        return f"its size and checksum are not listed ({error})"
 
 
 def _facts(path: Path, sync: bool) -> list[int]:

@@ -149,12 +149,13 @@ def learner_memory(
         in_layer += saved - inputs + FLOAT32 * layer
     # Embedding and head themselves are gone by then, their gradients have their place.
     at_end = FLOAT32 * ends
-    moment, extra = max(
-        (("the head's backward pass", in_head), ("a layer's backward pass", in_layer),
-         ("the gradients of embedding and head", at_end)),
-        key=lambda found: found[1],
-    )  # fmt: skip
-    return LearnerMemory(resting, always + extra, moment)
+    moments = {
+        "the head's backward pass": in_head,
+        "a layer's backward pass": in_layer,
+        "the gradients of embedding and head": at_end,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    return LearnerMemory(resting, always + moments[moment], moment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,11 +330,8 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
 
 def _cpu_host(sizes: Sizes) -> Place:
     config, engine = sizes.config, sizes.config.engine
-    engines, ranks, harvests = (
-        config.pool.num_engines,
-        config.learner.num_ranks,
-        config.tlt.harvests,
-    )
+    engines, ranks = config.pool.num_engines, config.learner.num_ranks
+    harvests = config.tlt.harvests
     own = sizes.weights + sizes.c * sizes.drafter_parameters + int(engine.kv_cache_gib * GIB)
     own += engine.drafter_state_mib * 2**20 * sizes.drafts
     own += engine.ngram.history_tokens * HISTORY_BYTES if engine.ngram is not None else 0

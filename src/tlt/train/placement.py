@@ -24,18 +24,12 @@ OWN_NODE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """The bundles of a run, and which engine and which rank uses which bundle."""
+    """The bundles of a run: first one for each engine, then those of ranks with their own."""
 
     bundles: tuple[Bundle, ...]
-    engine_bundles: tuple[int, ...]
-    """Bundle of each engine."""
     rank_bundles: tuple[int, ...]
-    """Bundle of each learner rank."""
+    """Bundle of each learner rank; colocated, that of its engine."""
     colocated: bool
-
-    def engine_of_rank(self, rank: int) -> int:
-        """Return the engine whose devices a colocated rank uses."""
-        return self.engine_bundles.index(self.rank_bundles[rank])
 
 
 def plan_placement(config: TrainConfig) -> PlacementPlan:
@@ -69,7 +63,6 @@ def plan_placement(config: TrainConfig) -> PlacementPlan:
         rank_bundles = list(range(num_engines, num_engines + learner.num_ranks))
     return PlacementPlan(
         bundles=(engine_bundle,) * num_engines + own_bundles,
-        engine_bundles=tuple(range(num_engines)),
         rank_bundles=tuple(rank_bundles),
         colocated=config.placement.kind == "colocated",
     )
@@ -126,7 +119,7 @@ class Reservation:
 
     def engine(self, name: str) -> dict[str, Any]:
         """Return the options of an engine's actor; a successor (`engine-0.1`) takes its place."""
-        return self._in_bundle(self._plan.engine_bundles[_slot(name)])
+        return self._in_bundle(_slot(name))
 
     def beside(self, name: str) -> dict[str, Any]:
         """Return the options of the actor that uses an engine's devices while it is idle."""
@@ -149,9 +142,8 @@ class Reservation:
             }
         options["num_cpus"] = 0
         if on_gpu:
-            engine = self._plan.engine_of_rank(rank)
-            place = rank - self._plan.rank_bundles.index(self._plan.rank_bundles[rank])
-            options["gpu"] = self._gpus[engine][place]
+            engine = self._plan.rank_bundles[rank]
+            options["gpu"] = self._gpus[engine][rank - self._plan.rank_bundles.index(engine)]
         return options
 
     def release(self) -> None:
@@ -186,14 +178,12 @@ async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
     check_fits(plan, [node["Resources"] for node in nodes])
     own = ray.get_runtime_context().get_node_id()
     here: Bundle = next((node["Resources"] for node in nodes if node["NodeID"] == own), {})
-    first = plan.bundles[plan.rank_bundles[0]]
-    if plan.colocated and len(nodes) > 1 and _holds(here, first):
+    group = None
+    if plan.colocated and len(nodes) > 1 and _holds(here, plan.bundles[plan.rank_bundles[0]]):
         selectors: list[dict[str, str]] = [{} for _ in plan.bundles]
         selectors[plan.rank_bundles[0]] = {"ray.io/node-id": own}
         group = await _group(plan, min(timeout_s, OWN_NODE_S), selectors)
-        if group is not None:
-            return Reservation(plan, group)
-    group = await _group(plan, timeout_s)
+    group = group or await _group(plan, timeout_s)
     if group is None:
         raise ConfigError(
             f"the cluster did not free {len(plan.bundles)} places for engines and learner within "

@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ EXPERT_KEYS = {"num_experts", "num_local_experts", "n_routed_experts"}
 
 MIN_CAPTURED_LAYERS = 3
 """Number of layers whose hidden states EAGLE-3 fuses."""
-
 
 PROMPT_TOKENS = 2048
 """Prompt tokens that a model folder without tokenizer is planned for, unless `max_model_len` says
@@ -72,12 +71,11 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
     if not is_outline(folder):
         return None
     model = read_settings(folder, "policy.model", "name a model folder")
-    engine = _engine(config, model)
+    engine, draft_tokens = _engine(config, model)
     plan_placement(config)
     _check_learner(config)
-    given = engine.engine_args.get("max_model_len", 0)
-    longest = max(given - max_draft_tokens(engine), config.sampling.max_tokens + PROMPT_TOKENS)
-    return _plan_memory(config, engine, model, longest)
+    given = engine.engine_args.get("max_model_len", 0) - draft_tokens - config.sampling.max_tokens
+    return _plan_memory(config, model, max(given, PROMPT_TOKENS), draft_tokens)
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -88,7 +86,7 @@ def prepare(config: TrainConfig) -> Prepared:
             f"policy.model: {model.get('model_type')} attends in a sliding window, which packed "
             "training rows do not know; use a model with full attention, such as Llama or Qwen2"
         )
-    engine = _engine(config, model)
+    engine, draft_tokens = _engine(config, model)
     plan = plan_placement(config)
     _check_cores(config)
     _check_learner(config)
@@ -101,15 +99,15 @@ def prepare(config: TrainConfig) -> Prepared:
     problems = list(held_out)
     for step in range(1, min(config.run.num_steps, CHECKED_STEPS) + 1):
         problems += source.batch(step, config.sampling.prompts_per_step)
-    longest = _check_lengths(config, engine, model, chat, problems)
-    memory = _plan_memory(config, engine, model, longest)
+    longest, room = _check_prompts(config, engine, model, draft_tokens, chat, problems)
+    memory = _plan_memory(config, model, longest, draft_tokens)
     reward = reward_function(config.reward.function, config.task.path is not None)
     asyncio.run(_check_reward(config, reward, problems[0]))
-    room = _max_prompt_tokens(config, engine, model)
     return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
 
 
-def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
+def _engine(config: TrainConfig, model: dict[str, Any]) -> tuple[EngineConfig, int]:
+    """Return the settings of the engines, and the longest draft that their strategy makes."""
     engine = EngineConfig(
         model=config.policy.model,
         core_group=config.debug.core_group,
@@ -144,6 +142,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
         checked = engine.model_copy(update={"drafter": "made by the run"})
     try:
         engine_args(checked)
+        return engine, max_draft_tokens(engine)
     except ConfigError as error:
         raise type(error)(f"engine: {error}") from error
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
@@ -151,7 +150,6 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> EngineConfig:
             f"engine.strategy = {engine.strategy} cannot be read ({error}); "
             'e.g. { kind = "fixed", drafter = "ngram", num_draft_tokens = 4 }'
         ) from error
-    return engine
 
 
 def _check_trainable(drafter: Path, model: dict[str, Any]) -> None:
@@ -259,15 +257,18 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
         )
 
 
-def _check_lengths(
+def _check_prompts(
     config: TrainConfig,
     engine: EngineConfig,
     model: dict[str, Any],
+    draft_tokens: int,
     chat: Chat,
     problems: list[Problem],
-) -> int:
-    """Return the tokens of the longest sample that these problems can lead to."""
-    margin = _margin(engine)
+) -> tuple[int, int]:
+    """Return the tokens of the longest prompt, and of the longest that leaves room for a response.
+
+    An engine keeps room for a draft at the end of a sample.
+    """
     prompts = [(chat.prompt(p.question), p.problem_id) for p in problems]
     longest, problem_id = max((len(tokens), problem_id) for tokens, problem_id in prompts)
     highest, vocabulary = max(max(tokens) for tokens, _ in prompts), model.get("vocab_size")
@@ -276,56 +277,43 @@ def _check_lengths(
             f"policy.model = {config.policy.model!r}: its tokenizer makes token {highest}, but "
             f"the model knows {vocabulary}; save the model's own tokenizer there"
         )
-    needed = longest + config.sampling.max_tokens + margin
+    response, margin = config.sampling.max_tokens, draft_tokens + 1 if draft_tokens else 0
+    given, limit = engine.engine_args.get("max_model_len"), model.get("max_position_embeddings")
+    room = (given or limit or sys.maxsize) - response - margin
+    if longest <= room:
+        return longest, room
+    needed = longest + response + margin
     what = (
-        f"prompt of {problem_id} ({longest} tokens) + sampling.max_tokens "
-        f"({config.sampling.max_tokens}) + {margin} for drafts is {needed}"
+        f"prompt of {problem_id} ({longest} tokens) + sampling.max_tokens ({response}) + {margin} "
+        f"for drafts is {needed}"
     )
-    given = engine.engine_args.get("max_model_len")
-    if given is not None and not (isinstance(given, int) and given >= needed):
+    if given is not None:
         raise ConfigError(
             f"engine.engine_args.max_model_len = {given!r} does not hold a sample: {what}; set it "
             f"to {needed} or more, or lower sampling.max_tokens"
         )
-    limit = model.get("max_position_embeddings")
-    if given is None and limit is not None and needed > limit:
-        raise ConfigError(
-            f"policy.model takes {limit} tokens: {what}; lower sampling.max_tokens to "
-            f"{max(1, limit - longest - margin)}, or use a model with a longer context"
-        )
-    return longest + config.sampling.max_tokens
-
-
-def _margin(engine: EngineConfig) -> int:
-    """Return the tokens that an engine keeps free for drafts at the end of a sample."""
-    drafts = max_draft_tokens(engine)
-    return drafts + 1 if drafts else 0
-
-
-def _max_prompt_tokens(config: TrainConfig, engine: EngineConfig, model: dict[str, Any]) -> int:
-    context = engine.engine_args.get("max_model_len") or model.get("max_position_embeddings")
-    if context is None:
-        return sys.maxsize
-    return int(context) - config.sampling.max_tokens - _margin(engine)
+    raise ConfigError(
+        f"policy.model takes {limit} tokens: {what}; lower sampling.max_tokens to "
+        f"{max(1, response - (longest - room))}, or use a model with a longer context"
+    )
 
 
 def _plan_memory(
-    config: TrainConfig, engine: EngineConfig, model: dict[str, Any], longest_sample: int
+    config: TrainConfig, model: dict[str, Any], prompt_tokens: int, draft_tokens: int
 ) -> list[Place]:
     """Return the memory plan, or refuse a run that does not fit."""
     if not model.keys() >= SHAPE_KEYS or EXPERT_KEYS & model.keys():
         return []  # not a dense Llama- or Qwen-type model: nothing to calculate from
     found, given = this_machine(), config.node
+    # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
+    elsewhere = os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(config.engine)
+    host_bytes = None if elsewhere else found.host_bytes
     machine = Machine(
         num_gpus=given.num_gpus or found.num_gpus,
         gpu_bytes=int(given.gpu_gib * GIB) if given.gpu_gib else found.gpu_bytes,
-        host_bytes=int(given.host_gib * GIB) if given.host_gib else found.host_bytes,
+        host_bytes=int(given.host_gib * GIB) if given.host_gib else host_bytes,
     )
-    if os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(engine):
-        # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
-        machine = replace(machine, host_bytes=int(given.host_gib * GIB) if given.host_gib else None)
-    prompt_tokens = longest_sample - config.sampling.max_tokens
-    return check_memory(Sizes(config, model, machine, prompt_tokens, max_draft_tokens(engine)))
+    return check_memory(Sizes(config, model, machine, prompt_tokens, draft_tokens))
 
 
 def _has_gpus_elsewhere(engine: EngineSettings) -> bool:

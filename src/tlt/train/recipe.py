@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from tlt.config.load import check
 from tlt.config.train import TaskConfig, TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
@@ -142,7 +144,7 @@ def choose(
     path = task["task"].get("path")
     num_problems = len(read_problems(TaskConfig(**task["task"]))) if path else None
     context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
-    given = {"out": _toml(out), "num_steps": num_steps, "task": _sections(task)}
+    given = {"out": _toml(out), "num_steps": num_steps, "task": tomli_w.dumps(task)}
     error: ConfigError | None = None
     with tempfile.TemporaryDirectory(prefix="tlt-init-") as outline:
         shutil.copy(folder / "config.json", outline)
@@ -197,13 +199,6 @@ def _lengths(tokens: Sequence[int], context: int | None) -> list[int]:
         return list(tokens)
     fitting = [n for n in tokens if n + min(PROMPT_TOKENS, context // 4) + DRAFT_ROOM <= context]
     return fitting or [max(16, context // 2)]
-
-
-def _sections(tree: Mapping[str, Any]) -> str:
-    lines = []
-    for section, values in tree.items():
-        lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
-    return "\n".join(lines)
 
 
 def _toml(value: Any) -> str:

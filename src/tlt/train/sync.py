@@ -9,8 +9,6 @@ comes, the learner frees its caches again, and the engines take the memory of th
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from tlt.config.train import TrainConfig
 from tlt.harvest.trainer import EMBEDDING, HEAD
 from tlt.learner.group import LearnerGroup
@@ -21,26 +19,7 @@ from tlt.rollout.pool import RolloutPool
 from tlt.train.placement import transfer
 
 
-class WeightSync(Protocol):
-    """Brings the learner's policy into all engines."""
-
-    async def engines_sleep(self) -> None:
-        """Hand the memory of shared GPUs to the learner; engines drop their policy."""
-        ...
-
-    async def sync(self, version: int) -> SharedWeights:
-        """Load the learner's policy into all engines, and wake them.
-
-        Return the policy in shared memory, or at least its embedding and head.
-        """
-        ...
-
-    def close(self) -> None:
-        """Remove files in shared memory."""
-        ...
-
-
-def weight_sync(config: TrainConfig, pool: RolloutPool, learner: LearnerGroup) -> WeightSync:
+def weight_sync(config: TrainConfig, pool: RolloutPool, learner: LearnerGroup) -> HostSync:
     """Return the weight sync of a run."""
     shares_gpus = bool(config.engine.num_gpus) and config.placement.kind == "colocated"
     way = transfer(config)
@@ -66,7 +45,10 @@ class HostSync:
             await self._pool.call_all(Engine.sleep, keep_policy=False)
 
     async def sync(self, version: int) -> SharedWeights:
-        """Load the learner's policy into all engines, and wake them."""
+        """Load the learner's policy into all engines, and wake them.
+
+        Return the policy in shared memory, or at least its embedding and head.
+        """
         weights = await self._learner.publish(self._dtype)  # ranks then free their caches
         if self._shares_gpus:
             await self._pool.call_all(Engine.wake_weights)

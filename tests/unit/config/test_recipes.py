@@ -21,7 +21,7 @@ def test_there_are_recipes() -> None:
 def test_recipes_load_and_have_places(path: Path) -> None:
     config = load_config(TrainConfig, path)
     plan = plan_placement(config)
-    assert len(plan.engine_bundles) == config.pool.num_engines
+    assert len({*range(config.pool.num_engines), *plan.rank_bundles}) == len(plan.bundles)
     assert len(plan.rank_bundles) == config.learner.num_ranks
     limit = config.engine.engine_args.get("max_model_len")
     if limit is not None:

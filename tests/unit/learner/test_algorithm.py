@@ -13,10 +13,8 @@ pytest.importorskip("transformers")
 import torch.distributed as dist  # noqa: E402
 
 from tlt.config.train import AlgorithmConfig, LearnerConfig  # noqa: E402
-from tlt.errors import ConfigError  # noqa: E402
 from tlt.learner.advantage import advantage_function  # noqa: E402
 from tlt.learner.batch import TrainSample, Weighting  # noqa: E402
-from tlt.learner.policy_loss import loss_function  # noqa: E402
 from tlt.learner.rank import LearnerRank, RankSettings  # noqa: E402
 from tlt.models import tiny  # noqa: E402
 
@@ -29,14 +27,10 @@ def loss(logprob, old_logprob, advantage, settings):
 """
 
 
-@pytest.fixture(autouse=True)
-def _code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "algorithm_of_users.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -55,15 +49,6 @@ def test_functions_of_users_reach_the_update(tmp_path: Path) -> None:
     report = rank.step(denominator=3.0, max_gap=1e9)
     assert report.sums.loss == pytest.approx(3 * 2)
     assert report.grad_norm == 0.0
-
-
-@pytest.mark.parametrize(
-    ("find", "key"),
-    [(advantage_function, "algorithm.advantage"), (loss_function, "algorithm.loss")],
-)
-def test_a_wrong_name_is_refused_with_the_key(find: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: .*; e\.g\. my_algorithm:"):
-        find("ppo")
 
 
 def test_a_rank_finds_the_code_in_the_drivers_folder(

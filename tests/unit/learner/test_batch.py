@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
-from tlt.learner.advantage import ADVANTAGES, grpo
+from tlt.learner.advantage import ADVANTAGES, Advantage, grpo
 from tlt.learner.batch import (
     Groups,
     TrainSample,
@@ -38,13 +38,6 @@ def test_a_group_comes_out_once_and_complete_whatever_the_order() -> None:
         assert [s.sample_id[-1] for s in group] == ["0", "1", "2", "3"]
 
 
-def test_equal_rewards_have_no_signal() -> None:
-    groups = Groups(2, grpo)
-    groups.add(scored(0, 0, 0.3))
-    assert [s.advantage for s in groups.add(scored(0, 1, 0.3))] == [0.0, 0.0]
-    assert groups.num_with_signal == 0
-
-
 def test_samples_without_a_reward_are_not_trained_on() -> None:
     """They are no zeros: the others are compared as if the group were smaller."""
     groups = Groups(4, grpo)
@@ -64,11 +57,9 @@ def test_samples_without_a_reward_are_not_trained_on() -> None:
         assert Weighting(mean_over, 64).denominator([]) > 0
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
-@pytest.mark.parametrize("reward", [LARGEST, -LARGEST])
-def test_the_largest_rewards_have_finite_advantages(advantage: str, reward: float) -> None:
-    found = ADVANTAGES[advantage]([reward, 0.0, 1.0, reward / 3])
-    assert all(math.isfinite(each) for each in found)
+@pytest.mark.parametrize("advantage", ADVANTAGES.values())
+def test_the_largest_rewards_have_finite_advantages(advantage: Advantage) -> None:
+    assert all(map(math.isfinite, advantage([LARGEST, 0.0, 1.0, -LARGEST])))
 
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

@@ -97,8 +97,7 @@ def test_the_rank_that_is_gone_is_blamed_and_not_the_one_that_missed_it() -> Non
         learner, ranks = group()
         await learner.start()
         ranks[0].fault = ("free_cache", RankFailed("connection closed by peer"))
-        ranks[2].fault = ("free_cache", RankGone("killed"))
-        ranks[2].after_s = 2.0
+        ranks[2].fault, ranks[2].after_s = ("free_cache", RankGone("killed")), 2.0
         with pytest.raises(LearnerLost, match="rank 2 is gone"):
             await learner.free_cache()
 

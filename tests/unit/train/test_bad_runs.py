@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from small_run import REQUIRED
 
 pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
@@ -167,14 +168,6 @@ def begun(*overrides: str, resume: bool, damage: str | None = None) -> Spoil:
     return spoil
 
 
-def no_run_to_resume(attempt: Attempt) -> None:
-    attempt.resume = True
-
-
-def out_is_a_file(attempt: Attempt) -> None:
-    Path(attempt.tree["run"]["out"]).write_text("")
-
-
 def lines(*rows: dict[str, Any]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -191,52 +184,34 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (run_toml(lambda t: b"# \xe4\n"), "run.toml", "UTF-8"),
     (run_toml(lambda t: ""), "policy is missing", "[policy] with model ="),
     (settings("learner.lr"), "learner.lr", "learner.lr=1e-6"),
-    (settings("learner.lr.max=3"), "learner.lr.max=3", "set lr itself"),
     (settings("leaner.lr=1e-6"), "leaner", "did you mean learner?"),
-    (settings("learner=3"), "learner is a section", "[learner]"),
     (run_toml(lambda t: re.sub(r"num_steps = \d+\n", "", t)), "run.num_steps", "e.g. 100"),
     # values
     (settings("sampling.group_size=1"), "sampling.group_size = 1", "e.g. 8"),
-    (settings("capture.enabled=7"), "capture.enabled = 7", "e.g. false"),
-    (settings("engine.strategy=off"), "engine.strategy = 'off'", "{ kind = 'off' }"),
-    (settings("algorithm.clip_low=1.5"), "algorithm.clip_low = 1.5", "e.g. 0.2"),
-    (settings("metrics.prometheus_port=99999"), "metrics.prometheus_port", "65535"),
     # the algorithm
     (settings("algorithm.advantage=ppo"), "algorithm.advantage", "my_algorithm:advantage"),
-    (settings("algorithm.loss=ppo"), "algorithm.loss", "my_algorithm:loss"),
     (module("bad_advantage", "def f(rewards): return [1.0]", "algorithm.advantage"),
      "algorithm.advantage = 'bad_advantage:f'", "e.g. 'grpo'"),
     (module("bad_loss", "def f(new, old, advantage, settings): return new.sum()", "algorithm.loss"),
      "algorithm.loss = 'bad_loss:f'", "e.g. 'clipped'"),
     # the model
     (settings("policy.model=nowhere"), "policy.model = 'nowhere'", "tlt models"),
-    (lambda a: a.overrides.append(f"policy.model={a.path}"), "policy.model", "tlt models"),
     (model_file("model.safetensors", lambda b: None), "policy.model", "save_pretrained"),
     (model_file("model.safetensors.index.json",
                 lambda b: b'{"weight_map": {"x": "2.safetensors"}}'),
      "2.safetensors", "download it again"),
-    (model_file("model.safetensors.index.json", lambda b: b'{"weight_map": [1]}'),
-     "index.json", "download the model again"),
     (model_file("config.json", lambda b: b[:40]), "config.json", "tlt models"),
-    (model_file("config.json", lambda b: b"[]"), "config.json", "tlt models"),
     (model_config(sliding_window=64), "policy.model", "full attention"),
     (model_config(vocab_size=50), "policy.model", "the model's own tokenizer"),
     (model_config(hidden_size="64"), "hidden_size = '64'", "tlt models"),
-    (model_config(num_attention_heads=128), "num_attention_heads = 128", "tlt models"),
-    (model_file("tokenizer.json", lambda b: None), "policy.model", "save_pretrained"),
     (model_file("tokenizer.json", lambda b: b[: len(b) // 2]), "policy.model", "save_pretrained"),
     (model_file("tokenizer_config.json",
                 lambda b: json.dumps(json.loads(b) | {"model_max_length": "many"}).encode()),
      "policy.model", "tokenizer_config.json"),
     (model_file("chat_template.jinja", lambda b: None), "policy.model", "chat_template"),
     (template(b"{{ raise_exception('no system role') }}"), "no system role", "chat_template"),
-    (template(b"{% for m in messages %}"), "TemplateSyntaxError", "chat_template"),
-    (template(b"{{ 1 / 0 }}"), "ZeroDivisionError", "chat_template"),
     (template(b"{{ '' }}"), "policy.model", "chat_template"),
     (model_file("model.safetensors", lambda b: b[:-100]), "model.safetensors", "download it again"),
-    (model_file("model.safetensors", lambda b: b""), "model.safetensors", "download it again"),
-    (model_file("model.safetensors", lambda b: b"\x04" + bytes(7) + b"text" + bytes(90)),
-     "model.safetensors", "download it again"),
     (settings("engine.engine_args.max_model_len=80", f"engine.strategy={NGRAM}"),
      "engine.engine_args.max_model_len = 80", "lower sampling.max_tokens"),
     (settings('engine.engine_args.max_model_len="4k"'), "engine_args.max_model_len", "remove it"),
@@ -246,24 +221,17 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (drafter(b"{"), "engine.drafter", "tlt drafter train"),
     (drafter(b"{}", weights=False), "engine.drafter", "tlt drafter train"),
     (drafter(b'{"hidden_size": 128, "vocab_size": 260}'), "engine.drafter", "for this model"),
-    (drafter(b'{"hidden_size": 64, "vocab_size": 260}'), "engine.drafter", "tlt drafter train"),
     (settings("engine.engine_args.max_num_seq=8"), "engine_args.max_num_seq", "max_num_seqs?"),
-    (settings("engine.engine_args.tensor_parallel_size=0"), "tensor_parallel_size", "remove it"),
     (settings('engine.strategy={kind="fixed", drafter="ngram", num_draft_tokens=100000}'),
      "engine: strategy", "num_draft_tokens = 4"),
     (settings('engine.strategy={kind="adaptive", margin="x"}'), "margin = 'x'", "leave it out"),
     (settings('engine.strategy={kind="fixed", drafter="eagle3", num_draft_tokens=2}'),
-     "engine.drafter", "name the folder"),
-    (settings('engine.strategy={kind="often"}'), "strategy.kind", "off"),
+     "engine.drafter", "e.g. engine.drafter ="),
     (settings('engine.strategy={kind="fixed"}'), "engine: strategy", "the key 'drafter'"),
-    (settings('engine.strategy={kind="by_batch_size", drafter="ngram", schedule=[4]}'),
-     "engine.strategy", "{ kind = "),
     (settings(f"engine.strategy={NGRAM}", "engine.max_draft_tokens=1"),
      "engine.max_draft_tokens = 1", "set it to 2"),
     (settings('engine.engine_args.speculative_config={posterior_threshold=0.1, method="ngram"}'),
      "speculative_config.posterior_threshold", "num_speculative_tokens"),
-    (settings('engine.engine_args.speculative_config={rejection_sample_method="typical"}'),
-     "speculative_config.rejection_sample_method", "'standard'"),
     (settings("engine.engine_args.scheduler_cls=my.Scheduler"), "scheduler_cls", "remove it"),
     (settings("engine.engine_args.dtype=float16"), "engine.engine_args.dtype", "remove it"),
     (settings("sampling.temperature=0.7", "engine.engine_args.logprobs_mode=raw_logprobs"),
@@ -284,29 +252,23 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings("capture.enabled=true"), "capture.enabled", "set it to false"),
     # tasks, data and rewards, whose own tests have more
     (settings("task.path=x.jsonl"), "task.path", "task.name = 'chain_sum'"),
-    (settings("task.name=gdc"), "task.name", "gcd"),
-    (settings("task.parameters.min_value=-1"), "task.parameters", "its defaults work"),
     (settings("task.sizes.median=50"), "task.sizes", "e.g. 60, 500, 1500"),
     (data(TWENTY + b"{\n"), "data.jsonl, line 21", '"question": '),
     (data(TWENTY, "sampling.prompts_per_step=21"), "sampling.prompts_per_step", "at most 20"),
     (data(TWENTY, "eval.every_steps=1", "eval.num_problems=20"), "eval.num_problems", "e.g. 2"),
-    (data(None, name="n" * 300 + ".jsonl"), "task.path", "give a .jsonl"),
     (module("bad_exits", "import sys\nsys.exit(0)\n"), "reward.function", "install it"),
     (settings("reward.function=fancy"), "reward.function", "my_rewards:score"),
-    (module("bad_nan", "def f(*_): return float('nan')"), "reward.function", "e.g. 1.0"),
     (module("bad_raises", "def f(*_): raise KeyError('gold')"), "KeyError: 'gold'", "e.g. 1.0"),
     (both(module("bad_hangs", "import time\ndef f(*_): time.sleep(60)"),
           settings("reward.timeout_s=0.3")), "reward.function", "reward.timeout_s = 0.3"),
     # the run's folder
     (begun(resume=False), "run.out", "--resume"),
-    (no_run_to_resume, "run.out", "start without --resume"),
+    (lambda attempt: setattr(attempt, "resume", True), "run.out", "start without --resume"),
     (begun("learner.lr=0.5", resume=True), "learner.lr = 0.5", "1e-06"),
     (begun("debug.forced_lengths={median=2, p95=4, longest=8}", resume=True),
      "debug.forced_lengths.longest = 8", "start a new run.out"),
     (begun(resume=True, damage="lr ="), "out/config.toml", "start a new run.out"),
-    (begun(resume=True, damage="tlt = 3"), "algorithm.advantage", "start a new run.out"),
-    (settings(f"run.out={'n' * 300}"), "run.out", "choose another folder"),
-    (out_is_a_file, "run.out", "e.g. 'runs/first'"),
+    (lambda attempt: (attempt.folder / "out").touch(), "run.out", "e.g. 'runs/first'"),
     (settings("run.out=/proc/tlt/run"), "run.out = '/proc/tlt/run'", "choose another folder"),
 ]  # fmt: skip
 
@@ -321,12 +283,11 @@ def attempt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Att
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))  # rewards add their folder
     tree: dict[str, dict[str, Any]] = {
+        **REQUIRED,
         "run": {"out": str(tmp_path / "out"), "num_steps": 2},
         "policy": {"model": str(model), "dtype": "float32"},
         "task": {"name": "gcd", "sizes": {"median": 2, "p95": 2, "longest": 3}},
         "reward": {"function": "exact"},
-        "sampling": {"prompts_per_step": 4, "group_size": 2, "max_tokens": 16},
-        "learner": {"lr": 1e-6},
     }
     made = Attempt(tmp_path, tree)
     made.path.write_text(tomli_w.dumps(tree))
@@ -405,8 +366,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
             open_sinks(MetricsConfig(prometheus_port=port), tmp_path, 0)
 
 
-def tlt_check(attempt: Attempt, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Run `tlt train --check` in a process that prints the heavy libraries it imported."""
+def test_the_command_accepts_a_good_run_and_starts_nothing(attempt: Attempt) -> None:
     code = (
         "import atexit, sys\n"
         "heavy = {'vllm', 'ray'}\n"
@@ -415,27 +375,14 @@ def tlt_check(attempt: Attempt, *overrides: str) -> subprocess.CompletedProcess[
         "if __name__ == '__main__':\n"
         "    main()\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code, "train", str(attempt.path), "--check", *overrides],
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", str(attempt.path), "--check"],
         cwd=attempt.folder,
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "200"},
     )
-
-
-def test_the_command_accepts_a_good_run_and_starts_nothing(attempt: Attempt) -> None:
-    done = tlt_check(attempt)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ok .*run\.toml: 2 steps$", done.stdout, re.MULTILINE)
-    assert "HEAVY []" in done.stdout
-    assert not (attempt.folder / "out").exists()
-
-
-def test_the_command_refuses_a_bad_run_in_one_line(attempt: Attempt) -> None:
-    done = tlt_check(attempt, "policy.model=nowhere")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: policy.model = 'nowhere'")
-    assert len(done.stderr.strip().splitlines()) == 1
     assert "HEAVY []" in done.stdout
     assert not (attempt.folder / "out").exists()

@@ -2,39 +2,29 @@
 
 import asyncio
 import errno
-import json
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import small_run
 
 pytest.importorskip("ray")
 
-from tlt.config.train import TrainConfig
 from tlt.errors import CheckpointFailed, ConfigError, LearnerLost
 from tlt.harvest.contract import NoHarvest
 from tlt.observe.stopwatch import Stopwatch
 from tlt.train.checkpoints import Checkpoints
 from tlt.train.folder import RunFolder
-from tlt.train.manifest import damage
-
-CONFIG = TrainConfig.model_validate(
-    {
-        "run": {"out": "out", "num_steps": 5},
-        "policy": {"model": "model"},
-        "task": {"name": "gcd"},
-        "sampling": {"prompts_per_step": 1, "group_size": 2, "max_tokens": 8},
-        "checkpoint": {"every_steps": 2, "keep": 2},
-    }
-)
+from tlt.train.manifest import verify
 
 
 class FakeLearner:
-    def __init__(self) -> None:
+    def __init__(self, on_disk: bool = True) -> None:
         self.on_disk = asyncio.Event()
+        if on_disk:
+            self.on_disk.set()
         self.lost = False
         self.fault: Exception | None = None
         self.earlier: list[str | None] = []
@@ -56,13 +46,26 @@ def names(folder: RunFolder) -> list[str]:
     return [path.name for path in folder.checkpoints()]
 
 
-async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> None:
-    folder, learner = RunFolder(tmp_path), FakeLearner()
+def made(
+    path: Path, on_disk: bool = True, num_steps: int = 5, every_steps: int = 2
+) -> tuple[RunFolder, FakeLearner, Checkpoints]:
+    folder, learner = RunFolder(path), FakeLearner(on_disk)
+    config = small_run(
+        run={"num_steps": num_steps}, checkpoint={"every_steps": every_steps, "keep": 2}
+    )
     of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
+    return folder, learner, Checkpoints(config, folder, of_run, NoHarvest())
+
+
+async def write_step(checkpoints: Checkpoints, step: int) -> None:
+    await checkpoints.begin(step, Stopwatch())
+    checkpoints.end(step)
+
+
+async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> None:
+    folder, learner, checkpoints = made(tmp_path, on_disk=False)
     for step in (1, 2, 3):
-        await checkpoints.begin(step, Stopwatch())
-        checkpoints.end(step)
+        await write_step(checkpoints, step)
     assert names(folder) == []
     checkpoints.restarts_since = 2
     learner.on_disk.set()
@@ -77,11 +80,8 @@ async def test_checkpoints_are_written_beside_the_next_step(tmp_path: Path) -> N
 
 
 async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: Path) -> None:
-    folder, learner = RunFolder(tmp_path), FakeLearner()
-    of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
-    await checkpoints.begin(2, Stopwatch())
-    checkpoints.end(2)
+    folder, learner, checkpoints = made(tmp_path, on_disk=False)
+    await write_step(checkpoints, 2)
     learner.lost = True
     learner.on_disk.set()
     await checkpoints.abandon()
@@ -97,17 +97,12 @@ async def test_a_checkpoint_of_a_lost_learner_does_not_become_visible(tmp_path: 
 
 
 async def test_a_run_that_ends_badly_still_finishes_its_checkpoint(tmp_path: Path) -> None:
-    folder, learner = RunFolder(tmp_path), FakeLearner()
-    of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
-    learner.on_disk.set()
-    await checkpoints.begin(2, Stopwatch())
-    checkpoints.end(2)
+    folder, learner, checkpoints = made(tmp_path)
+    await write_step(checkpoints, 2)
     await checkpoints.finish_in_time()
     assert names(folder) == ["step-000002"]
     learner.lost = True
-    await checkpoints.begin(4, Stopwatch())
-    checkpoints.end(4)
+    await write_step(checkpoints, 4)
     await checkpoints.finish_in_time()  # says nothing: the run's own error counts
 
 
@@ -118,16 +113,11 @@ async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(
     tmp_path: Path, fault: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run goes on, and can resume from the checkpoint before."""
-    folder, learner = RunFolder(tmp_path), FakeLearner()
-    of_run: Any = learner
-    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest())
-    learner.on_disk.set()
-    await checkpoints.begin(1, Stopwatch())
-    checkpoints.end(1)
+    folder, learner, checkpoints = made(tmp_path, num_steps=9, every_steps=1)
+    await write_step(checkpoints, 1)
     await checkpoints.finish()
     learner.fault = fault
-    await checkpoints.begin(2, Stopwatch())
-    checkpoints.end(2)
+    await write_step(checkpoints, 2)
     async with asyncio.timeout(5):
         while "checkpoint of RL step 2 could not be written" not in caplog.text:
             await asyncio.sleep(0.001)
@@ -145,47 +135,30 @@ async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(
 
 
 async def test_checkpoints_that_fail_again_and_again_end_the_run(tmp_path: Path) -> None:
-    folder, learner = RunFolder(tmp_path), FakeLearner()
-    of_run: Any = learner
-    checkpoints = Checkpoints(every_step(9), folder, of_run, NoHarvest())
-    learner.on_disk.set()
+    _, learner, checkpoints = made(tmp_path, num_steps=9, every_steps=1)
     learner.fault = OSError(errno.ENOSPC, "No space left on device")
     for step in (1, 2, 3):
-        await checkpoints.begin(step, Stopwatch())
-        checkpoints.end(step)
+        await write_step(checkpoints, step)
     with pytest.raises(CheckpointFailed, match=r"3 checkpoints in a row.*No space left"):
         await checkpoints.finish()
 
 
 async def test_a_last_checkpoint_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
-    folder, learner = RunFolder(tmp_path), FakeLearner()
-    of_run: Any = learner
-    checkpoints = Checkpoints(every_step(4), folder, of_run, NoHarvest())
-    learner.on_disk.set()
+    _, learner, checkpoints = made(tmp_path, num_steps=4, every_steps=1)
     learner.fault = OSError(errno.ENOSPC, "No space left on device")
-    await checkpoints.begin(4, Stopwatch())
-    checkpoints.end(4)
+    await write_step(checkpoints, 4)
     with pytest.raises(CheckpointFailed, match="last checkpoint"):
         await checkpoints.finish()
 
 
 async def test_a_learner_lost_in_a_checkpoint_is_noticed_in_the_next_step(tmp_path: Path) -> None:
-    folder, learner = RunFolder(tmp_path), FakeLearner()
-    of_run: Any = learner
-    checkpoints = Checkpoints(CONFIG, folder, of_run, NoHarvest())
-    await checkpoints.begin(2, Stopwatch())
-    checkpoints.end(2)
+    _, learner, checkpoints = made(tmp_path, on_disk=False)
+    await write_step(checkpoints, 2)
     learner.lost = True
     learner.on_disk.set()
     await asyncio.sleep(0.01)
     with pytest.raises(LearnerLost):
         await checkpoints.begin(3, Stopwatch())  # which writes none itself
-
-
-def every_step(num_steps: int) -> TrainConfig:
-    run = CONFIG.run.model_copy(update={"num_steps": num_steps})
-    checkpoint = CONFIG.checkpoint.model_copy(update={"every_steps": 1})
-    return CONFIG.model_copy(update={"run": run, "checkpoint": checkpoint})
 
 
 FILES = (
@@ -287,21 +260,8 @@ def test_the_policy_of_an_extended_run_stays_until_the_next(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("listed", [None, 3, [], [1], ["x", "y"], {"size": 1}])
-def test_a_list_that_says_nothing_of_a_file_is_damage(tmp_path: Path, listed: object) -> None:
-    path = write(RunFolder(tmp_path), 20)
-    content = json.loads((path / "state.json").read_text())
-    content["files"]["drafter/version.json"] = listed
-    del content["checksum"]
-    checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    (path / "state.json").write_text(json.dumps({**content, "checksum": checksum}))
-    assert "drafter/version.json" in damage(path)
-    with pytest.raises(ConfigError, match=r"version\.json"):
-        RunFolder(tmp_path).last_checkpoint()
-
-
 @pytest.mark.parametrize("content", [b"[" * 5000, b"3", b"\xff", b'{"step": Infinity}'])
 def test_a_list_that_cannot_be_read_is_damage(tmp_path: Path, content: bytes) -> None:
     path = write(RunFolder(tmp_path), 20)
     (path / "state.json").write_bytes(content)
-    assert "state.json" in damage(path)
+    assert "state.json" in verify(path)[1]

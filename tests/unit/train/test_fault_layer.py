@@ -27,8 +27,9 @@ pytest.importorskip("ray")
 from fault_layer import Actor, Layer, batches, run  # noqa: E402
 from light_ranks import FIRST_POLICY, KILL_S, Rank, RankHandle, digest  # noqa: E402
 from light_trainers import Trainers  # noqa: E402
+from small_run import small_run  # noqa: E402
 
-from tlt.config.train import AlgorithmConfig, TrainConfig  # noqa: E402
+from tlt.config.train import TrainConfig  # noqa: E402
 from tlt.contracts import EngineStats, Sample, SampleRequest  # noqa: E402
 from tlt.errors import EngineError, EngineGone  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
@@ -37,7 +38,6 @@ from tlt.harvest.forecast import TailForecast  # noqa: E402
 from tlt.harvest.leases import LeaseSettings  # noqa: E402
 from tlt.harvest.published import VERSION  # noqa: E402
 from tlt.harvest.session import HarvestSession  # noqa: E402
-from tlt.learner.actor import Rows  # noqa: E402
 from tlt.learner.calls import RankFailed  # noqa: E402
 from tlt.learner.group import LearnerGroup  # noqa: E402
 from tlt.node.weights import SharedWeights, read_weights  # noqa: E402
@@ -71,20 +71,15 @@ LIMIT_S = 6000.0  # simulated seconds that a run may take, its restarts included
 
 
 def config(out: Path) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run": {"out": str(out), "num_steps": NUM_STEPS},
-            "policy": {"model": "model", "dtype": "float32"},
-            "task": {"name": "gcd"},
-            "sampling": {"prompts_per_step": 4, "group_size": 3, "max_tokens": 32},
-            "pool": {
-                **{"num_engines": 3, "prefetch": 1, "max_restarts": 1000},
-                **{"health_timeout_s": 6.0, "command_timeout_s": 8.0, "start_timeout_s": 30.0},
-            },
-            "learner": {"num_ranks": 2, "timeout_s": 15.0, "max_restarts": 1000},
-            "checkpoint": {"every_steps": 2, "keep": 2},
-            "eval": {"every_steps": 0},
-        }
+    return small_run(
+        run={"out": str(out), "num_steps": NUM_STEPS},
+        sampling={"group_size": 3, "max_tokens": 32},
+        pool={
+            **{"num_engines": 3, "prefetch": 1, "max_restarts": 1000},
+            **{"health_timeout_s": 6.0, "command_timeout_s": 8.0, "start_timeout_s": 30.0},
+        },
+        learner={"num_ranks": 2, "timeout_s": 15.0, "max_restarts": 1000},
+        checkpoint={"every_steps": 2, "keep": 2},
     )
 
 
@@ -424,22 +419,3 @@ def test_a_learner_lost_in_a_resumed_runs_first_weight_sync_is_revived(
     assert run(whole_run(world, tmp_path / "resumed"), LIMIT_S) == expected
     assert lost
     assert records(tmp_path / "resumed") == records(tmp_path / "undisturbed")
-
-
-def test_an_advantage_of_the_users_own_reaches_the_ranks(
-    tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "advantage_of_users.py").write_text("def f(rewards): return [7.0] * len(rewards)")
-    monkeypatch.chdir(tmp_path)
-    own = AlgorithmConfig(advantage="advantage_of_users:f")
-    usual, accumulate, seen = config, Rank.accumulate, set[float]()
-
-    async def noting(rank: Rank, rows: Rows, rl_step: int) -> None:
-        seen.update(sample.advantage for row in rows for sample in row)
-        await accumulate(rank, rows, rl_step)
-
-    monkeypatch.setattr(Rank, "accumulate", noting)
-    changed = {"algorithm": own}
-    monkeypatch.setitem(globals(), "config", lambda out: usual(out).model_copy(update=changed))
-    run(whole_run(World(None, drafter), tmp_path / "out"), LIMIT_S)
-    assert seen == {7.0}

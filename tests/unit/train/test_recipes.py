@@ -46,16 +46,6 @@ def plan(folder: Path, recipe: str, model: str, *overrides: str) -> dict[str, Pl
     return {place.name: place for place in places}
 
 
-def test_the_recipes_are_there() -> None:
-    assert {
-        "qwen2_5_7b_math_8gpu",
-        "qwen2_5_32b_math_4nodes",
-        "qwen3_8b_math_1gpu",
-        "qwen3_8b_math_8gpu",
-        "qwen3_32b_math_4nodes",
-    } <= set(RECIPES)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert ModelShape.of(SHAPES[name]).parameters == pytest.approx(PARAMETERS[name], rel=0.005)
@@ -135,5 +125,5 @@ def test_one_gpu_of_80_gb_trains_4b_and_not_8b(tmp_path: Path) -> None:
     assert share
     places = plan(tmp_path, recipe, "qwen3_4b", "node.gpu_gib=79", share[1])
     assert all(place.fits for place in places.values())
-    with pytest.raises(ConfigError, match=r"a GPU, update.*more GPUs"):
+    with pytest.raises(ConfigError, match=r"a GPU, update.*learner\.num_ranks = 2"):
         plan(tmp_path, recipe, "qwen3_8b", "node.gpu_gib=79")

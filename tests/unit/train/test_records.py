@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_run import small_run
 
 pytest.importorskip("ray")
 
-from tlt.config.train import TrainConfig
 from tlt.contracts import EngineStats, FinishReason, Sample, SampleRequest, SamplingSpec, Scored
 from tlt.learner.advantage import grpo
 from tlt.learner.batch import Groups
@@ -31,15 +31,6 @@ from tlt.train.records import (
 )
 
 PROBLEMS = [Problem("a", "1 + 1?", "2"), Problem("b", "1 + 2?", "3")]
-CONFIG = TrainConfig.model_validate(
-    {
-        "run": {"out": "out", "num_steps": 1},
-        "policy": {"model": "model"},
-        "task": {"name": "gcd"},
-        "sampling": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 8},
-        "metrics": {"keep_samples": 3},
-    }
-)
 
 
 def scored(number: int, place: int, tokens: int, reward: float, fault: str | None = None) -> Scored:
@@ -171,7 +162,14 @@ async def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
     live: Any = SimpleNamespace(record={})
     seen: list[dict[str, float]] = []
 
-    log = RunLog(CONFIG, folder, Sinks([]), NoTimekeeper(folder.timeline), live, seen.append)
+    log = RunLog(
+        small_run(metrics={"keep_samples": 3}),
+        folder,
+        Sinks([]),
+        NoTimekeeper(folder.timeline),
+        live,
+        seen.append,
+    )
     log.rewind(-1)
     for step in (1, 2):
         log.samples(step, PROBLEMS, STEP)

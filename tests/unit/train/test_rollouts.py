@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_run import small_run
 
 pytest.importorskip("ray")
 
@@ -24,15 +25,11 @@ from tlt.train.rollouts import Rollouts, make_requests
 PROBLEMS = [Problem(f"p{number}", str(number), "") for number in range(12)]
 
 
-def config(forced_lengths: Any = None, **sampling: Any) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run": {"out": "out", "num_steps": 1, "seed": 3},
-            "policy": {"model": "model"},
-            "task": {"name": "gcd"},
-            "sampling": {"prompts_per_step": 12, "group_size": 11, "max_tokens": 64, **sampling},
-            "debug": {"forced_lengths": forced_lengths},
-        }
+def config(forced_lengths: Any = None) -> TrainConfig:
+    return small_run(
+        run={"seed": 3},
+        sampling={"prompts_per_step": 12, "group_size": 11, "max_tokens": 64},
+        debug={"forced_lengths": forced_lengths},
     )
 
 
@@ -57,7 +54,6 @@ class FakePool:
 
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
-        self.ahead: list[SampleRequest] = []
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
         self.requests = list(requests)
@@ -66,27 +62,21 @@ class FakePool:
             tokens = (1,) * ((request.sampling.seed or 0) % 7)
             yield Sample(request.sample_id, tokens, (), "stop", "engine-0", 4, 0.0, 0.0, 0.0)
 
-    def look_ahead_on(self, requests: Sequence[SampleRequest]) -> None:
-        self.ahead = list(requests)
-
     def loads(self) -> dict[str, int | None]:
         return {}
 
 
-def rollouts_of(pool: Any, live: Any, max_prompt_tokens: int, **sampling: Any) -> Rollouts:
-    chat: Any = FakeChat()
-    rewards: Any = FakeRewards()
-    made = config(**sampling)
-    return Rollouts(made, chat, pool, rewards, NoHarvest(), live, max_prompt_tokens)
-
-
 def generate(
-    policy_version: int = 4, max_prompt_tokens: int = 1, **sampling: Any
+    policy_version: int = 4, max_prompt_tokens: int = 1, forced_lengths: Any = None
 ) -> tuple[list[Scored], list[Scored], FakePool]:
+    chat: Any = FakeChat()
     pool: Any = FakePool()
+    rewards: Any = FakeRewards()
+    harvest = NoHarvest()
     shown: list[tuple[str, float, float]] = []
-    live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *s: shown.append(s))
-    rollouts = rollouts_of(pool, live, max_prompt_tokens, **sampling)
+    live = Live(Path("live.json"), 1, pool, harvest, TailForecast(), lambda *s: shown.append(s))
+    made = config(forced_lengths)
+    rollouts = Rollouts(made, chat, pool, rewards, harvest, live, max_prompt_tokens)
     ended: list[Scored] = []
     scored = asyncio.run(
         rollouts.generate(
@@ -161,34 +151,8 @@ def test_ids_and_seeds_of_requests_do_not_change() -> None:
     assert not evaluated.sampling.ignore_eos
 
 
-def seeds(run_step: str, num_problems: int = 500, group_size: int = 20) -> list[int]:
-    prompts = [(1,)] * num_problems
-    requests = make_requests(config(), run_step, prompts, group_size, 1.0, 0)
-    return [request.sampling.seed or 0 for request in requests]
-
-
 def test_no_two_samples_share_a_seed() -> None:
-    both = [*seeds("1"), *seeds("2")]
-    assert len(set(both)) == len(both) == 20_000
-    assert 2**62 < max(both) < 2**63  # what vLLM takes as a seed
-
-
-def test_samples_of_neighbouring_steps_and_places_are_independent() -> None:
-    """Tokens drawn at the same position, by the keyed sampler, from the same logits."""
-    numpy = pytest.importorskip("numpy")
-    stats = pytest.importorskip("scipy.stats")
-    pytest.importorskip("numba")
-    from tlt.vllm.keyed import draw_drafts
-
-    def tokens(of: list[int]) -> Any:
-        num, vocabulary = len(of), 4
-        logits = numpy.tile(numpy.array([1.0, 0.5, 0.0, 0.0], numpy.float32), (num, 1))
-        keys, position = numpy.array(of, numpy.uint64), numpy.full(num, 9)
-        inverse = numpy.ones(num, numpy.float32)
-        return draw_drafts(logits, numpy.arange(vocabulary), keys, position, inverse, 1)
-
-    step, later = tokens(seeds("1")), tokens(seeds("2"))
-    for first, second in ((step, later), (step[:-1], step[1:]), (step[:-20], step[20:])):
-        table = numpy.zeros((4, 4))
-        numpy.add.at(table, (first, second), 1)
-        assert stats.chi2_contingency(table).pvalue > 1e-5
+    made = [make_requests(config(), step, [(1,)] * 500, 20, 1.0, 0) for step in ("1", "2")]
+    seeds = {request.sampling.seed or 0 for requests in made for request in requests}
+    assert len(seeds) == 20_000
+    assert 2**62 < max(seeds) < 2**63  # what vLLM takes as a seed

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from small_run import small_run
 
 torch = pytest.importorskip("torch")
 
@@ -176,16 +177,10 @@ async def until(true: Any) -> None:
 
 
 def config(kind: str, engine_gpus: int, learner_gpus: int, weights: str = "auto") -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run": {"out": "out", "num_steps": 1},
-            "policy": {"model": "model"},
-            "task": {"name": "gcd"},
-            "sampling": {"prompts_per_step": 1, "group_size": 2, "max_tokens": 1},
-            "placement": {"kind": kind, "weights": weights},
-            "engine": {"num_gpus": engine_gpus},
-            "learner": {"num_gpus": learner_gpus},
-        }
+    return small_run(
+        placement={"kind": kind, "weights": weights},
+        engine={"num_gpus": engine_gpus},
+        learner={"num_gpus": learner_gpus},
     )
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_run import small_run
 
 pytest.importorskip("ray")
 
-from tlt.config.train import TrainConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
 from tlt.harvest.contract import NoHarvest
 from tlt.harvest.forecast import TailForecast
@@ -59,19 +59,10 @@ def scored(number: int, place: int, fault: str | None = None) -> Scored:
 async def one_step(
     groups: Sequence[list[TrainSample]], faults: Sequence[int] = (), **sections: Any
 ) -> tuple[list[tuple[str, Any]], PolicyUpdate, dict[str, float]]:
-    config = TrainConfig.model_validate(
-        {
-            "run": {"out": "out", "num_steps": 1},
-            "policy": {"model": "model", "dtype": "float32"},
-            "task": {"name": "gcd"},
-            "sampling": {"prompts_per_step": 4, "group_size": 2, "max_tokens": 8},
-            **sections,
-        }
-    )
     learner: Any = FakeLearner()
     pool: Any = SimpleNamespace()
     live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *_: None)
-    update = PolicyUpdate(config, learner, live)
+    update = PolicyUpdate(small_run(**sections), learner, live)
     update.begin(1)
     for each in groups:
         update.add(each)
