@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tlt.cli import options as opt
 from tlt.cli.output import Output, command_line
-
-if TYPE_CHECKING:
-    from tlt.config.train import TaskConfig
 
 MAX_TOKENS = 1024
 
@@ -91,7 +87,7 @@ def evaluate(
             problems,
             seed,
         )
-        chosen, function, note = chosen_problems(run, asked, _file_task)
+        chosen, function, note = chosen_problems(run, asked)
     output = Output(as_json)
     plan = EvalPlan(
         model=str(model),
@@ -123,16 +119,3 @@ def evaluate(
         f"at {plan.max_tokens}; mean reward {result['reward_mean']:.3f}"
         + (f"; {faults} samples without a reward count as wrong" if faults else "")
     )
-
-
-def _file_task(path: str, like: TaskConfig | None) -> TaskConfig:
-    """Return how to read a file's problems and ask them: as a run does, or as is usual."""
-    from tlt.config.train import TaskConfig
-    from tlt.tasks.file import columns, task_of
-
-    if like is not None:
-        own = like.model_copy(update={"path": path, "id_key": None})
-        if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
-            return own
-    usual = TaskConfig(**task_of(path, "--task")["task"])
-    return usual.model_copy(update={"instruction": like.instruction}) if like else usual
