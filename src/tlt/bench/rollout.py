@@ -16,15 +16,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tlt.bench import workload
-from tlt.bench.metrics import RolloutMetrics, measure, spread
+from tlt.bench.metrics import measure, spread
 from tlt.bench.steps import step_table
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import Sample, SamplingSpec, ShowProgress, StepReport
@@ -93,6 +94,10 @@ class Plan:
     score: Callable[[int, Sequence[int]], float] | None = None
     """Reward of a natural response, from the number of its prompt and its tokens."""
 
+    @property
+    def is_natural(self) -> bool:
+        return self.length_source == "natural"
+
 
 def engine_for(plan: Plan, setup: str) -> EngineConfig:
     """Return the engine that the modes of one setup share; raise an error for bad settings."""
@@ -102,22 +107,15 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
             f"mode {modes[0].name!r} needs a drafter; pass --drafter FOLDER (make one with "
             "`tlt drafter train`)"
         )
-    config = plan.engine.model_copy(
-        update={
-            "drafter": plan.engine.drafter if setup == "eagle3" else None,
-            "core_group": f"bench-{setup}",
-        }
-    )
+    drafter = plan.engine.drafter if setup == "eagle3" else None
+    change: dict[str, Any] = {"drafter": drafter, "core_group": f"bench-{setup}"}
+    config = plan.engine.model_copy(update=change | {"max_draft_tokens": None})
     check_sampling(SamplingSpec(1, plan.temperature, plan.top_p), speculating=setup != "off")
     strategies = [complete_strategy(mode.strategy, drafters(config)) for mode in modes]
     arms = {arm for strategy in strategies for arm in build_strategy(strategy).arms()}
-    config = config.model_copy(
-        update={
-            # The engine is prepared for all arms of its modes; each mode sets its own strategy.
-            "strategy": {"kind": "random", "arms": [[a.drafter, a.num_draft_tokens] for a in arms]},
-            "max_draft_tokens": None,
-        }
-    )
+    # The engine is prepared for all arms of its modes; each mode sets its own strategy.
+    all_arms = {"kind": "random", "arms": [[a.drafter, a.num_draft_tokens] for a in arms]}
+    config = config.model_copy(update={"strategy": all_arms})
     engine_args(config)
     return config
 
@@ -149,19 +147,17 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
                 lengths = tuple(min(length, 16) for length in lengths)
             pool = pools[mode.setup]
             await pool.set_strategy(mode.strategy)
-            report = partial(on_progress, label)
-            await pool.call_all(
-                Engine.reset_prefix_cache
-            )  # clears the n-grams of earlier runs, too
+            await pool.call_all(Engine.reset_prefix_cache)  # clears earlier n-grams, too
             await pool.call_all(Engine.take_trace)
-            metrics, responses = await _rollout(plan, pool, lengths, repeat, mode.name, report)
+            found = await _rollout(
+                plan, pool, lengths, repeat, mode.name, partial(on_progress, label)
+            )
             traces = await pool.call_all(Engine.take_trace)
             if repeat >= 0:
-                described = _describe(plan, responses) if plan.length_source == "natural" else {}
-                runs.append({"mode": mode.name, "repeat": repeat, **asdict(metrics), **described})
+                runs.append({"mode": mode.name, "repeat": repeat, **found})
                 steps += [step for trace in traces for step in trace]
-                decisions[mode.name] = decisions_of(traces)
-    lengths = runs[0]["lengths"] if plan.length_source == "natural" else plan.lengths
+                decisions[mode.name] = _decisions(traces)
+    lengths = runs[0]["lengths"] if plan.is_natural else plan.lengths
     return {
         "workload": workload.describe(plan.length_source, lengths),
         "temperature": plan.temperature,
@@ -176,7 +172,7 @@ async def run(plan: Plan, on_progress: ShowProgress) -> dict[str, Any]:
     }
 
 
-def decisions_of(traces: Sequence[Sequence[StepReport]]) -> list[list[tuple[float, int, str]]]:
+def _decisions(traces: Sequence[Sequence[StepReport]]) -> list[list[tuple[float, int, str]]]:
     """Return (seconds since the first step, decodes, drafting arm) of every step, by engine."""
     started_s = min((trace[0].ended_s for trace in traces if trace), default=0.0)
     return [
@@ -192,15 +188,15 @@ async def _rollout(
     repeat: int,
     mode: str,
     on_done: Callable[[int, int], None],
-) -> tuple[RolloutMetrics, list[tuple[int, ...]]]:
-    """Return the metrics, and the responses in the order of the requests."""
+) -> dict[str, Any]:
+    """Return the metrics of a rollout, and those of its responses if they are natural."""
     requests = workload.requests(
         plan.prompts,
         lengths,
         run=f"{repeat}/{mode}",
         temperature=plan.temperature,
         top_p=plan.top_p,
-        natural_seed=str(repeat) if plan.length_source == "natural" else None,
+        natural_seed=str(repeat) if plan.is_natural else None,
     )
     before = await pool.stats()
     samples: list[Sample] = []
@@ -210,17 +206,17 @@ async def _rollout(
         on_done(len(samples), len(requests))
     after = await pool.stats()
     await asyncio.sleep(0.2)  # let the processes go quiet before the next mode starts
+    found = measure(samples, started_at_s, before, after)
+    if not plan.is_natural:
+        return found
     by_id = {sample.sample_id: tuple(sample.token_ids) for sample in samples}
-    responses = [by_id[request.sample_id] for request in requests]
-    return measure(samples, started_at_s, before, after), responses
+    return found | _describe(plan, [by_id[request.sample_id] for request in requests])
 
 
 def _describe(plan: Plan, responses: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     """Return lengths, reward and fingerprint of natural responses, as plain data."""
     lengths = [len(response) for response in responses]
-    rewards = (
-        [plan.score(i, response) for i, response in enumerate(responses)] if plan.score else []
-    )
+    rewards = [plan.score(i, of) for i, of in enumerate(responses)] if plan.score else []
     return {
         "lengths": lengths,
         **length_summary(lengths),
@@ -235,21 +231,13 @@ def summarize(modes: Sequence[Mode], runs: Sequence[dict[str, Any]]) -> list[dic
 
     Speeds are compared within the same repeat.
     """
-    baseline = {r["repeat"]: r for r in runs if r["mode"] == modes[0].name}
+    baseline = {r["repeat"]: r["tokens_per_s"] for r in runs if r["mode"] == modes[0].name}
     rows = []
     for mode in modes:
         mine = [run for run in runs if run["mode"] == mode.name]
-        values = {
-            "tokens_per_s": [run["tokens_per_s"] for run in mine],
-            "speed_vs_first": [
-                run["tokens_per_s"] / baseline[run["repeat"]]["tokens_per_s"] for run in mine
-            ],
-            "wall_s": [run["wall_s"] for run in mine],
-            "acceptance_length": [run["acceptance_length"] for run in mine],
-            "tail_share": [run["tail_share"] for run in mine],
-            "idle_s_per_engine": [sum(run["idle_s"].values()) / len(run["idle_s"]) for run in mine],
-        }
-        rows.append(
-            {"mode": mode.name, **{name: asdict(spread(of)) for name, of in values.items()}}
-        )
+        names = ("tokens_per_s", "wall_s", "acceptance_length", "tail_share")
+        values = {name: [run[name] for run in mine] for name in names}
+        values["speed_vs_first"] = [r["tokens_per_s"] / baseline[r["repeat"]] for r in mine]
+        values["idle_s_per_engine"] = [statistics.fmean(r["idle_s"].values()) for r in mine]
+        rows.append({"mode": mode.name, **{name: spread(of) for name, of in values.items()}})
     return rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -85,9 +85,8 @@ class Outcome:
     """The tokens of one mode, and how they were drafted."""
 
     mode: str
-    drafts: int
-    draft_tokens: int
-    accepted_tokens: int
+    stats: EngineStats
+    """What the engine counted meanwhile."""
     seconds: float
     tokens: tuple[tuple[int, ...], ...]
     """The responses, in the order of the prompts."""
@@ -96,15 +95,14 @@ class Outcome:
 def modes(num_samples: int, has_drafter: bool) -> tuple[Mode, ...]:
     """Return the modes to compare; the first one is plain decoding of all samples at once."""
     off = {"kind": "off"}
-    found = [
+    drafting = {"ngram:4": _fixed("ngram", 4)}
+    drafting |= {"eagle3:3": _fixed("eagle3", 3)} if has_drafter else {}
+    drafting |= {"random switching": _switching(has_drafter)}
+    return (
         Mode(f"off, {num_samples} at a time", off, num_samples, drafts=False),
         Mode(f"off, {FEW} at a time", off, FEW, drafts=False),
-        Mode("ngram:4", _fixed("ngram", 4), num_samples, drafts=True),
-    ]
-    if has_drafter:
-        found.append(Mode("eagle3:3", _fixed("eagle3", 3), num_samples, drafts=True))
-    switching = _switching(has_drafter)
-    return (*found, Mode("random switching", switching, num_samples, drafts=True))
+        *(Mode(name, of, num_samples, drafts=True) for name, of in drafting.items()),
+    )
 
 
 def _switching(has_drafter: bool) -> dict[str, Any]:
@@ -172,13 +170,17 @@ def run(plan: Plan, show: ShowProgress) -> dict[str, Any]:
         if plan.num_gpus:
             plain.report()  # an engine that starts measures the free memory of its GPU
         drafting = engines.enter_context(ChildEngine(engine_config(plan, drafts=True), "drafting"))
+        warm_up = [replace(r, sampling=replace(r.sampling, max_tokens=4)) for r in work[:2]]
         for engine in (plain, drafting):
             engine.report()
-            _warm_up(engine, work)
+            _generate(engine, warm_up, len(warm_up), lambda done: None)
         for number, mode in enumerate(todo):
             engine = drafting if mode.drafts else plain
-            done = number * len(work)
-            outcomes.append(_generate(engine, mode, work, show, done, total))
+
+            def note(done: int, what: str = mode.name, before: int = number * len(work)) -> None:
+                show(what, before + done, total)
+
+            outcomes.append(_outcome(engine, mode, work, note))
     differences = [first_difference(outcomes[0], other) for other in outcomes]
     if any(differences):
         show("examining the differences", total, total)
@@ -186,45 +188,36 @@ def run(plan: Plan, show: ShowProgress) -> dict[str, Any]:
     return summary(plan, outcomes, differences)
 
 
-def _warm_up(engine: ChildEngine, work: Sequence[SampleRequest]) -> None:
-    few = [replace(r, sampling=replace(r.sampling, max_tokens=4)) for r in work[:2]]
-    engine.call(Engine.submit, few)
-    finished = 0
-    while finished < len(few):
-        finished += len(engine.call(Engine.take_finished, 1.0))
+def _outcome(
+    engine: ChildEngine, mode: Mode, work: Sequence[SampleRequest], note: Callable[[int], None]
+) -> Outcome:
+    engine.call(Engine.set_strategy, mode.strategy)
+    engine.call(Engine.reset_prefix_cache)  # clears the n-grams of earlier modes, too
+    before = engine.call(Engine.stats)
+    started_s = time.perf_counter()
+    tokens = _generate(engine, work, mode.at_a_time, note)
+    seconds = time.perf_counter() - started_s
+    counted = EngineStats.difference([before], [engine.call(Engine.stats)])
+    return Outcome(mode.name, counted, seconds, tokens)
 
 
 def _generate(
     engine: ChildEngine,
-    mode: Mode,
     work: Sequence[SampleRequest],
-    show: ShowProgress,
-    before: int,
-    total: int,
-) -> Outcome:
-    engine.call(Engine.set_strategy, mode.strategy)
-    engine.call(Engine.reset_prefix_cache)  # clears the n-grams of earlier modes, too
-    stats = engine.call(Engine.stats)
+    at_a_time: int,
+    note: Callable[[int], None],
+) -> tuple[tuple[int, ...], ...]:
+    """Return the responses; `note` hears how many are done."""
     waiting = list(work)
     tokens: dict[str, tuple[int, ...]] = {}
-    started_s = time.perf_counter()
     while len(tokens) < len(work):
-        free = mode.at_a_time - (len(work) - len(waiting) - len(tokens))
+        free = at_a_time - (len(work) - len(waiting) - len(tokens))
         if new := waiting[:free]:
             engine.call(Engine.submit, new)
             del waiting[:free]
-        show(mode.name, before + len(tokens), total)
+        note(len(tokens))
         tokens |= {s.sample_id: s.token_ids for s in engine.call(Engine.take_finished, 1.0)}
-    seconds = time.perf_counter() - started_s
-    counted = EngineStats.difference([stats], [engine.call(Engine.stats)])
-    return Outcome(
-        mode.name,
-        counted.drafts,
-        counted.draft_tokens,
-        counted.accepted_tokens,
-        seconds,
-        tuple(tokens[request.sample_id] for request in work),
-    )
+    return tuple(tokens[request.sample_id] for request in work)
 
 
 # --- comparison ---------------------------------------------------------------------------------
@@ -232,20 +225,16 @@ def _generate(
 
 def first_difference(expected: Outcome, got: Outcome) -> Difference | None:
     """Return where the first sample that differs does so; None if all tokens are the same."""
-    pairs = list(zip(expected.tokens, got.tokens, strict=True))
-    places = [(number, first_position(a, b)) for number, (a, b) in enumerate(pairs)]
-    differing = [(number, place) for number, place in places if place is not None]
-    if not differing:
+    found = [
+        (number, place, a, b)
+        for number, (a, b) in enumerate(zip(expected.tokens, got.tokens, strict=True), 1)
+        if (place := first_position(a, b)) is not None
+    ]
+    if not found:
         return None
-    number, place = differing[0]
-    a, b = pairs[number]
-    return Difference(
-        sample=number + 1,
-        position=place + 1,
-        expected=a[place] if place < len(a) else None,
-        got=b[place] if place < len(b) else None,
-        num_samples=len(differing),
-    )
+    number, place, a, b = found[0]
+    tokens = [of[place] if place < len(of) else None for of in (a, b)]
+    return Difference(number, place + 1, *tokens, num_samples=len(found))
 
 
 def examine(
@@ -262,22 +251,21 @@ def examine(
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(plan.model, dtype=torch.float32)
-    found: list[Difference | None] = []
     by_vllm = bool(plan.num_gpus) and plan.sampling.temperature > 0
-    for difference in differences:
-        both = [] if difference is None else [difference.expected, difference.got]
-        tokens = [token for token in both if token is not None]
-        if difference is None or by_vllm or len(tokens) < 2:
-            found.append(difference)
-            continue
+
+    def examined(difference: Difference) -> Difference:
+        tokens = [t for t in (difference.expected, difference.got) if t is not None]
+        if by_vllm or len(tokens) < 2:
+            return difference
         request = work[difference.sample - 1]
         before = expected.tokens[difference.sample - 1][: difference.position - 1]
         with torch.no_grad():
             row = policy(torch.tensor([[*request.prompt_token_ids, *before]])).logits[0, -1]
         limit = NEAR_TIES[plan.dtype]
         apart = max(missed(row, request.sampling, len(before), token, limit) for token in tokens)
-        found.append(replace(difference, apart=apart, near_tie=apart <= limit))
-    return found
+        return replace(difference, apart=apart, near_tie=apart <= limit)
+
+    return [difference and examined(difference) for difference in differences]
 
 
 def missed(row: Any, sampling: SamplingSpec, position: int, token: int, slack: float) -> float:
@@ -323,23 +311,20 @@ def summary(
             "mode": outcome.mode,
             "samples": len(outcome.tokens),
             "tokens": sum(map(len, outcome.tokens)),
-            "draft_tokens": outcome.draft_tokens,
-            "accepted_tokens": outcome.accepted_tokens,
-            "acceptance_length": 1 + outcome.accepted_tokens / max(1, outcome.drafts),
+            "draft_tokens": outcome.stats.draft_tokens,
+            "accepted_tokens": outcome.stats.accepted_tokens,
+            "acceptance_length": outcome.stats.acceptance_length,
             "seconds": outcome.seconds,
             "difference": asdict(difference) if difference else None,
         }
         for outcome, difference in zip(outcomes, differences, strict=True)
     ]
-    sampling = plan.sampling
+    sampling = asdict(plan.sampling)
     return {
         "model": plan.model,
         "drafter": plan.drafter,
         "dtype": plan.dtype,
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        **{name: sampling[name] for name in ("max_tokens", "temperature", "top_p", "top_k")},
         "seed": plan.seed,
         "modes": rows,
         "lossless": is_lossless(rows, plan.dtype),
@@ -356,37 +341,34 @@ HEADS = (
 
 def cells(result: dict[str, Any]) -> list[list[str]]:
     """Return the rows of a result's table as text."""
-    rows = []
-    for number, row in enumerate(result["modes"]):
-        drafted = row["draft_tokens"]
-        rows.append(
-            [
-                row["mode"],
-                str(row["samples"]),
-                str(row["tokens"]),
-                f"{row['accepted_tokens']}/{drafted}" if drafted else "",
-                f"{row['acceptance_length']:.2f}" if drafted else "",
-                f"{row['seconds']:.1f}",
-                _sameness(row["difference"]) if number else "reference",
-            ]
-        )
-    return rows
+    return [
+        [
+            row["mode"],
+            str(row["samples"]),
+            str(row["tokens"]),
+            f"{row['accepted_tokens']}/{row['draft_tokens']}" if row["draft_tokens"] else "",
+            f"{row['acceptance_length']:.2f}" if row["draft_tokens"] else "",
+            f"{row['seconds']:.1f}",
+            _sameness(row["difference"]) if number else "reference",
+        ]
+        for number, row in enumerate(result["modes"])
+    ]
 
 
 def _sameness(difference: dict[str, Any] | None) -> str:
     if difference is None:
         return "yes"
-    where = f"no: sample {difference['sample']}, token {difference['position']}"
-    if difference["apart"] is None:
-        return f"{where}, {'not examined' if _unexamined(difference) else 'an early end'}"
-    kind = "a near-tie" if difference["near_tie"] else "no near-tie"
-    return f"{where}, {kind} ({difference['apart']:.2g} nats)"
+    apart, kind = difference["apart"], "an early end"
+    if apart is not None:
+        kind = f"{'a' if difference['near_tie'] else 'no'} near-tie ({apart:.2g} nats)"
+    elif _unexamined(difference):
+        kind = "not examined"
+    return f"no: sample {difference['sample']}, token {difference['position']}, {kind}"
 
 
 def _unexamined(difference: dict[str, Any]) -> bool:
-    """Return whether nobody looked at the logits of two tokens that differ."""
-    is_early_end = difference["expected"] is None or difference["got"] is None
-    return difference["apart"] is None and not is_early_end
+    """Return whether two tokens differ whose logits were not compared."""
+    return difference["apart"] is None and None not in (difference["expected"], difference["got"])
 
 
 def is_lossless(rows: Sequence[dict[str, Any]], dtype: str) -> bool:

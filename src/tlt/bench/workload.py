@@ -10,23 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
-from tlt.tasks.tail import HeavyTail
 
 MOST_TOKENS = 10_000_000
 """Longest response."""
-
-
-def draw_lengths(num_requests: int, tail: HeavyTail, seed: int) -> list[int]:
-    """Draw log-normal response lengths."""
-    rng = random.Random(seed)
-    return [tail.draw(rng) for _ in range(num_requests)]
 
 
 def read_lengths(path: Path) -> list[int]:

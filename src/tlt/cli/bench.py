@@ -7,26 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from tlt.cli.options import (
-    Engines,
-    Gpus,
-    Json,
-    MaxTokens,
-    Seed,
-    Temperature,
-    TopP,
-    command_line,
-    named_by_options,
-    number,
-    print_json,
-    result_table,
-    say_written,
-)
-from tlt.cli.progress import progress_bar
-from tlt.cli.verify import local_models, verify
+from tlt.cli import options as opt
+from tlt.cli.output import Output, command_line, write_json
+from tlt.cli.verify import verify
 
 HEAD_ROOM = 33
 """Tokens beyond prompt and response, for the longest draft that an engine supports."""
@@ -37,7 +21,7 @@ app.command("same", hidden=True)(verify)
 
 @app.command()
 def rollout(
-    model: Annotated[Path, typer.Option(help="Folder or Hub id of the policy.")],
+    model: opt.Policy,
     drafter: Annotated[
         Path | None, typer.Option(help="Folder or Hub id of an EAGLE-3 drafter.")
     ] = None,
@@ -49,18 +33,22 @@ def rollout(
             "baseline."
         ),
     ] = None,
-    task: Annotated[str, typer.Option(help="Task that provides the prompts.")] = "chain_sum",
+    task: opt.Task = "chain_sum",
     size: Annotated[
         int | None,
-        number("Size of every problem; large ones have answers longer than --longest.", 2, 100_000),
+        opt.number(
+            "Size of every problem; large ones have answers longer than --longest.", 2, 100_000
+        ),
     ] = None,
-    engines: Engines = 2,
-    gpus: Gpus = 0,
-    repeats: Annotated[int, number("Runs per mode.", 1, 10_000)] = 3,
-    requests: Annotated[int, number("Number of requests.", 1, 1_000_000)] = 64,
-    median: Annotated[int, number("Median response length in tokens.", 1, 10_000_000)] = 60,
-    p95: Annotated[int, number("95th percentile of the response lengths.", 1, 10_000_000)] = 500,
-    longest: MaxTokens = 1500,
+    engines: opt.Engines = 2,
+    gpus: opt.Gpus = 0,
+    repeats: Annotated[int, opt.number("Runs per mode.", 1, 10_000)] = 3,
+    requests: Annotated[int, opt.number("Number of requests.", 1, 1_000_000)] = 64,
+    median: Annotated[int, opt.number("Median response length in tokens.", 1, 10_000_000)] = 60,
+    p95: Annotated[
+        int, opt.number("95th percentile of the response lengths.", 1, 10_000_000)
+    ] = 500,
+    longest: opt.MaxTokens = 1500,
     lengths: Annotated[
         Path | None, typer.Option(help="File of response lengths, used instead of drawing them.")
     ] = None,
@@ -68,9 +56,9 @@ def rollout(
         bool,
         typer.Option("--natural", help="Let responses end by themselves, after --longest at most."),
     ] = False,
-    temperature: Temperature = 1.0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
+    temperature: opt.Temperature = 1.0,
+    top_p: opt.TopP = 1.0,
+    seed: opt.Seed = 0,
     engine_arg: Annotated[
         list[str] | None,
         typer.Option("--engine-arg", help="KEY=JSON argument for vLLM. Repeatable."),
@@ -81,10 +69,11 @@ def rollout(
     out: Annotated[Path, typer.Option(help="Folder for rollout.json and rollout.svg.")] = Path(
         "runs/bench-rollout"
     ),
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Generate one workload in several modes, interleaved: the same lengths or the same seeds."""
     import asyncio
+    import random
 
     from tlt.bench import charts, workload
     from tlt.bench import rollout as bench
@@ -98,10 +87,9 @@ def rollout(
     from tlt.tasks.rewards import exact_score
     from tlt.tasks.tail import HeavyTail
 
-    console = Console(stderr=as_json)
-    modes = tuple(
-        bench.Mode.parse(text, drafter is not None) for text in mode or _default_modes(drafter)
-    )
+    output = Output(as_json)
+    usual = ["off", "ngram:4", *(["eagle3:2", "eagle3:4"] if drafter else [])]
+    modes = tuple(bench.Mode.parse(text, drafter is not None) for text in mode or usual)
     source: dict[str, int] | str
     if natural:
         source, sizes = "natural", [longest] * requests
@@ -110,11 +98,12 @@ def rollout(
     else:
         source = {"num_requests": requests, "median": median, "p95": p95, "longest": longest}
         source |= {"seed": seed}
-        sizes = workload.draw_lengths(requests, HeavyTail(median, p95, longest), seed)
-    model, drafter = local_models(model, drafter)
+        tail, rng = HeavyTail(median, p95, longest), random.Random(seed)
+        sizes = [tail.draw(rng) for _ in range(requests)]
+    model, drafter = opt.local_models(model, drafter)
     chat = Chat(str(model))
     difficulty = HeavyTail(size, size, size) if size else None
-    with named_by_options():
+    with opt.named_by_options():
         made = problems(task, len(sizes), seed, "bench", sizes=difficulty)
     prompts = [chat.prompt(problem.question) for problem in made]
     arguments: dict[str, Any] = {
@@ -144,26 +133,37 @@ def rollout(
     setups = bench.setups(plan)
     for setup in setups:
         bench.engine_for(plan, setup)  # refuses bad settings before Ray starts
-    with progress_bar(console) as show:
+    with output.progress() as show:
         show("starting Ray", 0, 1)
         start_ray(engines * len(setups))  # setups take turns on the cores
         result = asyncio.run(bench.run(plan, show))
     out.mkdir(parents=True, exist_ok=True)
     result["provenance"] = provenance(command_line())
-    (out / "rollout.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(out / "rollout.json", result)
     (out / "rollout.svg").write_text(charts.running(result))
     for text in result["decisions"].keys() & LEARNING:
-        picture = charts.decisions(result["decisions"][text], text)
-        (out / f"{text}.svg").write_text(picture)
-    if as_json:
-        print_json(result)
-        return
-    console.print(_table(result))
-    say_written(console, f"{out}/rollout.json and {out}/rollout.svg")
-
-
-def _default_modes(drafter: Path | None) -> list[str]:
-    return ["off", "ngram:4", "eagle3:2", "eagle3:4"] if drafter else ["off", "ngram:4"]
+        (out / f"{text}.svg").write_text(charts.decisions(result["decisions"][text], text))
+    output.result(result)
+    work = result["workload"]
+    output.table(
+        f"{work['num_requests']} requests, {work['total_tokens']} tokens (median "
+        f"{work['median']}, longest {work['longest']}), {engines} engines, {repeats} runs each: "
+        "median (low-high), idle seconds per engine",
+        ("mode", ">tokens/s", ">speed", ">wall s", ">accept length", ">tail share", ">idle s"),
+        [
+            [
+                row["mode"],
+                _cell(row["tokens_per_s"], "{:.0f}"),
+                _cell(row["speed_vs_first"], "{:.2f}", "x"),
+                _cell(row["wall_s"], "{:.0f}"),
+                f"{row['acceptance_length']['median']:.2f}",
+                f"{row['tail_share']['median']:.0%}",
+                f"{row['idle_s_per_engine']['median']:.1f}",
+            ]
+            for row in result["summary"]
+        ],
+    )
+    output.wrote(f"{out}/rollout.json and {out}/rollout.svg")
 
 
 def _engine_args(pairs: list[str]) -> dict[str, Any]:
@@ -179,32 +179,6 @@ def _engine_args(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             arguments[key] = value
     return arguments
-
-
-def _table(result: dict[str, Any]) -> Table:
-    workload = result["workload"]
-    table = result_table(
-        f"{workload['num_requests']} requests, {workload['total_tokens']} tokens "
-        f"(median {workload['median']}, longest {workload['longest']}), "
-        f"{result['num_engines']} engines, {result['repeats']} runs each: "
-        "median (low-high), idle seconds per engine",
-    )
-    table.add_column("mode")
-    for heading, width in (("tokens/s", 8), ("speed", 11), ("wall s", 9)):
-        table.add_column(heading, justify="right", min_width=width)  # a range fits on its line
-    for heading in ("accept length", "tail share", "idle s"):
-        table.add_column(heading, justify="right")
-    for row in result["summary"]:
-        table.add_row(
-            row["mode"],
-            _cell(row["tokens_per_s"], "{:.0f}"),
-            _cell(row["speed_vs_first"], "{:.2f}", "x"),
-            _cell(row["wall_s"], "{:.0f}"),
-            f"{row['acceptance_length']['median']:.2f}",
-            f"{row['tail_share']['median']:.0%}",
-            f"{row['idle_s_per_engine']['median']:.1f}",
-        )
-    return table
 
 
 def _cell(value: dict[str, float], form: str, unit: str = "") -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from tlt.cli.options import Json, number, print_json, say_written
+from tlt.cli.options import Json, number
+from tlt.cli.output import Output
 
 if TYPE_CHECKING:
     from tlt.tasks.datasets import Columns
@@ -79,11 +79,9 @@ def jsonl(
     path = Path(source)
     rows: Iterable[Any]
     if path.suffix.lower() in TABLES or path.exists():
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "does not exist"
+        if not path.is_file() or path.suffix.lower() not in TABLES:
+            what = "is not a table" if path.exists() else "does not exist"
             raise ConfigError(f"{source} {what}; give a .csv, .jsonl or .parquet file")
-        if path.suffix.lower() not in TABLES:
-            raise ConfigError(f"{source} is no table; give a .csv, .jsonl or .parquet file")
         rows, name = from_file(path, columns), path.stem
     elif hub_id(source) is not None:
         rows, name = from_hub(source, [config], split), f"{path.name}-{split}"
@@ -100,19 +98,11 @@ def _write(
 ) -> None:
     from tlt.tasks.datasets import write_problems
 
-    console = Console(stderr=as_json)
-    with console.status("reading the dataset"):
+    output = Output(as_json)
+    with output.console.status("reading the dataset"):
         written = write_problems(rows, columns, out, limit)
-    skipped = f", {written.num_skipped} left out without an answer" if written.num_skipped else ""
-    if as_json:
-        found = {
-            "path": str(out),
-            "problems": written.num_problems,
-            "left_out": written.num_skipped,
-        }
-        print_json(found)
-        return
-    say_written(console, f"{out}: {written.num_problems} problems{skipped}")
-    console.print(
-        f"next: tlt init --model MODEL --data {out}", markup=False, highlight=False, soft_wrap=True
-    )
+    count, left_out = written.num_problems, written.num_skipped
+    output.result({"path": str(out), "problems": count, "left_out": left_out})
+    without = f", {left_out} left out without an answer" if left_out else ""
+    output.wrote(f"{out}: {count} problems{without}")
+    output.say(f"next: tlt init --model MODEL --data {out}")

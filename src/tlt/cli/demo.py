@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -21,17 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tlt.cli.options import Json, number, print_json, result_table, say_written
-from tlt.cli.progress import progress_bar
+from tlt.cli.options import Json, number
+from tlt.cli.output import Output
 
 if TYPE_CHECKING:
     from tlt.contracts import ShowProgress
-    from tlt.observe.live import Now
-    from tlt.report.view import RunView
 
 STEPS = 10
 LIMIT_S = 300.0
@@ -50,8 +45,6 @@ SHARED_GIB = 0.5
 """Room in shared memory for hidden states and weights."""
 NEEDED = ("torch", "vllm", "ray", "transformers", "reasoning_gym", "pebble")
 """Libraries that the demo uses."""
-
-LINE: dict[str, Any] = {"highlight": False, "soft_wrap": True}
 
 
 def demo(
@@ -72,32 +65,31 @@ def demo(
 
     Needs two CPU cores and no network, and takes at most five minutes.
     """
+    from tlt.report.gain import as_data
     from tlt.report.page import as_html
     from tlt.report.view import look_at
 
     _check(out)
-    console = Console(stderr=as_json)
+    output = Output(as_json)
     started_s, limit_s = time.monotonic(), LIMIT_S if steps is None else math.inf
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run under way, too
-    with progress_bar(console) as show:
+    with output.progress() as show:
         model = _model(out, started_s + MODEL_SHARE * limit_s, show)
         settings = _settings(out, model)
         off = Job("off", settings, out / "off", steps or STEPS)
-        done = off.run(console, show, (MODEL_SHARE, OFF_SHARE), started_s + OFF_SHARE * limit_s)
+        done = off.run(output, show, (MODEL_SHARE, OFF_SHARE), started_s + OFF_SHARE * limit_s)
         tlt = Job("tlt", settings, out / "tlt", done, ("tlt.enabled=true",))
-        tlt.run(console, show, (OFF_SHARE, 1.0), started_s + limit_s - REPORT_S)
+        tlt.run(output, show, (OFF_SHARE, 1.0), started_s + limit_s - REPORT_S)
     views = [look_at(job.out) for job in (off, tlt)]
     page = out / "report.html"
     page.write_text(as_html(views, page))
-    found = _found(views, out) | {"seconds": time.monotonic() - started_s}
-    if as_json:
-        print_json(found | {"report": str(page)})
-        return
-    _show(console, found)
-    console.print("The two runs were:", **LINE)
+    found = as_data(*views) | {"samples": _same_samples(off.out, tlt.out)}
+    output.result(found | {"seconds": time.monotonic() - started_s, "report": str(page)})
+    _show(output, found)
+    output.say("The two runs were:")
     for job in (off, tlt):
-        console.print(f"  {shlex.join(['tlt', *job.arguments])}", markup=False, **LINE)
-    say_written(console, f"{page}: open it in a browser")
+        output.say(f"  {shlex.join(['tlt', *job.arguments])}")
+    output.wrote(f"{page}: open it in a browser")
 
 
 # --- before the runs ------------------------------------------------------------------------------
@@ -192,9 +184,10 @@ class Job:
         return ["train", str(self.settings), folder, steps, *self.changes]
 
     def run(
-        self, console: Console, show: ShowProgress, shares: tuple[float, float], deadline_s: float
+        self, output: Output, show: ShowProgress, shares: tuple[float, float], deadline_s: float
     ) -> int:
         """Train until all RL steps are done or the time is over; return how many were done."""
+        from tlt.observe.live import read_live
         from tlt.observe.record import read_metrics
 
         log = self.out.with_suffix(".log")
@@ -205,8 +198,7 @@ class Job:
         with _process([sys.executable, "-m", "tlt", *self.arguments], log) as process:
             while process.poll() is None:
                 time.sleep(0.5)
-                now = _live(self.out)
-                if now is None:
+                if (now := read_live(self.out / "live.json")) is None:
                     continue
                 done = int(now.record.get("step", 0))
                 show(f"{self.name}: {now.what}", begin + (end - begin) * done / self.num_steps, 1)
@@ -220,7 +212,7 @@ class Job:
             _fail(self.name, code, log)
         seconds = time.monotonic() - begun_s
         early = ", all that five minutes have room for" if ended_early else ""
-        console.print(f"{self.name}: {done} RL steps in {seconds:.0f} s{early}", **LINE)
+        output.note(f"{self.name}: {done} RL steps in {seconds:.0f} s{early}")
         return done
 
 
@@ -248,15 +240,6 @@ def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
                     child.kill()
 
 
-def _live(run: Path) -> Now | None:
-    from tlt.errors import ConfigError
-    from tlt.observe.live import read_live
-
-    with contextlib.suppress(ConfigError):
-        return read_live(run / "live.json")
-    return None
-
-
 def _fail(name: str, code: int, log: Path) -> NoReturn:
     """Say what the run itself said last."""
     from tlt.errors import EngineError
@@ -271,17 +254,6 @@ def _fail(name: str, code: int, log: Path) -> NoReturn:
 
 
 # --- the result -----------------------------------------------------------------------------------
-
-
-def _found(views: list[RunView], out: Path) -> dict[str, Any]:
-    from tlt.report import gain
-
-    off, tlt = views
-    found = gain.gain(off, tlt)
-    data = gain.as_data(found, gain.drafting(tlt), gain.leases(tlt))
-    data["drift"] = gain.drift(found) if found else ""
-    data["samples"] = _same_samples(out / "off", out / "tlt")
-    return data
 
 
 def _same_samples(off: Path, tlt: Path) -> dict[str, int]:
@@ -303,44 +275,25 @@ def _responses(file: Path) -> Counter[tuple[str, str]]:
     return Counter((row["problem"], row["response"]) for row in rows)
 
 
-def _show(console: Console, found: Mapping[str, Any]) -> None:
-    console.print(f"[bold]{escape(found['verdict'])}[/]", **LINE)
+def _show(output: Output, found: dict[str, Any]) -> None:
+    from tlt.report.gain import LABELS, in_words
+
+    output.say(found["verdict"], style="bold")
     if found["drift"]:
-        rollout = found["gain"]["rollout"]
-        console.print(
-            f"The rollout alone: {rollout['median']:.2f}x ({rollout['low']:.2f} to "
-            f"{rollout['high']:.2f}). {found['drift']}",
-            **LINE,
-        )
-    console.print(_drafts_table(found["drafts"]))
+        output.say(f"The rollout alone: {in_words(found['gain']['rollout'])}. {found['drift']}")
+    columns = (">engine seconds", ">tokens", ">tokens per draft", ">share of tokens saved")
+    rows = []
+    for name, of in found["drafts"].items():
+        drafts = [f"{of['acceptance_length']:.2f}", f"{of['saved_share']:.0%}"]
+        cells = [LABELS[name], f"{of['seconds']:.1f}", f"{of['tokens']:,.0f}"]
+        rows.append([*cells, *(["-", "-"] if name == "off" else drafts)])
+    output.table("what made it: the run with TLT, by who drafted", ("", *columns), rows)
     if idle := found["leases"]:
-        console.print(
+        output.say(
             f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "
             f"{idle['training_s'] + idle['idle_s']:.0f} idle seconds; better drafters published: "
-            f"{idle['published']:.0f}.",
-            **LINE,
+            f"{idle['published']:.0f}."
         )
-    samples = found["samples"]
-    if samples["compared"]:
-        console.print(
-            f"Samples: {samples['same']} of {samples['compared']} are the same text in both runs.",
-            **LINE,
-        )
-
-
-def _drafts_table(drafts: Mapping[str, Mapping[str, float]]) -> Table:
-    from tlt.report.gain import LABELS
-
-    table = result_table("what made it: the run with TLT, by who drafted")
-    for heading in ("", "engine seconds", "tokens", "tokens per draft", "share of tokens saved"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, of in drafts.items():
-        plain = name == "off"
-        table.add_row(
-            LABELS[name],
-            f"{of['seconds']:.1f}",
-            f"{of['tokens']:,.0f}",
-            "-" if plain else f"{of['acceptance_length']:.2f}",
-            "-" if plain else f"{of['saved_share']:.0%}",
-        )
-    return table
+    same, compared = found["samples"]["same"], found["samples"]["compared"]
+    if compared:
+        output.say(f"Samples: {same} of {compared} are the same text in both runs.")

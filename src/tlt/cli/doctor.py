@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from tlt.cli.options import Json, command_line, number, print_findings, print_json, say_written
+from tlt.cli.options import Json, number
+from tlt.cli.output import Output, command_line
 
 if TYPE_CHECKING:
     from tlt.doctor.isolated import Result
@@ -43,55 +43,50 @@ def doctor(
 
     With --gpu, test real engines on the GPU and write a report to attach to an issue.
     """
-    console = Console(stderr=as_json)
+    output = Output(as_json)
     if run is not None:
-        _explain_run(console, run, as_json)
+        _explain_run(output, run)
     elif gpu:
-        _check_device(console, device, out, only or [], limit_s, as_json)
+        _check_device(output, device, out, only or [], limit_s)
     else:
-        findings = _find(console)
+        findings = _find(output)
         num_broken = sum(finding["status"] == "bad" for finding in findings)
-        if as_json:
-            print_json({"findings": findings, "to_fix": num_broken})
-        elif num_broken:
-            console.print(f"[red]{num_broken} to fix[/] before rollouts can run here")
-        else:
-            console.print("[green]rollouts with speculation can run here[/]")
-        raise typer.Exit(1 if num_broken else 0)
+        output.result({"findings": findings, "to_fix": num_broken})
+        if num_broken:
+            output.say(f"{num_broken} to fix before rollouts can run here", style="red")
+            raise typer.Exit(1)
+        output.say("rollouts with speculation can run here", style="green")
 
 
-def _explain_run(console: Console, run: Path, as_json: bool) -> None:
+def _explain_run(output: Output, run: Path) -> None:
     """Print what holds a run back."""
     from tlt.report.findings import findings
     from tlt.report.view import look_at
 
     view = look_at(run)
-    if as_json:
-        found = [{"kind": f.kind, "says": f.says, "change": f.change} for f in findings(view)]
-        print_json({"run": view.name, "findings": found})
-    else:
-        print_findings(console, view)
+    found = findings(view)
+    as_data = [{"kind": f.kind, "says": f.says, "change": f.change} for f in found]
+    output.result({"run": view.name, "findings": as_data})
+    output.findings(found)
 
 
-def _find(console: Console) -> list[dict[str, str]]:
+def _find(output: Output) -> list[dict[str, str]]:
     """Print the findings about this machine as they come, and return them."""
     from tlt.doctor import machine
 
     found = []
-    console.print("checking this machine; loading vLLM takes a few seconds", style="dim")
+    output.note("checking this machine; loading vLLM takes a few seconds", style="dim")
     for finding in machine.findings():
         color, mark = MARKS[finding.status]
-        console.print(f"[{color}]{mark:8}[/][bold]{finding.what:24}[/]", end="", highlight=False)
-        fix = f"; to fix it: {finding.fix}" if finding.fix else ""
-        console.print(finding.found + fix, highlight=False, markup=False, soft_wrap=True)
+        output.note(f"{mark:8}", color, end="")
+        output.note(f"{finding.what:24}", "bold", end="")
+        output.note(finding.found + (f"; to fix it: {finding.fix}" if finding.fix else ""))
         found.append(asdict(finding))
     return found
 
 
-def _check_device(
-    console: Console, device: str, out: Path, only: list[str], limit_s: float, as_json: bool
-) -> None:
-    """Run the checks of a device, and write their report; with `as_json` also print it."""
+def _check_device(output: Output, device: str, out: Path, only: list[str], limit_s: float) -> None:
+    """Run the checks of a device, and write their report; with `--json` also print it."""
     from tlt.doctor import machine, report
     from tlt.errors import ConfigError
     from tlt.observe.provenance import provenance
@@ -103,25 +98,21 @@ def _check_device(
     if device == "gpu" and not gpus:
         raise ConfigError(machine.why_no_gpu(facts["torch"]))
     facts |= {"provenance": provenance(command_line()), "device": device}
-    facts["findings"] = _find(console)
+    facts["findings"] = _find(output)
 
     def show(check: report.Check, result: Result | None) -> None:
         if result is None:
-            console.print(
-                f"{check.name}: {check.function.__doc__}", highlight=False, soft_wrap=True
-            )
+            output.note(f"{check.name}: {check.function.__doc__}")
             return
         color = "red" if result.is_bad else "green" if result.status == "passed" else "blue"
-        line = f"  [{color}]{result.status}[/] after {result.seconds:.1f} s"
-        console.print(line, end="", highlight=False)
+        output.note(f"  {result.status}", color, end="")
         why = f": {(result.error.splitlines() or [''])[0]}" if result.error else ""
-        console.print(why, highlight=False, soft_wrap=True, markup=False)
+        output.note(f" after {result.seconds:.1f} s{why}")
 
     results = report.run_checks(checks, len(gpus), limit_s, out, facts, show)
-    console.print(report.verdict(results), highlight=False)
-    say_written(console, str(out))
-    if as_json:
-        print_json(json.loads(out.read_bytes()))
+    output.note(report.verdict(results))
+    output.marked("wrote", "green", str(out))
+    output.result(json.loads(out.read_bytes()))
     if any(result.is_bad for result in results):
-        console.print("please attach the file to an issue; read it first: it holds paths and logs")
+        output.note("please attach the file to an issue; read it first: it holds paths and logs")
         raise typer.Exit(1)

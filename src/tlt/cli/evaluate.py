@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from tlt.cli.options import (
-    Engines,
-    Json,
-    Parameters,
-    Seed,
-    Sizes,
-    TopP,
-    command_line,
-    named_by_options,
-    number,
-    print_json,
-    read_sizes,
-    result_table,
-)
-from tlt.cli.progress import progress_bar
-
-if TYPE_CHECKING:
-    from tlt.config.train import TaskConfig
+from tlt.cli import options as opt
+from tlt.cli.output import Output, command_line
 
 MAX_TOKENS = 1024
 
@@ -41,8 +23,8 @@ def evaluate(
             "and answer; by default the held-out problems of the run."
         ),
     ] = None,
-    parameter: Parameters = None,
-    sizes: Sizes = None,
+    parameter: opt.Parameters = None,
+    sizes: opt.Sizes = None,
     instruction: Annotated[
         str | None,
         typer.Option(
@@ -55,24 +37,26 @@ def evaluate(
         typer.Option(help="gym, exact, math or module:function; by default that of the run."),
     ] = None,
     problems: Annotated[
-        int | None, number("Number of problems; by default 64, or all of a run.", 1, 1_000_000)
+        int | None, opt.number("Number of problems; by default 64, or all of a run.", 1, 1_000_000)
     ] = None,
-    samples: Annotated[int, number("Samples per problem; the largest k.", 1, 10_000)] = 4,
+    samples: Annotated[int, opt.number("Samples per problem; the largest k.", 1, 10_000)] = 4,
     max_tokens: Annotated[
         int | None,
-        number(f"Longest response; by default that of the run, or {MAX_TOKENS}.", 1, 10_000_000),
+        opt.number(
+            f"Longest response; by default that of the run, or {MAX_TOKENS}.", 1, 10_000_000
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, number("Sampling temperature; by default that of the run, or 1.", 0, 2)
+        float | None, opt.number("Sampling temperature; by default that of the run, or 1.", 0, 2)
     ] = None,
-    top_p: TopP = 1.0,
-    engines: Engines = 1,
+    top_p: opt.TopP = 1.0,
+    engines: opt.Engines = 1,
     gpus: Annotated[
         int | None,
-        number("GPUs per engine; by default those of the run, or 0: CPU cores.", 0, 10_000),
+        opt.number("GPUs per engine; by default those of the run, or 0: CPU cores.", 0, 10_000),
     ] = None,
-    seed: Seed = 0,
-    as_json: Json = False,
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure pass@k of a run's policy or of any model, with 95% intervals.
 
@@ -93,18 +77,18 @@ def evaluate(
             f"--temperature 0 makes {samples} equal samples of every problem; give --samples 1, or "
             "a temperature such as 0.6"
         )
-    with named_by_options():
+    with opt.named_by_options():
         asked = Asked(
             task,
             apply_overrides({}, parameter or []),
-            read_sizes(sizes),
+            opt.read_sizes(sizes),
             instruction,
             reward,
             problems,
             seed,
         )
-        chosen, function, note = chosen_problems(run, asked, _file_task)
-    console = Console(stderr=as_json)
+        chosen, function, note = chosen_problems(run, asked)
+    output = Output(as_json)
     plan = EvalPlan(
         model=str(model),
         problems=chosen,
@@ -119,37 +103,19 @@ def evaluate(
         reward_timeout_s=run.reward.timeout_s if run else 10.0,
         seed=seed,
     )
-    with progress_bar(console) as show:
+    with output.progress() as show:
         result = measure(plan, show)
     result |= {"model": target, "problems": note, "provenance": provenance(command_line())}
-    if as_json:
-        print_json(result)
-        return
-    says = f"{target}: {note}, {samples} samples each at temperature {temperature:g}"
-    console.print(says, highlight=False, markup=False, soft_wrap=True)
-    table = result_table("")
-    for heading in ("k", "pass@k", "95% interval"):
-        table.add_column(heading, justify="right")
-    for k, of in result["pass_at"].items():
-        table.add_row(k, f"{of['value']:.1%}", f"{of['low']:.1%} to {of['high']:.1%}")
-    console.print(table)
-    rest = (
+    output.result(result)
+    output.say(f"{target}: {note}, {samples} samples each at temperature {temperature:g}")
+    rows = [
+        [k, f"{of['value']:.1%}", f"{of['low']:.1%} to {of['high']:.1%}"]
+        for k, of in result["pass_at"].items()
+    ]
+    output.table("", (">k", ">pass@k", ">95% interval"), rows)
+    faults = result["faults"]
+    output.say(
         f"{result['mean_tokens']:.0f} tokens per response, {result['truncated_share']:.0%} cut off "
         f"at {plan.max_tokens}; mean reward {result['reward_mean']:.3f}"
+        + (f"; {faults} samples without a reward count as wrong" if faults else "")
     )
-    if result["faults"]:
-        rest += f"; {result['faults']} samples without a reward count as wrong"
-    console.print(rest, highlight=False, soft_wrap=True)
-
-
-def _file_task(path: str, like: TaskConfig | None) -> TaskConfig:
-    """Return how to read a file's problems and ask them: as a run does, or as is usual."""
-    from tlt.config.train import TaskConfig
-    from tlt.tasks.file import columns, task_of
-
-    if like is not None:
-        own = like.model_copy(update={"path": path, "id_key": None})
-        if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
-            return own
-    usual = TaskConfig(**task_of(path, "--task")["task"])
-    return usual.model_copy(update={"instruction": like.instruction}) if like else usual

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from tlt.cli.options import Json, named_by_options, number, print_json, say_written
-from tlt.cli.train import LINE, check_run, memory_data
+from tlt.cli.options import Json, named_by_options, number
+from tlt.cli.output import Output
+from tlt.cli.train import check_run, memory_data
 
 if TYPE_CHECKING:
     from tlt.train.recipe import Hardware
@@ -59,7 +58,7 @@ def init(
         raise ConfigError(f"--out {out} should end in .toml; e.g. {out.with_suffix('.toml')}")
     if out.exists():
         raise ConfigError(f"--out {out} exists; remove it, or name another file")
-    console = Console(stderr=as_json)
+    output = Output(as_json)
     here = _here()
     name = model or _ask("--model", "Model folder, or id of the Hub", "Qwen/Qwen3-8B")
     problems = data or _ask("--data", "File of problems (.jsonl, .parquet), or a task", "gcd")
@@ -91,23 +90,21 @@ def init(
         checked = resolve_defaults(load_config(TrainConfig, out))
         if not from_hub:
             with named_by_options(OPTIONS):
-                places = check_run(console, checked, resume=False, show=not as_json)
+                places = check_run(output, checked, resume=False)
     except BaseException:
         out.unlink(missing_ok=True)
         raise
-    if as_json:
-        print_json(
-            {"path": str(out), "settings": tomllib.loads(text), "memory": memory_data(places)}
+    output.result(
+        {"path": str(out), "settings": tomllib.loads(text), "memory": memory_data(places)}
+    )
+    output.wrote(str(out))
+    if from_hub and not as_json:
+        output.marked(
+            "only planned:",
+            "yellow",
+            f"weights and data are checked by tlt train {out} --check, which downloads the model",
         )
-        return
-    say_written(console, str(out))
-    if from_hub:
-        console.print(
-            f"[yellow]only planned[/]: weights and data are checked by tlt train {escape(str(out))}"
-            " --check, which downloads the model",
-            **LINE,
-        )
-    console.print(f"next: tlt train {out} --check, then without --check", markup=False, **LINE)
+    output.say(f"next: tlt train {out} --check, then without --check")
 
 
 def _here() -> Hardware:

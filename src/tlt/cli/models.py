@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from tlt.cli.options import Seed, number, say_written
+from tlt.cli.options import Seed, number
+from tlt.cli.output import Output
 
 app = typer.Typer(no_args_is_help=True, help="Make model folders offline.")
 
@@ -21,9 +23,8 @@ def smollm2(out: Out = None) -> None:
     from tlt.models import smollm2
 
     target = out or Path("models/smollm2")
-    with Console().status("expanding SmolLM2-135M-Instruct to bfloat16"):
+    with _making(target, "expanding SmolLM2-135M-Instruct to bfloat16"):
         smollm2.make(target)
-    _done(target)
 
 
 @app.command()
@@ -40,11 +41,14 @@ def tiny(
     if hidden_size % 64:
         raise ConfigError(f"--hidden-size {hidden_size} is not a multiple of 64; e.g. 128")
     target = out or Path("models/tiny")
-    with Console().status("making a tiny random model"):
+    with _making(target, "making a tiny random model"):
         tiny.make(target, hidden_size=hidden_size, num_layers=layers, seed=seed)
-    _done(target)
 
 
-def _done(target: Path) -> None:
+@contextmanager
+def _making(target: Path, what: str) -> Iterator[None]:
+    output = Output()
+    with output.console.status(what):
+        yield
     size = sum(f.stat().st_size for f in target.iterdir()) / 2**20
-    say_written(Console(), f"{target} ({size:.0f} MiB)")
+    output.wrote(f"{target} ({size:.0f} MiB)")

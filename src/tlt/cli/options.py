@@ -1,23 +1,17 @@
-"""Options and output that several commands share."""
+"""Options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 if TYPE_CHECKING:
-    from tlt.report.view import RunView
     from tlt.tasks.tail import HeavyTail
 
 LARGEST_SEED = 2**63 - 1
@@ -34,6 +28,11 @@ def _is_number(value: float | None) -> float | None:
     return value
 
 
+Policy = Annotated[Path, typer.Option(help="Folder or Hub id of the policy.")]
+Task = Annotated[str, typer.Option(help="Task that provides the prompts.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
+]
 Temperature = Annotated[float, number("Sampling temperature.", 0, 2)]
 TopP = Annotated[float, number("Probability mass of nucleus sampling.", 1e-6, 1)]
 Lr = Annotated[float, number("Highest learning rate.", 1e-12, 1)]
@@ -72,9 +71,26 @@ Prompts = Annotated[
     typer.Option(help="File of your own prompts: .jsonl with a 'prompt', or one per line."),
 ]
 
+EXAMPLE = '{"prompt": "Is 7 prime?"}'
 
-def read_prompts(file: Path, count: int, fewer: str) -> list[str]:
-    """Return the first prompts of a file; `fewer` says which option asks for less of them."""
+
+def read_prompts(
+    model: Path, task: str, file: Path | None, count: int, seed: int, split: str, fewer: str
+) -> list[tuple[int, ...]]:
+    """Return prompts of a task or a file as tokens of a model.
+
+    `fewer` names the option that asks for less of them.
+    """
+    from tlt.tasks.chat import Chat
+    from tlt.tasks.gym import problems
+
+    chat = Chat(str(model))
+    if file is not None:
+        return [chat.prompt(text) for text in _texts(file, count, fewer)]
+    return [chat.prompt(problem.question) for problem in problems(task, count, seed, split)]
+
+
+def _texts(file: Path, count: int, fewer: str) -> list[str]:
     from tlt.errors import ConfigError
 
     try:
@@ -89,18 +105,16 @@ def read_prompts(file: Path, count: int, fewer: str) -> list[str]:
         raise ConfigError(
             f"--prompts {file} has {len(lines)} prompts, but {count} are asked for; lower {fewer}"
         )
+    if file.suffix != ".jsonl":
+        return lines[:count]
     texts = []
     for place, line in enumerate(lines[:count], 1):
-        text: str | None = line
-        if file.suffix == ".jsonl":
-            try:
-                text = json.loads(line)["prompt"]
-            except (ValueError, LookupError, TypeError, RecursionError):
-                text = None
+        try:
+            text = json.loads(line)["prompt"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            text = None
         if not isinstance(text, str):
-            raise ConfigError(
-                f"{file}, line {place}: no 'prompt'; e.g. " + json.dumps({"prompt": "Is 7 prime?"})
-            )
+            raise ConfigError(f"{file}, line {place}: no 'prompt'; e.g. {EXAMPLE}")
         texts.append(text)
     return texts
 
@@ -143,46 +157,15 @@ def named_by_options(options: Mapping[str, str] = OPTION_OF) -> Iterator[None]:
         raise ConfigError(text) from error
 
 
-def command_line() -> str:
-    """Return the command line as the user typed it."""
-    return "tlt " + " ".join(sys.argv[1:])
+def local_models(model: Path, drafter: Path | None) -> tuple[Path, Path | None]:
+    """Return the folders of policy and drafter, downloaded if need be; refuse damaged ones."""
+    from tlt.models.folder import check_drafter, read_model
+    from tlt.models.hub import local_folder
 
-
-def print_findings(console: Console, view: RunView) -> None:
-    """Print what limits a run's speed, and which settings to change."""
-    from tlt.report.findings import findings
-
-    for finding in findings(view):
-        console.print(
-            f"{escape(finding.says)}\n[green]->[/] {escape(finding.change)}",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def print_json(data: Any) -> None:
-    """Print a result as JSON, which has no word for what is not finite."""
-    typer.echo(json.dumps(_finite(data), indent=1, default=str))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def result_table(title: str) -> Table:
-    return Table(
-        title=escape(title),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-
-
-def say_written(console: Console, what: str) -> None:
-    """Say which files a command wrote; names of files are not markup."""
-    console.print(f"[green]wrote[/] {escape(what)}", highlight=False, soft_wrap=True)
+    folder = local_folder(model, "--model")
+    policy = read_model(folder, "--model")
+    if drafter is None:
+        return folder, None
+    drafter = local_folder(drafter, "--drafter")
+    check_drafter(drafter, policy, "--drafter")
+    return folder, drafter

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from tlt.cli.options import print_findings, result_table, say_written
+from tlt.cli.output import Output
 
 
 def report(
@@ -28,6 +26,7 @@ def report(
     ] = False,
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""
+    from tlt.report.findings import findings
     from tlt.report.gain import compare, in_words
     from tlt.report.page import as_html, as_json
     from tlt.report.page import pictures as files
@@ -40,26 +39,22 @@ def report(
     if json:
         typer.echo(as_json(views))
         return
-    console = Console()
+    output = Output()
     for view in views:
-        console.print(
-            f"[bold]{escape(view.name)}[/]: {len(view.records)} RL steps", highlight=False
-        )
-        print_findings(console, view)
-    if len(views) > 1:
-        table = result_table(f"speed-up over {views[0].name}")
-        table.add_column("run")
-        for heading in ("in all", "RL step", "rollout", "rollout per token"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for other in views[1:]:
-            found = compare(views[0], other)
-            cells = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
-            table.add_row(escape(other.name), f"{found['whole']:.2f}x", *cells)
-        console.print(table)
+        output.marked(f"{view.name}:", "bold", f"{len(view.records)} RL steps")
+        output.findings(findings(view))
+    rows = []
+    for other in views[1:]:
+        found = compare(views[0], other)
+        cells = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
+        rows.append([other.name, f"{found['whole']:.2f}x", *cells])
+    if rows:
+        columns = ("run", ">in all", ">RL step", ">rollout", ">rollout per token")
+        output.table(f"speed-up over {views[0].name}", columns, rows)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         for name, svg in files(views).items():
             (pictures / name).write_text(svg)
     page = out or runs[-1] / "report.html"
     page.write_text(as_html(views, page))
-    say_written(console, str(page))
+    output.wrote(str(page))

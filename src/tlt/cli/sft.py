@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from tlt.cli.options import (
-    Compute,
-    Dtype,
-    Json,
-    Lr,
-    Parameters,
-    RowTokens,
-    Seed,
-    Sizes,
-    named_by_options,
-    number,
-    print_json,
-    read_sizes,
-    result_table,
-    say_written,
-)
-from tlt.cli.progress import progress_bar
+from tlt.cli import options as opt
+from tlt.cli.output import Output
 
 
 def sft(
@@ -34,17 +18,17 @@ def sft(
     task: Annotated[
         str, typer.Option(help="Task: chain_sum, gcd, letter_counting or word_problems.")
     ] = "chain_sum",
-    sizes: Sizes = None,
-    parameter: Parameters = None,
-    num_problems: Annotated[int, number("Worked solutions to train on.", 1, 10_000_000)] = 3000,
-    steps: Annotated[int, number("Optimizer steps.", 1, 100_000_000)] = 300,
-    row_tokens: RowTokens = 1024,
-    lr: Lr = 1e-4,
-    budget_minutes: Annotated[float, number("Time budget of the training.", 0)] = math.inf,
-    dtype: Dtype = "bfloat16",
-    compute: Compute = "auto",
-    seed: Seed = 0,
-    as_json: Json = False,
+    sizes: opt.Sizes = None,
+    parameter: opt.Parameters = None,
+    num_problems: Annotated[int, opt.number("Worked solutions to train on.", 1, 10_000_000)] = 3000,
+    steps: Annotated[int, opt.number("Optimizer steps.", 1, 100_000_000)] = 300,
+    row_tokens: opt.RowTokens = 1024,
+    lr: opt.Lr = 1e-4,
+    budget_minutes: Annotated[float, opt.number("Time budget of the training.", 0)] = math.inf,
+    dtype: opt.Dtype = "bfloat16",
+    compute: opt.Compute = "auto",
+    seed: opt.Seed = 0,
+    as_json: opt.Json = False,
 ) -> None:
     """Train a model to solve a task in written-out steps, as a start for RL."""
     from tlt.config.load import apply_overrides
@@ -52,9 +36,9 @@ def sft(
     from tlt.learner.sft import SftSettings, SftStep
     from tlt.offline.sft import train_policy
 
-    console = Console(stderr=as_json)
+    output = Output(as_json)
     history: list[SftStep] = []
-    with named_by_options(), progress_bar(console) as show:
+    with opt.named_by_options(), output.progress() as show:
 
         def note(step: SftStep) -> None:
             history.append(step)
@@ -66,7 +50,7 @@ def sft(
             out,
             task=task,
             num_problems=num_problems,
-            sizes=read_sizes(sizes),
+            sizes=opt.read_sizes(sizes),
             parameters=apply_overrides({}, parameter or []),
             dtype=dtype,
             settings=SftSettings(
@@ -76,31 +60,23 @@ def sft(
         )
     tenth = max(1, len(history) // 10)
     seconds = history[-1].elapsed_s
-    parts: dict[str, dict[str, Any]] = {
+    speed = sum(s.num_tokens for s in history) / seconds
+    parts = {
         label: {
             "loss": sum(s.loss for s in part) / len(part),
             "accuracy": sum(s.accuracy for s in part) / len(part),
         }
         for label, part in (("first tenth", history[:tenth]), ("last tenth", history[-tenth:]))
     }
-    speed = sum(s.num_tokens for s in history) / seconds
-    if as_json:
-        print_json(
-            {
-                **{"out": str(out), "data": data, "steps": len(history), "seconds": seconds},
-                **{"tokens_per_s": speed, "parts": parts},
-            }
-        )
-        return
-    table = result_table(
+    result = {"out": str(out), "data": data, "steps": len(history), "seconds": seconds}
+    output.result(result | {"tokens_per_s": speed, "parts": parts})
+    output.table(
         f"{data['num_problems']} solutions: median {data['median_tokens']} tokens, "
         f"99th percentile {data['p99_tokens']}, longest {data['longest_tokens']}",
+        ("", ">loss", ">right tokens", ">tokens/s"),
+        [
+            [label, f"{of['loss']:.3f}", f"{of['accuracy']:.1%}", f"{speed:.0f}"]
+            for label, of in parts.items()
+        ],
     )
-    for heading in ("", "loss", "right tokens", "tokens/s"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for label, of in parts.items():
-        table.add_row(label, f"{of['loss']:.3f}", f"{of['accuracy']:.1%}", f"{speed:.0f}")
-    console.print(table)
-    say_written(
-        console, f"{out} after {len(history)} optimizer steps in {seconds / 60:.1f} minutes"
-    )
+    output.wrote(f"{out} after {len(history)} optimizer steps in {seconds / 60:.1f} minutes")

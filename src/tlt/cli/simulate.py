@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json as json_library
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from tlt.cli.options import Json, print_json, result_table, say_written
-from tlt.cli.progress import progress_bar
+from tlt.cli.options import Json, Overrides
+from tlt.cli.output import Output
 
 SCENARIO = (
     "name the TOML file of a scenario or of a run, or give settings such as cluster.num_engines=8"
 )
-COLUMNS = ("step s", "rollout s", "rollout share", "idle share", "end to end", "rollout")
 
 
 def calibrate(
@@ -34,31 +30,23 @@ def calibrate(
 
     found = learn([look_at(run) for run in runs])
     found.save(out)
-    if as_json:
-        print_json(asdict(found))
-        return
-    console = Console()
-    engine = found.engine
-    console.print(
-        "an engine step of 1 / 8 / 32 requests takes "
-        + " / ".join(f"{1e3 * float(engine.step_s(OFF, n, 500)):.1f}" for n in (1, 8, 32))
-        + f" ms; the learner trains on {found.learner.tokens_per_s:,.0f} tokens/s",
-        highlight=False,
+    output = Output(as_json)
+    output.result(asdict(found))
+    steps_ms = [1e3 * float(found.engine.step_s(OFF, requests, 500)) for requests in (1, 8, 32)]
+    output.say(
+        f"an engine step of 1 / 8 / 32 requests takes {' / '.join(f'{ms:.1f}' for ms in steps_ms)} "
+        f"ms; the learner trains on {found.learner.tokens_per_s:,.0f} tokens/s"
     )
     for drafter, rates in found.drafting.rates.items():
-        console.print(
-            f"{escape(drafter)}: {rates[0]:.0%} of first draft tokens accepted", highlight=False
-        )
-    say_written(console, str(out))
+        output.say(f"{drafter}: {rates[0]:.0%} of first draft tokens accepted")
+    output.wrote(str(out))
 
 
 def simulate(
     scenario: Annotated[
         Path | None, typer.Argument(help="TOML file of a scenario, or of a training run.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
-    ] = None,
+    overrides: Overrides = None,
     from_run: Annotated[
         Path | None, typer.Option(help="Folder of a run whose machine and lengths to simulate.")
     ] = None,
@@ -77,7 +65,7 @@ def simulate(
         bool,
         typer.Option(help="Draw simulation.svg, with curves over engines, drafters and tails."),
     ] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Simulate RL steps: without speculation, with the best fixed arm, with TLT. Modelled."""
     from tlt.config.load import check, read_toml
@@ -88,7 +76,7 @@ def simulate(
     from tlt.simulate.scenario import ScenarioConfig, begins_without_drafter, completed
     from tlt.simulate.scenario import simulate as play
 
-    plot = plot and not json and not sweep
+    plot = plot and not as_json and not sweep
     changes = list(overrides or [])
     if scenario is not None and "=" in str(scenario) and not scenario.exists():
         scenario, changes = None, [str(scenario), *changes]
@@ -124,27 +112,23 @@ def simulate(
                 **asdict(trust),
             }
         )
-    shown = json_library.dumps(results, indent=2)
-    (folder / "simulation.json").write_text(shown)
-    if json:
-        typer.echo(shown)
-        return
-    console = Console()
-    console.print(_table(results))
-    written = [folder / "simulation.json"]
+    (folder / "simulation.json").write_text(json.dumps(results, indent=2))
+    output = Output(as_json)
+    output.result(results)
+    columns = (">step s", ">rollout s", ">rollout share", ">idle share", ">end to end", ">rollout")
+    output.table("modelled", ("", "|mode", *columns), _rows(results))
     if len(results) == 1:
         which = "the fixed arm" if asked.static_draft_tokens else "the best fixed arm"
-        words = in_words(found, f"{which}, {arm}", begins_without_drafter(config))
-        console.print(words, highlight=False, soft_wrap=True)
+        fixed_arm = f"{which}, {results[0]['fixed_arm']}"
+        output.say(in_words(found, fixed_arm, begins_without_drafter(config)))
     for line in _below([" ".join(result["point"]) for result in results], below):
-        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        output.say(line, style="dim")
+    output.wrote(str(folder / "simulation.json"))
     if plot:
-        with progress_bar(console) as show:
+        with output.progress() as show:
             curves = what_if(asked, show)
         picture = folder / "simulation.svg"
-        written.append(plot_simulation(engine_ends, found, curves, below[0], picture))
-    for path in written:
-        say_written(console, str(path))
+        output.wrote(str(plot_simulation(engine_ends, found, curves, below[0], picture)))
 
 
 def _below(points: list[str], lines: list[list[str]]) -> list[str]:
@@ -159,28 +143,23 @@ def _below(points: list[str], lines: list[list[str]]) -> list[str]:
     return [*common, *own]
 
 
-def _table(results: list[dict[str, Any]]) -> Table:
+def _rows(results: list[dict[str, Any]]) -> list[list[str]]:
     from tlt.simulate.answer import LABELS
 
-    table = result_table("modelled")
-    table.add_column("")
-    table.add_column("mode", no_wrap=True)
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for result in results:
-        for name, of in result["modes"].items():
-            gained = result["speed_up"][name]
-            table.add_row(
-                escape(" ".join(result["point"])),
-                LABELS[name],
-                f"{of['step_s']:.1f}",
-                f"{of['rollout_s']:.1f}",
-                f"{of['rollout_share']:.0%}",
-                f"{of['idle_share']:.0%}",
-                f"{gained['end_to_end']:.2f}x",
-                f"{gained['rollout']:.2f}x",
-            )
-    return table
+    return [
+        [
+            " ".join(result["point"]),
+            LABELS.get(name, name),
+            f"{of['step_s']:.1f}",
+            f"{of['rollout_s']:.1f}",
+            f"{of['rollout_share']:.0%}",
+            f"{of['idle_share']:.0%}",
+            f"{result['speed_up'][name]['end_to_end']:.2f}x",
+            f"{result['speed_up'][name]['rollout']:.2f}x",
+        ]
+        for result in results
+        for name, of in result["modes"].items()
+    ]
 
 
 def _like(run: Path, folder: Path, with_engines: bool) -> list[str]:
@@ -191,15 +170,15 @@ def _like(run: Path, folder: Path, with_engines: bool) -> list[str]:
 
     view = look_at(run)
     learn([view]).save(folder / "calibration.json")
-    # A string of JSON is one of TOML, whatever the folders are called.
-    own = {
-        "cluster.calibration": json_library.dumps(str(folder / "calibration.json")),
-        "workload.trace": json_library.dumps(str(run / "lengths.jsonl")),
-        **{f"workload.{key}": value for key, value in as_scenario(view).items()},
-    }
-    if with_engines:
-        own["cluster.num_engines"] = int(view.setting("pool.num_engines", 1))
-    return [f"{key}={value}" for key, value in own.items()]
+    own = as_scenario(view)
+    engines = own.pop("num_engines")
+    return [
+        *[f"cluster.num_engines={engines}"] * with_engines,
+        # A string of JSON is one of TOML, whatever the folders are called.
+        f"cluster.calibration={json.dumps(str(folder / 'calibration.json'))}",
+        f"workload.trace={json.dumps(str(run / 'lengths.jsonl'))}",
+        *(f"workload.{key}={value}" for key, value in own.items()),
+    ]
 
 
 def _values(text: str) -> list[str]:

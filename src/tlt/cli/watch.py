@@ -5,26 +5,24 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tlt.cli.options import print_json
+from tlt.cli.output import Output
 
 if TYPE_CHECKING:
-    from tlt.observe.live import Now, WorkerNow
+    from tlt.observe.live import Now
     from tlt.observe.summary import Record
     from tlt.report.findings import Bottleneck
     from tlt.simulate.saved import Saved
-    from tlt.spans import Span
 
 COLOURS = {
     "generating": "blue",
@@ -57,7 +55,7 @@ class Past:
     """What the files of a run say about its latest RL steps."""
 
     records: list[Record] = field(default_factory=list)
-    arms: dict[str, tuple[str, float]] = field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The arm that each worker decoded with for longest, and its acceptance length."""
     findings: list[Bottleneck] = field(default_factory=list)
     saved: Saved | None = None
@@ -80,14 +78,14 @@ def watch(
 
     if not (run / "config.toml").exists():
         raise ConfigError(f"{run} holds no run of `tlt train`; give the folder that run.out named")
+    output = Output(as_json)
     if as_json:
-        print_json(_data(_read(run), read_past(run)))
+        output.result(_data(_read(run), read_past(run)))
         return
-    console = Console()
     if once:
-        console.print(_view(run))
+        output.console.print(_view(run))
         return
-    with Live(_view(run), console=console, refresh_per_second=2) as live:
+    with Live(_view(run), console=output.console, refresh_per_second=2) as live:
         try:
             # A run takes minutes to start, and has its folder open all the time.
             while _read(run) is not None or is_open(run):
@@ -95,9 +93,7 @@ def watch(
                 live.update(_view(run))
         except KeyboardInterrupt:
             return
-    console.print(
-        f"the run is not in progress; see: tlt report {run}", highlight=False, markup=False
-    )
+    output.say(f"the run is not in progress; see: tlt report {run}")
 
 
 # --- what is known --------------------------------------------------------------------------------
@@ -123,14 +119,18 @@ def _read_past(run: Path, marks: tuple[tuple[int, int], ...]) -> Past:
     """Read the latest RL steps; a file that is damaged costs only what it would have said."""
     from tlt.errors import ConfigError
     from tlt.report.findings import findings
-    from tlt.report.view import look_at
+    from tlt.report.view import by_arm, look_at
 
     if not (run / "metrics.jsonl").exists():
         return Past()
     try:
         view = look_at(run, NUM_STEPS)
-        arms = _arms(view.timelines[-1].rows) if view.timelines else {}
-        past = Past(view.records, arms, [f for f in findings(view) if f.kind != "nothing"])
+        past = Past(view.records, findings=[f for f in findings(view) if f.kind != "nothing"])
+        for worker, spans in view.timelines[-1].rows.items() if view.timelines else ():
+            used = by_arm(span for span in spans if span.state == "generating" and span.arm)
+            for arm, of in list(used.items())[:1]:
+                length = of["acceptance_length"]
+                past.arms[worker] = {"arm": arm, "acceptance_length": length}
         if importlib.util.find_spec("numpy") is not None:
             from tlt.simulate.saved import saved
 
@@ -138,21 +138,6 @@ def _read_past(run: Path, marks: tuple[tuple[int, int], ...]) -> Past:
         return past
     except (ConfigError, OSError) as error:
         return Past(fault=str(error))
-
-
-def _arms(rows: Mapping[str, Sequence[Span]]) -> dict[str, tuple[str, float]]:
-    found = {}
-    for worker, spans in rows.items():
-        seconds: dict[str, float] = {}
-        for span in spans:
-            if span.state == "generating" and span.arm:
-                seconds[span.arm] = seconds.get(span.arm, 0.0) + span.seconds
-        if seconds:
-            arm = max(seconds, key=seconds.__getitem__)
-            own = [span for span in spans if span.arm == arm]
-            drafts, accepted = sum(s.drafts for s in own), sum(s.accepted for s in own)
-            found[worker] = arm, 1 + accepted / drafts if drafts else 1.0
-    return found
 
 
 def _data(now: Now | None, past: Past) -> dict[str, Any]:
@@ -163,11 +148,8 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
     return {
         "now": now.model_dump() if now else None,
         "step_remaining_s": step_remaining_s(now, past.records) if now else None,
-        "arms": {
-            worker: {"arm": arm, "acceptance_length": length}
-            for worker, (arm, length) in past.arms.items()
-        },
-        "leased": sum(w.state == "training" for w in now.workers.values()) if now else 0,
+        "arms": past.arms,
+        "leased": _leased(now) if now else 0,
         "gain": saved
         and {
             "modelled": saved.gain,
@@ -180,23 +162,28 @@ def _data(now: Now | None, past: Past) -> dict[str, Any]:
     }
 
 
+def _leased(now: Now) -> int:
+    return sum(worker.state == "training" for worker in now.workers.values())
+
+
 # --- what is shown --------------------------------------------------------------------------------
 
 
 def _view(run: Path) -> RenderableType:
     now, past = _read(run), read_past(run)
-    shown: list[RenderableType] = [Text(f"{run}: no step is under way (starting up, or ended)")]
-    if now is not None:
-        workers = _workers(now.workers, now.total, past.arms)
-        shown = [_headline(now, past), workers, *_leases(now), _last(now.record)]
-    rest = [Text(f"no findings: {past.fault}", style="dim")] if past.fault else []
     # What is wrong with samples or learning comes first; what costs time, last.
     grave = [finding for finding in past.findings if finding.weight > GRAVE]
+    shown: list[RenderableType] = [_finding(each, "bold red") for each in grave]
+    if now is None:
+        shown.append(Text(f"{run}: no step is under way (starting up, or ended)"))
+    else:
+        shown += [_headline(now, past), _workers(now, past), *_last_step(now)]
+    if past.saved is not None:
+        shown.append(Text(_gain(past.saved)))
+    if past.fault:
+        shown.append(Text(f"no findings: {past.fault}", style="dim"))
     costly = past.findings[len(grave) :][:NUM_FINDINGS]
-    return Group(
-        *_findings(grave, "bold red"), *shown, *_gain(past), *rest,
-        *_findings(costly, "yellow"),
-    )  # fmt: skip
+    return Group(*shown, *(_finding(each, "yellow") for each in costly))
 
 
 def _headline(now: Now, past: Past) -> Text:
@@ -204,82 +191,69 @@ def _headline(now: Now, past: Past) -> Text:
 
     step, colon, stage = now.what.partition(":")
     what = f"{step} of {now.num_steps}:{stage}" if colon else now.what
-    text = Text(what, style="bold")
-    text.append(f"  {now.done:.0f} of {now.total:.0f}", style="")
-    text.append(f"  for {now.at_s - now.since_s:.0f} s", style="dim")
+    parts = [(what, "bold"), (f"  {now.done:.0f} of {now.total:.0f}", "")]
+    parts.append((f"  for {now.at_s - now.since_s:.0f} s", "dim"))
     if now.remaining_s is not None:
-        text.append(f"  about {now.remaining_s:.0f} s to the end of the tail", style="yellow")
-    to_the_end_s = step_remaining_s(now, past.records)
-    if to_the_end_s is not None:
-        text.append(f"  {to_the_end_s:.0f} s to the end of the RL step", style="yellow")
-    return text
+        parts.append((f"  about {now.remaining_s:.0f} s to the end of the tail", "yellow"))
+    if (left_s := step_remaining_s(now, past.records)) is not None:
+        parts.append((f"  {left_s:.0f} s to the end of the RL step", "yellow"))
+    return Text.assemble(*parts)
 
 
-def _workers(
-    workers: Mapping[str, WorkerNow], total: float, arms: Mapping[str, tuple[str, float]]
-) -> Table:
+def _workers(now: Now, past: Past) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("worker", "state", "requests", "last arm", "accepts", ""):
         right = heading in ("requests", "accepts")
         table.add_column(heading, justify="right" if right else "left")
-    most = max([total / max(1, len(workers)), 1, *(worker.running for worker in workers.values())])
-    # Too many workers: show the busiest.
-    shown = list(workers.items())
-    if len(shown) > MAX_ROWS:
+    shown = list(now.workers.items())
+    most = max([now.total / max(1, len(shown)), 1, *(worker.running for _, worker in shown)])
+    if len(shown) > MAX_ROWS:  # show the busiest
         shown = sorted(shown, key=lambda item: -item[1].running)[:MAX_ROWS]
     for name, worker in shown:
         colour = COLOURS.get(worker.state, "dim")
-        arm, length = arms.get(name, ("-", None))
+        arm = past.arms.get(name)
         table.add_row(
-            escape(name),
-            f"[{colour}]{escape(worker.state)}[/]",
+            Text(name),
+            Text(worker.state, colour),
             str(worker.running),
-            arm,
-            "-" if length is None else f"{length:.2f}",
-            f"[{colour}]{'█' * round(30 * worker.running / most)}[/]",
+            arm["arm"] if arm else "-",
+            f"{arm['acceptance_length']:.2f}" if arm else "-",
+            Text("█" * round(30 * worker.running / most), colour),
         )
-    if len(workers) > MAX_ROWS:
-        states = Counter(worker.state for worker in workers.values())
+    if len(now.workers) > MAX_ROWS:
+        states = Counter(worker.state for worker in now.workers.values())
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        table.add_row(f"... {len(workers)} in all", escape(counts))
+        table.add_row(f"... {len(now.workers)} in all", Text(counts))
     return table
 
 
-def _leases(now: Now) -> list[Text]:
-    """Return who trains the drafter now, and what came of it in the last RL step."""
+def _last_step(now: Now) -> Iterator[Text]:
+    """Yield who trains the drafter now and what came of it, then the last RL step's figures."""
     record = now.record
-    if "harvest/used_s" not in record:
-        return []
-    training = sum(worker.state == "training" for worker in now.workers.values())
-    text = (
-        f"leases: {training} of {len(now.workers)} workers train the drafter, "
-        f"{record['harvest/used_s']:.1f} of {record.get('harvest/idle_s', 0.0):.1f} idle seconds "
-        f"used in the last RL step, {record.get('harvest/published', 0):.0f} published"
-    )
-    if length := record.get("harvest/held_out_length"):
-        text += f", held-out acceptance length {length:.2f}"
-    return [Text(text, style="green" if training else "")]
+    if "harvest/used_s" in record:
+        leased, length = _leased(now), record.get("harvest/held_out_length")
+        yield Text(
+            f"leases: {leased} of {len(now.workers)} workers train the drafter, "
+            f"{record['harvest/used_s']:.1f} of {record.get('harvest/idle_s', 0.0):.1f} idle "
+            f"seconds used in the last RL step, {record.get('harvest/published', 0):.0f} published"
+            + (f", held-out acceptance length {length:.2f}" if length else ""),
+            style="green" if leased else "",
+        )
+    if {"reward/mean", "step"} <= record.keys():
+        cells = [f"{title} {form.format(record[n])}" for title, n, form in LAST_STEP if n in record]
+        yield Text(f"RL step {record['step']:.0f}: " + ", ".join(cells))
+    else:
+        yield Text("no RL step is done yet", style="dim")
 
 
-def _last(record: Mapping[str, float]) -> Text:
-    if not {"reward/mean", "step"} <= record.keys():
-        return Text("no RL step is done yet", style="dim")
-    cells = [f"{title} {form.format(record[n])}" for title, n, form in LAST_STEP if n in record]
-    return Text(f"RL step {record['step']:.0f}: " + ", ".join(cells))
-
-
-def _gain(past: Past) -> list[Text]:
-    if past.saved is None:
-        return []
-    found = past.saved
+def _gain(found: Saved) -> str:
+    says = f"rollouts {found.gain:.2f}x as fast as without drafts (modelled: "
+    says += f"{found.measured_s:.0f} s instead of {found.plain_s:.0f} s in the last RL steps"
     if found.is_bound:
         says = f"rollouts at most {found.gain:.2f}x as fast as without drafts (engines hardly ever "
         says += "decode plainly, so there is nothing to model it by"
-    else:
-        says = f"rollouts {found.gain:.2f}x as fast as without drafts (modelled: "
-        says += f"{found.measured_s:.0f} s instead of {found.plain_s:.0f} s in the last RL steps"
-    return [Text(f"{says}; measure with `tlt report OFF TLT`)")]
+    return f"{says}; measure with `tlt report OFF TLT`)"
 
 
-def _findings(found: Sequence[Bottleneck], style: str) -> list[Text]:
-    return [Text(f"{each.says}\n  -> {each.change}", style=style) for each in found]
+def _finding(found: Bottleneck, style: str) -> Text:
+    return Text(f"{found.says}\n  -> {found.change}", style=style)

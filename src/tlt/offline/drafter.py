@@ -9,12 +9,10 @@ on prompts that it never saw, before and after training.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,7 @@ import torch
 
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec, ShowProgress
-from tlt.drafter import vocabulary
-from tlt.drafter.checkpoint import (
-    VersionStore,
-    drafter_weights,
-    load_drafter,
-    read_moments,
-    save_drafter,
-)
+from tlt.drafter import checkpoint, vocabulary
 from tlt.drafter.eagle3.config import default_draft_vocabulary
 from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.evaluation import Acceptance, compare, evaluate_samples
@@ -82,7 +73,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
     started_at = time.monotonic()
     policy, trainer = _load_policy(plan)
     drafter = trainer.drafter
-    initial = save_drafter(drafter, plan.out / "initial", getattr(torch, plan.dtype))
+    initial = checkpoint.save_drafter(drafter, plan.out / "initial", getattr(torch, plan.dtype))
     engine = plan.engine.model_copy(
         update={
             "drafter": str(initial),
@@ -109,9 +100,11 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
         spawner = ray_spawner(engine)
         async with RolloutPool(PoolConfig(num_engines=plan.num_engines), spawner) as pool:
             took("start")
-            samples = await _sample(plan, pool, show)
+            sampling = SamplingSpec(plan.max_tokens, plan.temperature, logprobs=False)
+            what = "sampling from the policy"
+            samples = await _generate(pool, "train", plan.prompts, sampling, what, show)
             took("sample")
-            trainer.check_vocabulary([torch.tensor(s.token_ids) for s in samples.values()])
+            trainer.check_vocabulary([torch.tensor(s.token_ids) for s in samples])
             # Few drafts of an untrained drafter are accepted, and generating with it is slow: a
             # few prompts are enough.
             few = plan.held_out_prompts[:: 1 if plan.init else 4]
@@ -153,29 +146,29 @@ def _load_policy(plan: DrafterPlan) -> tuple[Any, DrafterTrainer]:
     embedding = policy.get_input_embeddings().weight.detach()
     drafter = _first_drafter(plan, policy.config, head)
     trainer = DrafterTrainer(drafter, head, embedding, plan.trainer)
-    if plan.init is not None and (moments := read_moments(plan.init)) is not None:
+    if plan.init is not None and (moments := checkpoint.read_moments(plan.init)) is not None:
         trainer.take_moments(moments)
     return policy, trainer
 
 
 def _describe(
-    plan: DrafterPlan, drafter: Eagle3Drafter, samples: dict[int, Sample]
+    plan: DrafterPlan, drafter: Eagle3Drafter, samples: Sequence[Sample]
 ) -> dict[str, Any]:
     """Return the report's section about the training data."""
-    responses = [torch.tensor(s.token_ids) for s in samples.values()]
+    responses = [torch.tensor(s.token_ids) for s in samples]
     counts = vocabulary.count_tokens(responses, drafter.config.vocab_size)
     return {
         "num_prompts": len(plan.prompts),
         "num_response_tokens": int(counts.sum()),
         "temperature": plan.temperature,
         "draft_vocabulary_coverage": vocabulary.coverage(counts, drafter.draft_token_ids()),
-        **length_summary([len(s.token_ids) for s in samples.values()]),
+        **length_summary([len(s.token_ids) for s in samples]),
     }
 
 
 def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3Drafter:
     if plan.init is not None:
-        drafter = load_drafter(plan.init, num_target_layers=config.num_hidden_layers)
+        drafter = checkpoint.load_drafter(plan.init, num_target_layers=config.num_hidden_layers)
         fits = (drafter.config.hidden_size, drafter.config.vocab_size)
         if fits != (config.hidden_size, config.vocab_size):
             raise ConfigError(f"--init {plan.init} is a drafter of another model")
@@ -190,31 +183,37 @@ def _first_drafter(plan: DrafterPlan, config: Any, head: torch.Tensor) -> Eagle3
     return fresh_drafter(config, head, torch.arange(size), plan.trainer.seed)
 
 
-async def _sample(plan: DrafterPlan, pool: RolloutPool, show: ShowProgress) -> dict[int, Sample]:
-    requests = _requests("train", plan.prompts, plan.max_tokens, plan.temperature)
-    index_of = {request.sample_id: index for index, request in enumerate(requests)}
-    samples: dict[int, Sample] = {}
-    show("sampling from the policy", 0, len(requests))
+async def _generate(
+    pool: RolloutPool,
+    run: str,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingSpec,
+    what: str,
+    show: ShowProgress,
+) -> list[Sample]:
+    """Return one sample per prompt, in the order of the prompts."""
+    requests = [SampleRequest(f"{run}/{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    samples: dict[str, Sample] = {}
+    show(what, 0, len(requests))
     async for sample in pool.generate(requests):
-        samples[index_of[sample.sample_id]] = sample
-        show("sampling from the policy", len(samples), len(requests))
-    return samples
+        samples[sample.sample_id] = sample
+        show(what, len(samples), len(requests))
+    return [samples[request.sample_id] for request in requests]
 
 
 def _capture(
     plan: DrafterPlan,
     policy: Any,
-    samples: dict[int, Sample],
+    samples: Sequence[Sample],
     drafter: Eagle3Drafter,
     buffer: SampleBuffer,
     show: ShowProgress,
 ) -> None:
-    for done, (index, sample) in enumerate(samples.items(), 1):
-        prompt = plan.prompts[index]
-        token_ids = prompt + sample.token_ids
-        states = capture(policy, token_ids, len(prompt), drafter.config.aux_layer_ids)
+    layers = drafter.config.aux_layer_ids
+    for index, (prompt, sample) in enumerate(zip(plan.prompts, samples, strict=True)):
+        states = capture(policy, prompt + sample.token_ids, len(prompt), layers)
         buffer.put(str(index), 0, states)
-        show("capturing the policy's states", done, len(samples))
+        show("capturing the policy's states", index + 1, len(samples))
 
 
 def _train(
@@ -229,7 +228,7 @@ def _train(
     Leave the best version's weights in the trainer's drafter. Return the evaluation after every
     session.
     """
-    store = VersionStore(plan.out / "versions", getattr(torch, plan.dtype))
+    store = checkpoint.VersionStore(plan.out / "versions", getattr(torch, plan.dtype))
     held_out = buffer.held_out(HELD_OUT_TOKENS)
     gate = plan.trainer.temperature
     acceptance = evaluate_samples(trainer.passes, held_out, [gate, *MEASURED_TEMPERATURES])
@@ -240,21 +239,22 @@ def _train(
     def progress() -> float:
         return min(1.0, (time.monotonic() - started_at) / budget_s)
 
+    def lr_scale() -> float:
+        return 0.05 + 0.475 * (1 + math.cos(math.pi * progress()))
+
     while progress() < 1:
         session_ends = min(1.0, progress() + min(EVALUATE_EVERY_S / budget_s, 0.25))
         losses: list[float] = []
+
+        def is_over(end: float = session_ends) -> bool:
+            return progress() >= end
 
         def note(step: int, loss: float, losses: list[float] = losses) -> None:
             losses.append(loss)
             length = history[-1][f"length@{gate:g}"]
             show(f"training, loss {loss:.2f}, accepts {length:.2f}", progress(), 1)
 
-        trainer.session(
-            buffer,
-            partial(_reached, progress, session_ends),
-            note,
-            lambda: 0.05 + 0.475 * (1 + math.cos(math.pi * progress())),
-        )
+        trainer.session(buffer, is_over, note, lr_scale)
         better, acceptance = compare(trainer.passes, best, held_out, gate, MEASURED_TEMPERATURES)
         elapsed_s = time.monotonic() - started_at
         loss = sum(losses) / max(len(losses), 1)
@@ -265,10 +265,6 @@ def _train(
     store.wait()
     trainer.drafter.load_state_dict(best)
     return history
-
-
-def _reached(progress: Callable[[], float], end: float) -> bool:
-    return progress() >= end
 
 
 def _evaluation(
@@ -288,20 +284,18 @@ async def _measure(
     show: ShowProgress,
 ) -> dict[str, Any]:
     """Measure acceptance in the engines on held-out prompts, by temperature and position."""
-    weights = drafter_weights(drafter.state_dict(), drafter.config, getattr(torch, plan.dtype))
+    weights = checkpoint.drafter_weights(
+        drafter.state_dict(), drafter.config, getattr(torch, plan.dtype)
+    )
     await pool.update_drafter(weights.items(), 1 if label == "before" else 2)
     num_drafts = plan.trainer.num_draft_tokens
     await pool.set_strategy({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": num_drafts})
     result = {}
     for temperature in MEASURED_TEMPERATURES:
-        text = f"measuring {label} at temperature {temperature:g}"
-        run = f"{label}/{temperature:g}"
-        requests = _requests(run, prompts, plan.max_tokens, temperature)
+        sampling = SamplingSpec(plan.max_tokens, temperature, logprobs=False)
         earlier = await pool.stats()
-        show(text, 0, len(requests))
-        done = itertools.count(1)
-        async for _ in pool.generate(requests):
-            show(text, next(done), len(requests))
+        what = f"measuring {label} at temperature {temperature:g}"
+        await _generate(pool, f"{label}/{temperature:g}", prompts, sampling, what, show)
         result[f"{temperature:g}"] = _acceptance(earlier, await pool.stats(), num_drafts)
     await pool.set_strategy({"kind": "off"})
     return result
@@ -315,17 +309,6 @@ def _acceptance(
     def total(stats: Sequence[EngineStats], position: int) -> int:
         return sum(s.accepted_at[position] for s in stats if position < len(s.accepted_at))
 
-    drafts = sum(s.drafts for s in after) - sum(s.drafts for s in before)
-    accepted = [total(after, i) - total(before, i) for i in range(num_drafts)]
-    return {
-        "length": 1 + sum(accepted) / max(drafts, 1),
-        "by_position": [count / max(drafts, 1) for count in accepted],
-        "num_drafts": drafts,
-    }
-
-
-def _requests(
-    run: str, prompts: Sequence[tuple[int, ...]], max_tokens: int, temperature: float
-) -> list[SampleRequest]:
-    spec = SamplingSpec(max_tokens=max_tokens, temperature=temperature, logprobs=False)
-    return [SampleRequest(f"{run}/{i}", prompt, spec) for i, prompt in enumerate(prompts)]
+    drafts = EngineStats.difference(before, after).drafts
+    shares = [(total(after, i) - total(before, i)) / max(drafts, 1) for i in range(num_drafts)]
+    return {"length": 1 + sum(shares), "by_position": shares, "num_drafts": drafts}

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import comb, sqrt
 from pathlib import Path
 from statistics import fmean, variance
@@ -112,28 +112,20 @@ def ks(num_samples: int) -> list[int]:
 
 def requests(plan: EvalPlan, chat: Chat) -> list[list[SampleRequest]]:
     """Return the requests of every problem, each with a seed of its own."""
+    spec = SamplingSpec(plan.max_tokens, plan.temperature, plan.top_p, logprobs=False)
     found = []
     for number, problem in enumerate(plan.problems):
         prompt = chat.prompt(problem.question)
         draw = random.Random(f"{plan.seed}/{problem.problem_id}")
-        specs = [
-            SamplingSpec(
-                plan.max_tokens, plan.temperature, plan.top_p, seed=draw.getrandbits(63),
-                logprobs=False,
-            )
-            for _ in range(plan.num_samples)
-        ]  # fmt: skip
+        specs = [replace(spec, seed=draw.getrandbits(63)) for _ in range(plan.num_samples)]
         found.append([SampleRequest(f"{number}/{n}", prompt, s) for n, s in enumerate(specs)])
     return found
 
 
 def engine_config(plan: EvalPlan, longest_prompt: int, context: int | None) -> EngineConfig:
     """Return the engine, with room for the longest sample; refuse samples that are too long."""
-    args: dict[str, Any] = {
-        "dtype": compute_dtype(on_gpu=plan.num_gpus > 0),
-        "max_num_seqs": RUNNING,
-        **({} if plan.num_gpus else {"enforce_eager": True}),
-    }
+    args: dict[str, Any] = {"dtype": compute_dtype(on_gpu=plan.num_gpus > 0)}
+    args |= {"max_num_seqs": RUNNING} | ({} if plan.num_gpus else {"enforce_eager": True})
     engine = EngineConfig(
         model=plan.model,
         strategy={"kind": "adaptive"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tlt.config.train import SizesConfig, TaskConfig, TrainConfig
 from tlt.errors import ConfigError
 from tlt.models.folder import read_model
 from tlt.models.hub import local_folder
-from tlt.tasks.file import read_problems
+from tlt.tasks.file import columns, read_problems, task_of
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardFunction, reward_function
 from tlt.tasks.source import open_source
@@ -62,15 +62,8 @@ def model_of(target: str) -> tuple[Path, TrainConfig | None]:
     return folder, run
 
 
-def chosen_problems(
-    run: TrainConfig | None,
-    asked: Asked,
-    file_task: Callable[[str, TaskConfig | None], TaskConfig],
-) -> Chosen:
-    """Return the problems to solve: those that the run held out, unless a task is named.
-
-    `file_task` says how to read the problems of a file, and how to ask them, given a run's task.
-    """
+def chosen_problems(run: TrainConfig | None, asked: Asked) -> Chosen:
+    """Return the problems to solve: those that the run held out, unless a task is named."""
     if asked.task is None:
         if run is None:
             raise ConfigError(
@@ -85,7 +78,7 @@ def chosen_problems(
     function = reward_function(asked.reward or (like.reward.function if like else usual), from_file)
     if from_file:
         _refuse_parameters(asked, "a task's name, not with a file; leave them out")
-        config = file_task(asked.task, like.task if like else None)
+        config = _file_task(asked.task, like.task if like else None)
         text = config.instruction if asked.instruction is None else asked.instruction
         found = [
             replace(problem, question=f"{problem.question}\n{text}")
@@ -93,15 +86,24 @@ def chosen_problems(
         ]
     else:
         usual = like.task.instruction if like else ""
-        tail = asked.sizes
         config = TaskConfig(
             name=asked.task,
             parameters=dict(asked.parameters),
             instruction=usual if asked.instruction is None else asked.instruction,
-            sizes=SizesConfig(**asdict(tail)) if tail else None,
+            sizes=SizesConfig(**asdict(asked.sizes)) if asked.sizes else None,
         )
         found = open_source(config, asked.seed, 0).held_out(asked.count or NUM_PROBLEMS)
     return found, function, f"{len(found)} problems of {asked.task}"
+
+
+def _file_task(path: str, like: TaskConfig | None) -> TaskConfig:
+    """Return how to read a file's problems and ask them: as a run does, or as is usual."""
+    if like is not None:
+        own = like.model_copy(update={"path": path, "id_key": None})
+        if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
+            return own
+    usual = TaskConfig(**task_of(path, "--task")["task"])
+    return usual.model_copy(update={"instruction": like.instruction}) if like else usual
 
 
 def _held_out(run: TrainConfig, asked: Asked) -> Chosen:

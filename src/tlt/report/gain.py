@@ -172,18 +172,17 @@ def drift(found: Gain) -> str:
     )
 
 
-def as_data(
-    found: Gain | None, drafts: Mapping[str, Mapping[str, float]], idle: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return everything, ready for JSON."""
+def as_data(base: RunView, other: RunView) -> dict[str, Any]:
+    """Return the gain, its verdict, and what made it, ready for JSON."""
+    found = gain(base, other)
     measured: dict[str, Any] = {"num_pairs": 0}
     if found is not None:
-        measured = {
-            "num_pairs": found.num_pairs,
-            "step": asdict(found.step),
-            "rollout": asdict(found.rollout),
-            "update": asdict(found.update),
-            "step_s": {"off": found.step_s[0], "tlt": found.step_s[1]},
-            "is_clear": found.is_clear,
-        }
-    return {"gain": measured, "verdict": verdict(found), "drafts": drafts, "leases": idle}
+        measured = asdict(found) | {"is_clear": found.is_clear}
+        measured["step_s"] = dict(zip(("off", "tlt"), found.step_s, strict=True))
+    return {
+        "gain": measured,
+        "verdict": verdict(found),
+        "drift": drift(found) if found else "",
+        "drafts": drafting(other),
+        "leases": leases(other),
+    }

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -208,13 +208,17 @@ def _generated(timeline: StepTimeline) -> list[Span]:
 
 def arms(view: RunView) -> dict[str, dict[str, float]]:
     """Return seconds, tokens, drafts and acceptance length of every arm, the most used first."""
+    return by_arm(span for timeline in view.timelines for span in _generated(timeline))
+
+
+def by_arm(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
+    """Return the figures of `arms` for some spans of generating."""
     found: dict[str, dict[str, float]] = {}
-    for timeline in view.timelines:
-        for span in _generated(timeline):
-            names = ("seconds", "tokens", "drafts", "accepted")
-            arm = found.setdefault(span.arm, dict.fromkeys(names, 0))
-            for name in names:
-                arm[name] += getattr(span, name)
+    names = ("seconds", "tokens", "drafts", "accepted")
+    for span in spans:
+        arm = found.setdefault(span.arm, dict.fromkeys(names, 0))
+        for name in names:
+            arm[name] += getattr(span, name)
     for arm in found.values():
         arm["acceptance_length"] = 1 + arm["accepted"] / arm["drafts"] if arm["drafts"] else 1.0
     return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))

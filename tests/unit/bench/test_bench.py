@@ -6,25 +6,15 @@ from typing import Any
 import pytest
 
 from tlt.bench import charts
-from tlt.bench.metrics import measure, spread
-from tlt.bench.rollout import Mode
-from tlt.bench.workload import draw_lengths, read_lengths, requests
+from tlt.bench.metrics import measure
+from tlt.bench.rollout import Mode, summarize
+from tlt.bench.workload import read_lengths, requests
 from tlt.contracts import EngineStats, Sample, SampleRequest
 from tlt.errors import ConfigError
-from tlt.tasks.tail import HeavyTail
 
 
 def sample(index: int, engine: str, start: float, end: float, tokens: int = 10) -> Sample:
     return Sample(str(index), (0,) * tokens, (), "length", engine, 0, 0.0, end - start, 100 + end)
-
-
-def test_lengths_are_heavy_tailed_and_repeatable() -> None:
-    lengths = draw_lengths(1000, HeavyTail(60, 500, 1500), seed=1)
-    assert lengths == draw_lengths(1000, HeavyTail(60, 500, 1500), seed=1)
-    ordered = sorted(lengths)
-    assert 50 <= ordered[500] <= 70
-    assert 350 <= ordered[950] <= 700
-    assert ordered[-1] <= 1500
 
 
 def test_lengths_from_files(tmp_path: Path) -> None:
@@ -67,29 +57,30 @@ def test_metrics_of_a_known_rollout() -> None:
     before = [EngineStats("a", drafts=1, accepted_tokens=1), EngineStats("b")]
     after = [EngineStats("a", drafts=5, accepted_tokens=7), EngineStats("b")]
     metrics = measure(samples, 100.0, before, after)
-    assert metrics.wall_s == pytest.approx(10.0)
-    assert metrics.tokens_per_s == pytest.approx(16.0)
-    assert metrics.acceptance_length == pytest.approx(2.5)
-    assert metrics.tail_share == pytest.approx(0.6)
-    assert metrics.idle_s["a"] == pytest.approx(0.0)
-    assert metrics.idle_s["b"] == pytest.approx(6.0)
-    assert metrics.curve[0] == (0.0, 16)
-    assert metrics.curve[-1][1] == 0
+    assert metrics["wall_s"] == pytest.approx(10.0)
+    assert metrics["tokens_per_s"] == pytest.approx(16.0)
+    assert metrics["acceptance_length"] == pytest.approx(2.5)
+    assert metrics["tail_share"] == pytest.approx(0.6)
+    assert metrics["idle_s"] == pytest.approx({"a": 0.0, "b": 6.0})
+    assert (metrics["curve"][0], metrics["curve"][-1][1]) == ((0.0, 16), 0)
 
 
-def test_spread() -> None:
-    assert (spread([3.0, 1.0, 2.0]).median, spread([3.0, 1.0]).high) == (2.0, 3.0)
+def test_speeds_are_compared_within_a_repeat() -> None:
+    def run(mode: str, repeat: int, speed: float) -> dict[str, Any]:
+        same = {"wall_s": 1.0, "acceptance_length": 1.0, "tail_share": 0.5, "idle_s": {"a": 2.0}}
+        return {"mode": mode, "repeat": repeat, "tokens_per_s": speed, **same}
+
+    modes = [Mode.parse(name, has_drafter=False) for name in ("off", "ngram:4")]
+    runs = [run("off", 0, 10.0), run("ngram:4", 0, 20.0), run("off", 1, 5.0)]
+    _, row = summarize(modes, [*runs, run("ngram:4", 1, 15.0)])
+    assert row["speed_vs_first"] == {"median": 2.5, "low": 2.0, "high": 3.0}
+    assert row["idle_s_per_engine"]["median"] == 2.0
 
 
 def test_modes() -> None:
     assert Mode.parse("off", has_drafter=True).strategy == {"kind": "off"}
-    names = ("off", "ngram:4", "tail:4@8", "adaptive")
-    assert [Mode.parse(m, has_drafter=True).setup for m in names] == [
-        "off",
-        "ngram",
-        "eagle3",
-        "eagle3",
-    ]
+    setups = {"off": "off", "ngram:4": "ngram", "tail:4@8": "eagle3", "adaptive": "eagle3"}
+    assert {name: Mode.parse(name, has_drafter=True).setup for name in setups} == setups
     assert Mode.parse("beg_mab", has_drafter=False).setup == "ngram"
     assert Mode.parse("tail:4@8", has_drafter=True).strategy["schedule"] == [[8, 4]]
     for wrong in ("eagle3", "eagle3:x", "medusa:4", "tail:4", "off:2"):
