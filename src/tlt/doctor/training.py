@@ -28,7 +28,7 @@ def models(place: Place) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.row import Row
+    from tlt.drafter.passes import Row
     from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
     from tlt.states.captured import capture
 
