@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from workloads import TINY_ARGS, EngineFactory, save_fresh_drafter
+from workloads import TINY_ARGS, EngineFactory, load_policy, save_fresh_drafter
 
 from tlt.config.rollout import EngineConfig
 
@@ -58,11 +58,7 @@ def tiny_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fresh_drafter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an untrained drafter, for tests that do not depend on its drafts."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    return save_fresh_drafter(policy, tmp_path_factory.mktemp("models") / "fresh")
+    return save_fresh_drafter(load_policy(tiny), tmp_path_factory.mktemp("models") / "fresh")
 
 
 @pytest.fixture(scope="session")
@@ -98,3 +94,14 @@ def engines() -> Iterator[EngineFactory]:
     yield start
     for engine in running:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """Start Ray with two cores, for one module."""
+    import ray
+
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

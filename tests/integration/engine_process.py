@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tlt.rollout.ahead import AheadText
-
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, SamplingSpec
-from tlt.rollout.recheck import Verdict
+from tlt.contracts import EngineStats, Sample, SampleRequest, SamplingSpec
 
 # Engines are forked from a process that has imported vLLM, because the import takes longer than the
 # rest of their start.
@@ -46,6 +39,34 @@ def serve(config: EngineConfig, environment: dict[str, str], pipe: Any) -> None:
             break
 
 
+def call_in_process(context: Any, prepare: Callable[[], None], function: Any, *args: Any) -> Any:
+    """Call `prepare` and a function in a new process; return the function's result."""
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, prepare, function, args))
+    process.start()
+    theirs.close()
+    try:
+        good, value = ours.recv()
+    except EOFError:
+        process.join()
+        good, value = False, f"exit code {process.exitcode}"
+    process.join()
+    assert good, value
+    return value
+
+
+def _answer(pipe: Any, prepare: Callable[[], None], function: Any, args: Sequence[Any]) -> None:
+    prepare()
+    try:
+        pipe.send((True, function(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        # A child of multiprocessing waits for its own children before vLLM's finalizers end them.
+        for engine in multiprocessing.active_children():
+            engine.terminate()
+
+
 def tokens_read(engine: Any, requests: Sequence[SampleRequest]) -> int:
     """Generate these requests, and return how many tokens engine steps read for them."""
     scheduler = engine.core.llm.engine_core.engine_core.scheduler
@@ -63,32 +84,6 @@ def tokens_read(engine: Any, requests: Sequence[SampleRequest]) -> int:
         num_ended += len(engine.take_finished(timeout_s=1.0))
     del scheduler.schedule
     return sum(counts)
-
-
-def interrupt_recheck(engine: Any, recheck: Recheck, request: SampleRequest) -> Verdict | None:
-    """Submit a request in the middle of a recheck, and return the verdict."""
-    with ThreadPoolExecutor(1) as executor:
-        verdict = executor.submit(engine.recheck, recheck)
-        time.sleep(0.05)
-        engine.submit([request])
-        return verdict.result()
-
-
-def interrupt_look_ahead(
-    engine: Any, turn: int, ahead: Sequence[SampleRequest], request: SampleRequest
-) -> tuple[list[AheadText], bool]:
-    """Submit a request in the middle of look-ahead, and return what the turn has come to."""
-
-    def shortest() -> int:
-        running = engine.core.llm.engine_core.engine_core.scheduler.requests.values()
-        return min((len(r.output_token_ids) for r in running), default=0)
-
-    with ThreadPoolExecutor(1) as executor:
-        texts = executor.submit(engine.look_ahead, turn, ahead, 60.0)
-        while engine.between_steps(shortest) < 3:
-            time.sleep(0.005)
-        engine.submit([request])
-        return texts.result()
 
 
 class EngineProcess:
@@ -170,36 +165,3 @@ class EngineProcess:
             self._process.join(20)
         if self._process.is_alive():
             self._process.kill()
-
-
-class PooledEngine:
-    """An `EngineProcess` as the pool holds an engine. Its pipe takes one call at a time."""
-
-    def __init__(self, name: str, engine: EngineProcess) -> None:
-        self._name, self._engine, self._lock = name, engine, asyncio.Lock()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        if method == "look_ahead":
-            args = (
-                *args[:2],
-                0.02,
-            )  # other calls wait meanwhile
-        async with self._lock:
-            return await asyncio.to_thread(self._engine.call, method, *args)
-
-    async def start(self) -> dict[str, Any]:
-        report: dict[str, Any] = await self.call("report")
-        return report
-
-    async def submit(self, requests: Sequence[SampleRequest]) -> None:
-        await self.call("submit", list(requests))
-
-    async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        return list(await self.call("withdraw", list(sample_ids)))
-
-    async def take_finished(self) -> list[Sample]:
-        samples: list[Sample] = await self.call("take_finished", 0.02)
-        return [replace(sample, engine=self._name) for sample in samples]
-
-    async def stop(self, graceful: bool) -> None:
-        """Leave the engine to the fixture."""

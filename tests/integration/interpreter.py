@@ -8,16 +8,14 @@ tiny model takes 0.2 to 0.5 s.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import multiprocessing
 import os
-import traceback
 import types
 from collections.abc import Callable
 from typing import Any
 
-from engine_process import EngineProcess, serve
+from engine_process import EngineProcess, call_in_process, serve
 
 from tlt.config.rollout import EngineConfig
 
@@ -136,26 +134,4 @@ class InterpretedEngine(EngineProcess):
 
 def interpreted(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of a module in a child process with the interpreter; return its result."""
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=_call, args=(theirs, function, args), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        good, value = ours.recv()
-    except EOFError:
-        process.join()
-        raise ChildProcessError(f"exit code {process.exitcode}") from None
-    process.join()
-    if not good:
-        raise AssertionError(value)
-    return value
-
-
-def _call(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    prepare()
-    try:
-        answer = True, function(*args)
-    except BaseException:
-        answer = False, traceback.format_exc()
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send(answer)
+    return call_in_process(_context, prepare, function, *args)

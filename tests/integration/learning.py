@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from tlt.drafter.checkpoint import load_drafter, save_drafter
 from tlt.drafter.eagle3.config import Eagle3Config
+from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.export import ExportPlan, export
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.states.captured import Captured, Offer, capture
 
@@ -79,3 +83,21 @@ def train(
         assert row is not None
         trainer.micro_step(row, lr_scale=1.0 - 0.9 * step / num_steps)
     return trainer
+
+
+def export_form(source: Path, model: Path, folder: Path, changes: dict[str, Any]) -> Path:
+    """Write a drafter in another form, as published ones are; return its folder.
+
+    The weights are those of `source`, which the form changes: drafts are worse, and varied.
+    """
+    plain = load_drafter(source)
+    drafter = Eagle3Drafter(replace(plain.config, **changes))
+    drafter.load_state_dict(plain.state_dict(), strict=False)
+    torch.manual_seed(0)
+    for name, parameter in drafter.named_parameters():
+        if "norm" in name:  # ones would hide which norm is applied where
+            parameter.data.mul_(torch.rand_like(parameter) + 0.5)
+    save_drafter(drafter, folder / "own", torch.float32)
+    out = folder / "published"
+    export(ExportPlan(source=folder / "own", target=model, out=out, format="speculators"))
+    return out

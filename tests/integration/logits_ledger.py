@@ -64,16 +64,3 @@ def take(engine: Any) -> dict[bytes, set[bytes]]:
 def drop_prefixes(engine: Any) -> None:
     """Drop all cached prefixes, but keep the history that n-grams are looked up in."""
     assert engine.between_steps(engine.core.llm.reset_prefix_cache)
-
-
-def count_preemptions(engine: Any) -> None:
-    """Count preemptions of this process's engine from now on."""
-    scheduler = engine.core.llm.engine_core.engine_core.scheduler
-    preempt = scheduler._preempt_request
-    engine.num_preemptions = 0
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        engine.num_preemptions += 1
-        return preempt(*args, **kwargs)
-
-    scheduler._preempt_request = counted

@@ -6,19 +6,18 @@ It runs in an environment of its own that has the library, and needs no engine a
 """
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from learning import export_form
 from safetensors.torch import load_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from transformers import AutoModelForCausalLM
 
 from tlt.drafter.checkpoint import load_drafter, save_drafter
 from tlt.drafter.eagle3.config import Llama3Rope
-from tlt.drafter.eagle3.model import Chains, Eagle3Drafter
-from tlt.drafter.export import ExportPlan, export
+from tlt.drafter.eagle3.model import Chains
 from tlt.drafter.trainer import fresh_drafter
 from tlt.models import tiny
 
@@ -37,28 +36,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         model = tiny.make(Path(made) / "tiny")
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        head = policy.get_output_embeddings().weight.detach()
+        fresh = fresh_drafter(policy.config, head, torch.arange(0, 200, 2))
+        plain = save_drafter(fresh, Path(made) / "plain", torch.float32)
         for name, changes in FORMS.items():
-            folder = exported(policy, model, Path(made) / name, changes)
+            folder = export_form(plain, model, Path(made) / name, changes)
             same, total = compare(policy, folder)
             print(f"{name}: {same} of {total} drafts are the same")  # noqa: T201
             assert same == total
-
-
-def exported(policy: Any, model: Path, folder: Path, changes: dict[str, Any]) -> Path:
-    """Write a drafter with random weights in the speculators format."""
-    head = policy.get_output_embeddings().weight.detach()
-    plain = fresh_drafter(policy.config, head, torch.arange(0, 200, 2))
-    drafter = Eagle3Drafter(replace(plain.config, **changes))
-    drafter.load_state_dict(plain.state_dict(), strict=False)
-    torch.manual_seed(0)
-    for parameter in drafter.parameters():
-        parameter.data.mul_(torch.rand_like(parameter) + 0.5)
-    save_drafter(drafter, folder / "plain", torch.float32)
-    plan = ExportPlan(
-        source=folder / "plain", target=model, out=folder / "shared", format="speculators"
-    )
-    export(plan)
-    return plan.out
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -5,15 +5,13 @@ The test module runs them in processes of their own, with and without `TLT_CONFI
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_process import EngineProcess
+from engine_process import EngineProcess, call_in_process
 
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,
@@ -30,32 +28,12 @@ METRICS = ("engine_steps", "drafts", "draft_tokens", "accepted_tokens", "output_
 
 def run(program: Callable[..., Any], *args: Any, **environment: str) -> Any:
     """Run a program in a process of its own, and return its result."""
-    context = EngineProcess.context
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(program, args, environment, theirs))
-    process.start()
-    theirs.close()
-    try:
-        good, value = ours.recv()
-    except EOFError:
-        good, value = False, f"exit code {process.exitcode}"
-    process.join()
-    assert good, value
-    return value
+    prepare = partial(_set, ENVIRONMENT | environment)
+    return call_in_process(EngineProcess.context, prepare, program, *args)
 
 
-def _serve(
-    program: Callable[..., Any], args: Sequence[Any], environment: dict[str, str], pipe: Any
-) -> None:
-    os.environ.update(ENVIRONMENT | environment)
-    try:
-        pipe.send((True, program(*args)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    finally:
-        # A child of multiprocessing waits for its own children before vLLM's finalizers end them.
-        for engine in multiprocessing.active_children():
-            engine.terminate()
+def _set(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
 
 
 def params(**settings: Any) -> Any:
@@ -91,40 +69,27 @@ def counted(llm: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def report(llm: Any) -> dict[str, Any]:
-    (found,) = llm.collective_rpc("tlt_report", args=(True,))
-    return dict(found)
-
-
 # --- programs ---------------------------------------------------------------------------------
 
 
 def offline(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Generate with `vllm.LLM`; works with and without TLT."""
+    """Generate with `vllm.LLM` under TLT."""
     from vllm import LLM
 
-    is_on = bool(os.environ.get("TLT_CONFIG"))
     found: dict[str, Any] = {}
-    if is_on:
-        own = {"method": "ngram", "num_speculative_tokens": 2}
-        found["refused start"] = refusal(lambda: LLM(model, **ENGINE, speculative_config=own))
+    own = {"method": "ngram", "num_speculative_tokens": 2}
+    found["refused start"] = refusal(lambda: LLM(model, **ENGINE, speculative_config=own))
     llm = LLM(model, **ENGINE, disable_log_stats=False)
     found["greedy"] = tokens_of(llm, prompts, temperature=0)
     found["sampled"] = tokens_of(llm, prompts, temperature=1)
     found["metrics"] = counted(llm)
-    if is_on:
-        found["report"] = report(llm)
-        if "kind=off" not in os.environ["TLT_CONFIG"]:  # without drafts nothing is lossy
-            found["refused request"] = refusal(lambda: llm.generate("a", params(min_p=0.1)))
-        found["after"] = tokens_of(llm, prompts[:2], temperature=0)
-    else:
-        found["min_p"] = len(tokens_of(llm, prompts[:1], min_p=0.1)[0])
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    if core is not None:
-        found["scheduler"] = type(core.scheduler).__module__
-        worker = core.model_executor.driver_worker.worker
-        found["worker"] = type(worker).__module__
-        found["sampler"] = type(worker.model_runner.sampler).__module__
+    (found["report"],) = llm.collective_rpc("tlt_report", args=(True,))
+    found["refused request"] = refusal(lambda: llm.generate("a", params(min_p=0.1)))
+    found["after"] = tokens_of(llm, prompts[:2], temperature=0)
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    parts = (core.scheduler, worker, worker.model_runner.sampler)
+    found["modules"] = [type(part).__module__ for part in parts]
     return found
 
 
@@ -158,80 +123,15 @@ def to_the_limit(model: str, prompts: Sequence[Sequence[int]]) -> list[tuple[int
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
-def swaps(model: str, newer: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Swap the drafter, before and after the program has loaded a policy in its own way."""
-    import torch
-    from vllm import LLM
-
-    from tlt.drafter.checkpoint import drafter_weights, load_drafter
-    from tlt.node.weights import SharedWeights
-
-    drafter = load_drafter(Path(newer))
-    tensors = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
-    llm = LLM(model, **ENGINE, disable_log_stats=False)
-    found: dict[str, Any] = {"report": report(llm)}
-
-    def swap() -> list[tuple[int, ...]]:
-        with SharedWeights(tensors.items()) as weights:
-            llm.collective_rpc("tlt_swap_drafter", args=(weights.manifest(),))
-        return tokens_of(llm, prompts, temperature=0)
-
-    found["before"] = tokens_of(llm, prompts, temperature=0)
-    accepted = counted(llm)["eagle3:4"]["accepted_tokens"]
-    found["swapped"] = swap()
-    found["accepted"] = (accepted, counted(llm)["eagle3:4"]["accepted_tokens"] - accepted)
-    with SharedWeights([("model.nothing.weight", torch.zeros(2))]) as wrong:
-        args = (wrong.manifest(),)
-        found["refused"] = refusal(lambda: llm.collective_rpc("tlt_swap_drafter", args=args))
-
-    # Behind TLT's back, as frameworks with a worker extension do.
-    core = llm.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker.worker
-    worker.model_runner.reload_weights(weights_iterator=iter(_louder(model)))
-    llm.reset_prefix_cache()
-    found["new policy"] = tokens_of(llm, prompts, temperature=0)
-    found["swapped again"] = swap()
-    llm.collective_rpc("tlt_policy_changed")
-    found["report again"] = report(llm)
-    return found
-
-
-def records(model: str, newer: str, prompts: Sequence[Sequence[int]], folder: str) -> Any:
-    """Store the states of all samples of two policies, of which the second comes from outside."""
-    import torch
-    from vllm import LLM
-
-    from tlt.drafter.checkpoint import drafter_weights, load_drafter
-    from tlt.node.weights import SharedWeights
-
-    llm = LLM(model, **ENGINE)
-    buffer = {"folder": folder, "capacity_bytes": 2**26, "max_sample_tokens": 256}
-    llm.collective_rpc("tlt_record", args=(buffer,))
-    found: dict[str, Any] = {"first": tokens_of(llm, prompts, temperature=0)}
-    llm.collective_rpc("tlt_policy_changed")
-    found["second"] = tokens_of(llm, prompts[:2], temperature=0)
-    controller = llm.llm_engine.engine_core.engine_core.scheduler.controller
-    drafter = load_drafter(Path(newer))
-    tensors = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
-    before = controller.drafter_version
-    with SharedWeights(tensors.items()) as weights:
-        llm.collective_rpc("tlt_swap_drafter", args=(weights.manifest(),))
-    found["swaps"] = controller.drafter_version - before
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker._writer.drain()
-    store = worker._writer.buffer
-    found["stored"] = [
-        (entry.rl_step, tuple(store.read(entry.name).token_ids_T.tolist()))
-        for entry in store.entries()
-    ]
-    return found
-
-
 def policy_comes_later(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Start with dummy weights, load the policy, generate, and run a layer of the drafter."""
     import torch
+    from safetensors.torch import load_file
+    from vllm import LLM
 
-    llm = _reloaded(model)
+    llm = LLM(model, **ENGINE, load_format="dummy")
+    policy = load_file(Path(model) / "model.safetensors")
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.items())})
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     drafter = worker._runner.draft_model
     # vLLM packs weights on CPUs and leaves empty tensors behind, so a layer must run to show them.
@@ -239,33 +139,6 @@ def policy_comes_later(model: str, prompts: Sequence[Sequence[int]]) -> dict[str
     with torch.inference_mode():
         fc = drafter.model.fc(states)
     return {"greedy": tokens_of(llm, prompts, temperature=0), "fc": fc.T.tolist()}
-
-
-def policy_with_a_tied_head(model: str, prompts: Sequence[Sequence[int]]) -> Any:
-    """Start with dummy weights, load the policy as vLLM does, and generate."""
-    return tokens_of(_reloaded(model), prompts, temperature=0)
-
-
-def _reloaded(model: str) -> Any:
-    """Start an engine with dummy weights, and load the policy as vLLM does."""
-    from safetensors.torch import load_file
-    from vllm import LLM
-
-    llm = LLM(model, **ENGINE, load_format="dummy")
-    policy = load_file(Path(model) / "model.safetensors")
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(policy.items())})
-    return llm
-
-
-def _louder(model: str) -> list[tuple[str, Any]]:
-    """Return the weights of a model with another final norm, so that it says other things."""
-    import torch
-    from safetensors.torch import load_file
-
-    tensors = load_file(Path(model) / "model.safetensors")
-    noise = torch.randn(tensors["model.norm.weight"].shape, generator=torch.manual_seed(1))
-    tensors["model.norm.weight"] += noise.to(tensors["model.norm.weight"].dtype)
-    return list(tensors.items())
 
 
 def broken_sampler(model: str) -> str:
@@ -278,7 +151,7 @@ def broken_sampler(model: str) -> str:
     load_model = CPUWorker.load_model
 
     def load_and_break(worker: Any, *args: Any, **kwargs: Any) -> None:
-        from tlt.vllm import sampler  # loads numba, which must come after vLLM's start-up
+        from tlt.vllm.v1 import sampler  # loads numba, which must come after vLLM's start-up
 
         break_verification(sampler)
         load_model(worker, *args, **kwargs)
@@ -289,41 +162,3 @@ def broken_sampler(model: str) -> str:
     except RuntimeError as error:
         return str(error)
     raise AssertionError("the engine started")
-
-
-def online(model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Generate two samples for each prompt with `AsyncLLM`."""
-    from vllm import AsyncEngineArgs
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.reader import get_metrics_snapshot
-
-    async def generate(llm: Any, name: str, prompt: Sequence[int], **settings: Any) -> Any:
-        kind = RequestOutputKind.FINAL_ONLY
-        inputs = {"prompt_token_ids": list(prompt)}
-        async for output in llm.generate(inputs, params(output_kind=kind, **settings), name):
-            final = output
-        return [tuple(each.token_ids) for each in final.outputs]
-
-    async def main() -> dict[str, Any]:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **ENGINE))
-        try:
-            samples = await asyncio.gather(
-                *(generate(llm, f"{i}", p, n=2, seed=i) for i, p in enumerate(prompts))
-            )
-            greedy = await generate(llm, "greedy", prompts[0], temperature=0)
-            try:
-                await generate(llm, "refused", prompts[0], repetition_penalty=1.2)
-            except ValueError as error:
-                refused = str(error)
-        finally:
-            llm.shutdown()
-        names = {metric.name for metric in get_metrics_snapshot()}
-        return {
-            "samples": samples,
-            "greedy": greedy,
-            "refused": refused,
-            "metrics": {name for name in METRICS if f"vllm:tlt_{name}" in names},
-        }
-
-    return asyncio.run(main())

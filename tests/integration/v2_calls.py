@@ -2,31 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-from workloads import TINY_ARGS, random_prompts
-
-
-def run_stock(model: str, speculative: dict[str, Any] | None) -> tuple[str, list[list[int]]]:
-    """Run stock vLLM; return the module of its runner's class, and greedy responses."""
-    import os
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=model,
-        **(TINY_ARGS | {"max_num_seqs": 8}),
-        kv_cache_memory_bytes=2**26,
-        speculative_config=speculative,
-        disable_log_stats=True,
-    )
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    prompts = [{"prompt_token_ids": prompt} for prompt in random_prompts(2)]
-    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    outputs = llm.generate(prompts, sampling)
-    return type(runner).__mro__[1].__module__, [list(o.outputs[0].token_ids) for o in outputs]
 
 
 def draft_from_own_text() -> list[list[int]]:
@@ -61,106 +37,6 @@ def draft_from_own_text() -> list[list[int]]:
     return drafts[:2, :3].tolist()
 
 
-class Scripted:
-    """A strategy that repeats the arms of a script."""
-
-    def __init__(self, arms: Sequence[Any]) -> None:
-        from tlt.strategy.spec import parse_arm
-
-        self._arms = [parse_arm(arm) for arm in arms]
-        self._step = 0
-
-    def arms(self) -> frozenset[Any]:
-        return frozenset(self._arms)
-
-    def decide(self, context: Any) -> Any:
-        self._step += 1
-        return self._arms[(self._step - 1) % len(self._arms)]
-
-    def observe(self, report: Any) -> None:
-        pass
-
-
-class Spy:
-    """The draft model's passes, and by text its drafts and whole blocks of its KV cache."""
-
-    def __init__(self, engine: Any) -> None:
-        from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
-
-        from tlt.vllm.v2.speculator import SwitchingSpeculator
-
-        runner = _runner(engine)
-        self.drafts: dict[tuple[int, ...], list[int]] = {}
-        self.blocks: dict[tuple[int, ...], Any] = {}
-        self.num_passes = self.num_written = 0
-        self.catches_up = True
-        propose, write, one_pass = (
-            SwitchingSpeculator.propose,
-            SwitchingSpeculator._write,
-            EagleSpeculator.propose,
-        )
-
-        def spied_propose(speculator: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            proposed = propose(speculator, batch, *args, **kwargs)
-            num_drafts = kwargs["num_speculative_tokens"]
-            if speculator.drafter == "eagle3":
-                states = runner.req_states
-                for row, slot in enumerate(batch.idx_mapping_np[: batch.num_reqs].tolist()):
-                    num_tokens = int(states.total_len.gpu[slot])
-                    text = tuple(states.all_token_ids.gpu[slot, :num_tokens].tolist())
-                    if args[4][row] > 0:  # a token was sampled
-                        self.drafts[text] = proposed[row, :num_drafts].tolist()
-                        self.blocks[text] = last_block(speculator, row, num_tokens - 1)
-            return proposed
-
-        def last_block(speculator: Any, row: int, num_read: int) -> Any:
-            (layer,) = speculator.draft_attn_layer_names
-            cache = runner.compilation_config.static_forward_context[layer].kv_cache
-            table = speculator.block_tables.input_block_tables[speculator._group]
-            return cache[table[row, num_read // speculator._block_size - 1]].clone()
-
-        def spied_write(speculator: Any, first: Any, missed: Any, *args: Any) -> None:
-            self.num_written += len(missed)
-            if self.catches_up:
-                write(speculator, first, missed, *args)
-
-        def spied_pass(speculator: Any, *args: Any, **kwargs: Any) -> Any:
-            self.num_passes += 1
-            return one_pass(speculator, *args, **kwargs)
-
-        SwitchingSpeculator.propose = spied_propose  # type: ignore[method-assign]
-        SwitchingSpeculator._write = spied_write  # type: ignore[assignment, method-assign]
-        EagleSpeculator.propose = spied_pass
-
-
-def spy(engine: Any) -> None:
-    """Begin to watch the speculator."""
-    engine.spy = Spy(engine)
-
-
-def begin_script(
-    engine: Any, arms: Sequence[Any], budget_bytes: int, catches_up: bool = True
-) -> None:
-    """Decide the arms by a script, and forget the drafts seen so far and all prefixes."""
-    engine.reset_prefix_cache()
-    _runner(engine).speculator.missed.budget_bytes = budget_bytes
-    engine.spy.drafts, engine.spy.blocks = {}, {}
-    engine.spy.num_passes = engine.spy.num_written = 0
-    engine.spy.catches_up = catches_up
-    engine.between_steps(lambda: engine.core.controller.set_strategy(Scripted(arms)))
-
-
-def seen(engine: Any) -> dict[str, Any]:
-    """Return the drafts by text, the passes of the draft model, and the rows of catch-up."""
-    watch = engine.spy
-    return {
-        "drafts": watch.drafts,
-        "blocks": watch.blocks,
-        "passes": watch.num_passes,
-        "written": watch.num_written,
-    }
-
-
 _WATCHED = ("to", "cpu", "item", "tolist", "nonzero", "copy_", "__bool__", "__int__", "__float__")
 
 
@@ -191,7 +67,3 @@ def watch_waits(engine: Any) -> None:
 
     for name in _WATCHED:
         setattr(torch.Tensor, name, watched(name, getattr(torch.Tensor, name)))
-
-
-def _runner(engine: Any) -> Any:
-    return engine.core.llm.collective_rpc(lambda worker: worker.model_runner)[0]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,23 +19,25 @@ from typing import Any
 
 from engine_process import EngineProcess
 from switch_programs import ENGINE, ENVIRONMENT, counted, refusal, tokens_of
-from workloads import TINY_ARGS, changed_policy, greedy, random_prompts, save_fresh_drafter
+from workloads import (
+    TINY_ARGS,
+    changed_policy,
+    check_states,
+    greedy,
+    load_policy,
+    random_prompts,
+    save_fresh_drafter,
+)
 
 PASSED, NOT_RUN = "passed", "not run"
 PROMPTS = random_prompts(6, seed=5)
 NUM_TOKENS = 40
 ARMS = [["off", 0], ["eagle3", 4], ["ngram", 4], ["eagle3", 2], ["ngram", 2]]
 SAMPLED = {"temperature": 1.0, "top_p": 0.95}
-LOSSY_REQUESTS: list[dict[str, Any]] = [
-    {"min_p": 0.1},
-    {"logit_bias": {5: 1.0}},
-    {"repetition_penalty": 1.2},
-    {"presence_penalty": 0.5},
-]
+LOSSY_REQUESTS: list[dict[str, Any]] = [{"min_p": 0.1}, {"repetition_penalty": 1.2}]
 LOSSY_ENGINES: list[dict[str, Any]] = [
     {"logits_processors": ["some.module:Processor"]},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-    {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
 ]
 
 
@@ -44,7 +45,6 @@ def make_models(folder: Path) -> None:
     """Make the tiny model, a new drafter, and one with a little training."""
     import torch
     from learning import tiny_samples, train_tiny
-    from transformers import AutoModelForCausalLM
 
     from tlt.drafter.checkpoint import save_drafter
     from tlt.models import tiny
@@ -52,8 +52,7 @@ def make_models(folder: Path) -> None:
     if not (folder / "tiny").exists():
         tiny.make(folder / "tiny")
     if not (folder / "new").exists():
-        policy = AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
-        save_fresh_drafter(policy, folder / "new")
+        save_fresh_drafter(load_policy(folder / "tiny"), folder / "new")
     if not (folder / "trained").exists():
         trainer = train_tiny(folder / "tiny", tiny_samples(folder / "tiny", 64), num_steps=40)
         save_drafter(trainer.drafter, folder / "trained", torch.float32)
@@ -70,15 +69,9 @@ class Trial:
         from tlt.integrations.hosted import HostedEngine
 
         self._engine = HostedEngine(self._llm)
-        self._greedy = greedy(self._policy(), PROMPTS, NUM_TOKENS)
+        self._greedy = greedy(load_policy(self._folder / "tiny"), PROMPTS, NUM_TOKENS)
         self._draw({"kind": "off"})
         self._sampled = self._drawn
-
-    def _policy(self) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self._folder / "tiny", dtype=torch.float32)
 
     def _draw(self, strategy: dict[str, Any], **settings: Any) -> int:
         """Generate with a strategy, and return how many drafted tokens were accepted."""
@@ -124,50 +117,32 @@ class Trial:
         changed = changed_policy(self._folder / "tiny", 1)
         for policy, expected in (
             (changed, greedy(changed, PROMPTS, NUM_TOKENS)),
-            (self._policy(), self._greedy),
+            (load_policy(self._folder / "tiny"), self._greedy),
         ):
             self._engine.load_policy((name, p.data) for name, p in policy.named_parameters())
             self._fixed("eagle3", temperature=0)
             assert self._drawn == expected, "the engine's policy is not the one loaded"
 
     def records_states(self) -> None:
-        import torch
+        from tlt.states.buffer import BufferSettings
 
-        from tlt.drafter.checkpoint import load_drafter
-        from tlt.states.buffer import BufferSettings, SampleBuffer
-        from tlt.states.captured import capture
-
-        settings = BufferSettings(
-            str(self._folder / f"buffer-{os.getpid()}"), 2**28, max_sample_tokens=512
-        )
+        folder = self._folder / f"buffer-{os.getpid()}"
+        settings = BufferSettings(str(folder), 2**28, max_sample_tokens=512)
         self._engine.record(settings)
         self._fixed("eagle3")
-        buffer, until_s = SampleBuffer(settings), time.monotonic() + 60
-        while len(buffer.entries()) < len(PROMPTS) and time.monotonic() < until_s:
-            time.sleep(0.05)
-        read = [buffer.read(entry.name) for entry in buffer.entries()]
-        kept = {tuple(each.token_ids_T.tolist()): each for each in read if each is not None}
-        assert len(kept) == len(PROMPTS), f"{len(kept)} samples were stored"
-        policy, layers = self._policy(), load_drafter(self._folder / "new").config.aux_layer_ids
-        for prompt, response in zip(PROMPTS, self._drawn, strict=True):
-            own = kept[(*prompt, *response)]
-            right = capture(policy, [*prompt, *response], len(prompt), layers)
-            pairs = (own.aux_TA, right.aux_TA), (own.final_TH, right.final_TH)
-            for ours, theirs in pairs:
-                torch.testing.assert_close(
-                    ours[:-1].float(), theirs[:-1].float(), rtol=0.02, atol=0.02
-                )
+        texts = list(zip(PROMPTS, self._drawn, strict=True))
+        check_states(settings, load_policy(self._folder / "tiny"), self._folder / "new", texts)
 
     def refuses_lossy_settings(self) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
         for settings in LOSSY_REQUESTS:
             said = refusal(partial(tokens_of, self._llm, PROMPTS[:1], **settings))
-            assert "while TLT drafts" in said, said
+            assert next(iter(settings)) in said, said
         for arguments in LOSSY_ENGINES:
             program = EngineArgs(str(self._folder / "tiny"), **ENGINE, **arguments)
             said = refusal(program.create_engine_config)
-            assert said.startswith("TLT_CONFIG: the program sets"), said
+            assert next(iter(arguments)) in said, said
 
     def runs_on_its_own(self) -> None:
         """An engine of `tlt train`: its settings, its process, its weight transfer."""

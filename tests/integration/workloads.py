@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_process import EngineProcess
 
 from tlt.contracts import SampleRequest, SamplingSpec
+
+if TYPE_CHECKING:
+    from tlt.states.buffer import BufferSettings
 
 EngineFactory = Callable[..., EngineProcess]
 TINY_ARGS = {
@@ -66,16 +70,28 @@ def watch_preemptions(engine: Any) -> None:
     scheduler._preempt_request = spied
 
 
-def changed_policy(folder: Path, seed: int) -> Any:
-    """Return the policy of a folder with noise on all parameters, always the same for a seed."""
+def load_policy(folder: Path) -> Any:
+    """Return the model of a folder in float32, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def change(policy: Any, seed: int) -> None:
+    """Add noise to all parameters, always the same for a seed."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+
+def changed_policy(folder: Path, seed: int) -> Any:
+    """Return the policy of a folder after `change`."""
+    policy = load_policy(folder)
+    change(policy, seed)
     return policy
 
 
@@ -119,3 +135,47 @@ def greedy(policy: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> li
         )
         tokens.append(tuple(output[0, len(prompt) :].tolist()))
     return tokens
+
+
+def noisy_weights(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return random weights of the same shapes; token ids stay."""
+    import torch
+
+    return {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in weights.items()}
+
+
+def drafter_tensors(folder: Path) -> dict[str, Any]:
+    """Return the weights of a drafter as an engine takes them."""
+    import torch
+
+    from tlt.drafter.checkpoint import drafter_weights, load_drafter
+
+    drafter = load_drafter(folder)
+    return drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
+
+
+def check_states(
+    settings: BufferSettings, policy: Any, drafter: Path, texts: Sequence[tuple[Any, Any]]
+) -> None:
+    """Check that a buffer holds just the policy's states of these prompts and responses."""
+    import torch
+
+    from tlt.drafter.checkpoint import load_drafter
+    from tlt.states.buffer import SampleBuffer
+    from tlt.states.captured import capture
+
+    layers = load_drafter(drafter).config.aux_layer_ids
+    buffer = SampleBuffer(settings)
+    until_s = time.monotonic() + 60.0  # a thread stores states beside the engine's work
+    while len(buffer.entries()) < len(texts) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    read = [buffer.read(entry.name) for entry in buffer.entries()]
+    kept = {tuple(each.token_ids_T.tolist()): each for each in read if each is not None}
+    assert kept.keys() == {(*prompt, *response) for prompt, response in texts}
+    for prompt, response in texts:
+        own = kept[(*prompt, *response)]
+        right = capture(policy, [*prompt, *response], len(prompt), layers)
+        assert own.first_position == 0
+        assert torch.equal(own.loss_mask_T, right.loss_mask_T)
+        for ours, theirs in ((own.aux_TA, right.aux_TA), (own.final_TH, right.final_TH)):
+            torch.testing.assert_close(ours[:-1].float(), theirs[:-1].float(), rtol=0.02, atol=0.02)
