@@ -5,11 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from workloads import TINY_ARGS, EngineFactory, greedy, random_prompts
+from workloads import EngineFactory, greedy, load_policy, random_prompts
 
 from speed import limit
-from tlt.config.rollout import EngineConfig
-from tlt.contracts import SamplingSpec
 from tlt.errors import EngineError
 from tlt.hardware import cpu_flags
 
@@ -68,9 +66,6 @@ def test_every_kernel_library_that_vllm_does_not_choose_here(tiny: Path, library
 
     All other tests and `tlt doctor` run the library that vLLM chooses on this machine.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
     (avx512, bf16), instructions = KERNELS[library]
     usable = [name for name, (_, needed) in KERNELS.items() if needed in cpu_flags()]
     if library not in usable[1:]:
@@ -79,10 +74,9 @@ def test_every_kernel_library_that_vllm_does_not_choose_here(tiny: Path, library
     probed = run(choose + PROBE, VLLM_LOGGING_LEVEL="ERROR")
     assert "FAULTS []" in probed.stdout, probed.stderr[-3000:]
     prompt = tuple(random_prompts(1, seed=2)[0])
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
     done = run(choose + SMALL_ENGINE.format(model=str(tiny), prompt=prompt))
     assert "FAULTS []" in done.stdout, done.stderr[-3000:]
-    assert f"TOKENS {list(greedy(policy, [prompt], 32)[0])}" in done.stdout
+    assert f"TOKENS {list(greedy(load_policy(tiny), [prompt], 32)[0])}" in done.stdout
     assert f"LIBRARY {library}.abi3.so" in done.stdout
 
 
@@ -90,7 +84,6 @@ SHORT_PROMPT = """
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.rollout.offline import generate_here
-
 # bfloat16 selects the kernel that uses AMX; four tokens are too few for torch to ask for AMX.
 config = EngineConfig(model={model!r}, kv_cache_gib=0.1, core_group="test-amx", engine_args=dict(
     enforce_eager=True, dtype="bfloat16", max_model_len=64))
@@ -107,71 +100,8 @@ def test_amx_is_needed(tiny: Path) -> None:
     assert run(code, TLT_COMPAT_SKIP="amx").returncode == -4  # SIGILL
 
 
-IN_PLACE = """
-import os
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-from transformers import AutoModelForCausalLM
-from vllm import LLM
-
-llm = LLM({model!r}, enforce_eager=True, dtype="float32", max_model_len=64,
-          kv_cache_memory_bytes=2**27)
-weights = AutoModelForCausalLM.from_pretrained({model!r}).state_dict()
-model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
-model.load_weights(weights.items())
-"""
-
-
-def test_layerwise_reload_is_needed(tiny: Path) -> None:
-    """The obvious way to load weights into a running CPU engine does not work."""
-    done = run(IN_PLACE.format(model=str(tiny)), VLLM_LOGGING_LEVEL="ERROR")
-    assert done.returncode != 0
-    assert "weight_loader" in done.stderr
-
-
 @pytest.mark.gate
 def test_an_engine_without_the_plug_in_is_refused(engines: EngineFactory, tiny: Path) -> None:
     engine = engines({"VLLM_PLUGINS": "none"}, begin=False, model=str(tiny))
-    with pytest.raises((EngineError, ValueError), match=r"plug-in|tlt_shm"):
+    with pytest.raises((EngineError, ValueError)):
         engine.start()
-
-
-@pytest.mark.gate
-def test_the_supported_range() -> None:
-    from tlt.vllm.compat import version_supported
-
-    assert version_supported("0.32.0", on_cpu=True)
-    assert version_supported("0.32.1+cpu", on_cpu=True)
-    assert version_supported("0.27.1+cpu", on_cpu=True)
-    assert not version_supported("0.26.9", on_cpu=True)
-    assert not version_supported("0.30.0", on_cpu=True)
-    assert not version_supported("0.31.9", on_cpu=False)
-    assert not version_supported("0.33.0", on_cpu=True)
-    assert not version_supported("1.0.0", on_cpu=True)
-
-
-def test_reports_of_a_healthy_engine(
-    engines: EngineFactory, tiny: Path, tiny_drafter: Path
-) -> None:
-    engine = engines(begin=False, model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=4)
-    report = engine.start()
-    assert report["plugin"] is True
-    assert report["proposer"] == "SwitchingProposer"
-    assert report["faults"] == []
-    assert all(report["fixes"].values())
-    engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=3))
-    engine.close()
-
-
-@pytest.mark.gate
-def test_settings_are_checked_before_the_engine_starts() -> None:
-    from tlt.errors import ConfigError
-    from tlt.rollout.engine import RolloutEngine
-
-    with pytest.raises(ConfigError, match=r"engine\.drafter"):
-        RolloutEngine(
-            EngineConfig(
-                model="/nowhere",
-                strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
-                engine_args=TINY_ARGS,
-            )
-        )

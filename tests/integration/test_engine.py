@@ -1,11 +1,11 @@
-"""One engine: logprobs, timing, withdrawal, limits."""
+"""One engine: logprobs, prompts read once, timing, limits."""
 
 import time
 from pathlib import Path
 
 import pytest
 from engine_process import EngineProcess, tokens_read
-from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
+from workloads import SWITCHING_ARMS, EngineFactory, load_policy, random_prompts
 
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
@@ -28,9 +28,8 @@ def test_logprobs_under_drafts_equal_transformers(
     engine: EngineProcess, tiny: Path, temperature: float
 ) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    policy = load_policy(tiny)
     prompts = random_prompts(16, seed=9)
     sampling = SamplingSpec(max_tokens=64, temperature=temperature, ignore_eos=True)
     samples, acceptance = engine.accepted_during(lambda: engine.generate(prompts, sampling))
@@ -56,18 +55,13 @@ def test_samples_of_a_group_read_their_prompt_once(engine: EngineProcess) -> Non
     assert engine.call(tokens_read, group) == 100 + 7 * (100 - 96)
 
 
-def test_samples_say_how_they_went(engine: EngineProcess) -> None:
+def test_stop_tokens_end_a_sample_which_says_how_it_went(engine: EngineProcess) -> None:
     before = time.time()
-    (sample,) = engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=9, ignore_eos=True))
-    assert len(sample.token_ids) == 9
-    assert sample.finish_reason == "length"
-    assert sample.queued_s >= 0
-    assert 0 < sample.running_s <= time.time() - before
-    assert before <= sample.finished_at_s <= time.time()
-
-
-def test_stop_tokens_end_a_sample(engine: EngineProcess) -> None:
     (free,) = engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=20, temperature=0))
+    assert free.finish_reason == "length"
+    assert free.queued_s >= 0
+    assert 0 < free.running_s <= time.time() - before
+    assert before <= free.finished_at_s <= time.time()
     stop = free.token_ids[4]
     (ended,) = engine.generate(
         [[5, 6, 7]], SamplingSpec(max_tokens=20, temperature=0, stop_token_ids=(stop,))
@@ -77,29 +71,12 @@ def test_stop_tokens_end_a_sample(engine: EngineProcess) -> None:
     assert len(ended.logprobs) == len(ended.token_ids)
 
 
-def test_only_queued_requests_can_be_withdrawn(engine: EngineProcess) -> None:
-    sampling = SamplingSpec(max_tokens=60, ignore_eos=True)
-    ids = engine.submit(random_prompts(80), sampling)  # 64 slots
-    time.sleep(0.5)
-    taken = engine.call("withdraw", ids)
-    assert set(taken) <= set(ids[64:])
-    assert taken
-    left = [i for i in ids if i not in set(taken)]
-    assert [s.sample_id for s in engine.collect(left)] == left
-    assert engine.call("withdraw", ids) == []
-
-
-def test_requests_that_are_refused(engine: EngineProcess) -> None:
-    with pytest.raises(ConfigError, match=r"set engine_args\.max_model_len"):
-        engine.submit([[5] * 10], SamplingSpec(max_tokens=500))
-    with pytest.raises(LossyError, match="min_p"):
-        engine.submit([[5] * 10], SamplingSpec(max_tokens=5, extra={"min_p": 0.1}))
-    assert engine.stats().queued == 0
-
-
 def test_a_batch_is_taken_whole_or_not_at_all(engine: EngineProcess) -> None:
     good = SampleRequest("good", (5,), SamplingSpec(max_tokens=2))
-    bad = SampleRequest("bad", (5,), SamplingSpec(max_tokens=9999))
-    with pytest.raises(ConfigError):
-        engine.call("submit", [good, bad])
+    long = SampleRequest("long", (5,), SamplingSpec(max_tokens=9999))
+    lossy = SampleRequest("lossy", (5,), SamplingSpec(max_tokens=5, extra={"min_p": 0.1}))
+    with pytest.raises(ConfigError, match=r"engine_args\.max_model_len"):
+        engine.call("submit", [good, long])
+    with pytest.raises(LossyError, match="min_p"):
+        engine.call("submit", [good, lossy])
     assert engine.stats().queued == engine.stats().running == 0

@@ -4,12 +4,14 @@ import math
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from workloads import load_policy
 
 from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.errors import LearnerLost
@@ -20,16 +22,17 @@ from tlt.learner.rank import RankSettings
 from tlt.node.weights import read_weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
 
-pytestmark = [pytest.mark.ray, pytest.mark.two_cores]
+pytestmark = [pytest.mark.ray, pytest.mark.two_cores, pytest.mark.usefixtures("local_ray")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+@asynccontextmanager
+async def started(plan: LearnerPlan, saved: Path | None = None) -> AsyncIterator[LearnerGroup]:
+    learner = LearnerGroup(plan)
+    try:
+        await learner.start(saved)
+        yield learner
+    finally:
+        await learner.stop()
 
 
 def plan(tiny: Path, num_ranks: int = 1, **changes: object) -> LearnerPlan:
@@ -97,19 +100,20 @@ async def train(
     return norms
 
 
+def check_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
 async def test_one_rank_and_two_ranks_and_any_split_give_the_same_update(tiny: Path) -> None:
     async def run(num_ranks: int, cut: int | None, row_tokens: int) -> dict[str, torch.Tensor]:
-        learner = LearnerGroup(plan(tiny, num_ranks, row_tokens=row_tokens))
-        try:
-            await learner.start()
+        async with started(plan(tiny, num_ranks, row_tokens=row_tokens)) as learner:
             norms.append(await train(learner, range(3), cut))
             return await weights(learner)
-        finally:
-            await learner.stop()
 
     norms: list[list[float]] = []
     reference = await run(1, None, 4096)
-    for num_ranks, cut, row_tokens in ((2, None, 256), (1, 7, 100), (2, 11, 128)):
+    for num_ranks, cut, row_tokens in ((1, 7, 100), (2, 11, 128)):
         other = await run(num_ranks, cut, row_tokens)
         assert norms[-1] == pytest.approx(norms[0], rel=1e-4)
         for name, tensor in reference.items():
@@ -124,84 +128,67 @@ async def test_two_threads_make_the_same_update_bit_for_bit(tiny: Path) -> None:
     """Threads must not add up the gradients of a shared prompt in the order of their arrival."""
 
     async def run() -> tuple[list[float], dict[str, torch.Tensor]]:
-        learner = LearnerGroup(plan(tiny, num_cores=2, row_tokens=8192))
-        try:
-            await learner.start()
+        async with started(plan(tiny, num_cores=2, row_tokens=8192)) as learner:
             return await train(learner, range(3), num_groups=100), await weights(learner)
-        finally:
-            await learner.stop()
 
     norms, first = await run()
     norms_again, second = await run()
     assert norms == norms_again
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    check_same(first, second)
 
 
 @pytest.mark.gate
-async def test_samples_of_another_policy_change_nothing(tiny: Path) -> None:
+async def test_samples_of_another_policy_and_gradients_that_are_not_finite_change_nothing(
+    tiny: Path,
+) -> None:
     """The made-up log-probabilities of the batch are far from the learner's own."""
-
-    learner = LearnerGroup(plan(tiny))
-    try:
-        await learner.start()
+    async with started(plan(tiny)) as learner:
         before = await weights(learner)
         samples = batch(0)
         await learner.accumulate(samples, 0)
         refused, _ = await learner.step(denominator(samples), max_gap=1e-3)
         assert refused.refused
         assert refused.sums.gap / refused.sums.learned_tokens > 1
-        after = await weights(learner)
-        assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-        await learner.accumulate(samples, 1)
+        check_same(before, await weights(learner))
+        await learner.accumulate([replace(s, advantage=math.inf) for s in samples], 1)
+        skipped, _ = await learner.step(denominator(samples), math.inf)
+        assert skipped.skipped
+        check_same(before, await weights(learner))
+        await learner.accumulate(samples, 2)
         taken, _ = await learner.step(denominator(samples), max_gap=100.0)
         assert not taken.refused
         assert taken.grad_norm == pytest.approx(refused.grad_norm, rel=1e-5)
         after = await weights(learner)
         assert not all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    finally:
-        await learner.stop()
 
 
 async def test_a_restored_learner_goes_on_as_if_nothing_had_happened(
     tiny: Path, tmp_path: Path
 ) -> None:
-    learner = LearnerGroup(plan(tiny))
-    await learner.start()
-    await train(learner, range(2))
-    await learner.save(tmp_path)
-    expected = await train(learner, range(2, 4))  # beside the writing
-    await learner.wait_saved(tmp_path, None, 2)
-    reference = await weights(learner)
-    await learner.stop()
-    await learner.start(tmp_path)
-    assert await train(learner, range(2, 4)) == expected
-    again = await weights(learner)
-    await learner.stop()
-    for name, tensor in reference.items():
-        assert torch.equal(tensor, again[name]), name
+    async with started(plan(tiny)) as learner:
+        await train(learner, range(2))
+        await learner.save(tmp_path)
+        expected = await train(learner, range(2, 4))  # beside the writing
+        await learner.wait_saved(tmp_path, None, 2)
+        reference = await weights(learner)
+    async with started(plan(tiny), tmp_path) as learner:
+        assert await train(learner, range(2, 4)) == expected
+        check_same(reference, await weights(learner))
 
 
 async def test_a_checkpoint_of_two_ranks_is_restored_by_one(tiny: Path, tmp_path: Path) -> None:
-    two = LearnerGroup(plan(tiny, 2))
-    await two.start()
-    await train(two, range(2))
-    await two.save(tmp_path)
-    await two.wait_saved(tmp_path, None, 2)
-    reference = await weights(two)
-    await two.stop()
-    one = LearnerGroup(plan(tiny, 1))
-    await one.start(tmp_path)
-    again = await weights(one)
-    await one.stop()
-    for name, tensor in reference.items():
-        assert torch.equal(tensor, again[name]), name
+    async with started(plan(tiny, 2)) as two:
+        await train(two, range(2))
+        await two.save(tmp_path)
+        await two.wait_saved(tmp_path, None, 2)
+        reference = await weights(two)
+    async with started(plan(tiny, 1), tmp_path) as one:
+        check_same(reference, await weights(one))
 
 
 async def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
     tiny: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     from tlt.states.captured import capture
 
     layers = (1, 2, 3)
@@ -211,67 +198,51 @@ async def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(
     base = plan(tiny, buffer=settings)
     base = replace(base, rank=replace(base.rank, aux_layer_ids=layers))
     samples = batch(0)
-
-    learner = LearnerGroup(base)
-    await learner.start()
-    await learner.accumulate(samples, 7)
-    _, stored = await learner.step(denominator(samples), math.inf)
-    kept, num_bytes = stored.num_samples, stored.num_bytes
-    await learner.save(tmp_path / "saved")
-    await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
-    await learner.wait_saved(tmp_path / "saved", None, 7)
-    await learner.stop()
+    saved = tmp_path / "saved"
+    async with started(base) as learner:
+        await learner.accumulate(samples, 7)
+        _, stored = await learner.step(denominator(samples), math.inf)
+        await learner.save(saved)
+        await learner.accumulate(samples, 8)  # not of the checkpoint's step: not in its copy
+        await learner.wait_saved(saved, None, 7)
     SampleBuffer(settings).clear()
-    await learner.start(tmp_path / "saved")
-    await learner.stop()
-    assert num_bytes > 0
-    assert kept <= len(samples)
+    async with started(base, saved):
+        pass
+    assert stored.num_bytes > 0
+    assert stored.num_samples <= len(samples)
     buffer = SampleBuffer(settings)
     entries = buffer.entries()
     assert len(entries) == len(samples)
     assert {entry.rl_step for entry in entries} == {7}
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    policy = load_policy(tiny)
+    num_prompt_tokens = {s.prompt_ids + s.response_ids: len(s.prompt_ids) for s in samples}
     for entry in entries:
         found = buffer.read(entry.name)
         assert found is not None
-        sample = next(
-            s for s in samples if s.prompt_ids + s.response_ids == tuple(found.token_ids_T.tolist())
-        )
-        expected = capture(
-            policy, sample.prompt_ids + sample.response_ids, len(sample.prompt_ids), layers
-        )
+        text = tuple(found.token_ids_T.tolist())
+        expected = capture(policy, text, num_prompt_tokens[text], layers)
         torch.testing.assert_close(found.aux_TA, expected.aux_TA, atol=5e-2, rtol=2e-2)
         torch.testing.assert_close(found.final_TH, expected.final_TH, atol=5e-2, rtol=2e-2)
         assert torch.equal(found.loss_mask_T, expected.loss_mask_T)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_several_updates_of_one_batch_clip_against_the_first_policy(
-    tiny: Path, num_ranks: int
-) -> None:
-    async def run() -> list[float]:
-        base = plan(tiny, num_ranks)
-        rank = replace(base.rank, learner=LearnerConfig(lr=3e-2))
-        learner = LearnerGroup(replace(base, rank=rank))
-        await learner.start()
-        samples, others = batch(0), [replace(s, sample_id=f"x{s.sample_id}") for s in batch(1)]
+async def test_several_updates_of_one_batch_clip_against_the_first_policy(tiny: Path) -> None:
+    base = plan(tiny, num_ranks=2)
+    rank = replace(base.rank, learner=LearnerConfig(lr=3e-2))
+    samples, others = batch(0), [replace(s, sample_id=f"x{s.sample_id}") for s in batch(1)]
+
+    async def clipped_tokens() -> float:
+        await learner.accumulate(samples, 1)
+        report, _ = await learner.step(denominator(samples), math.inf)
+        return report.sums.clipped_tokens
+
+    async with started(replace(base, rank=rank)) as learner:
         for part in (samples, others):
             await learner.remember_logprobs(part)
-        clipped = []
-        for _ in range(2):
-            await learner.accumulate(samples, 1)
-            report, _ = await learner.step(denominator(samples), math.inf)
-            clipped.append(report.sums.clipped_tokens)
+        assert await clipped_tokens() == 0  # nothing has moved yet
+        assert await clipped_tokens() > 0
         await learner.forget_logprobs()
-        await learner.accumulate(samples, 1)
-        clipped.append((await learner.step(denominator(samples), math.inf))[0].sums.clipped_tokens)
-        await learner.stop()
-        return clipped
-
-    first, second, on_policy = await run()
-    assert first == 0  # nothing has moved yet
-    assert second > 0
-    assert on_policy == 0
+        assert await clipped_tokens() == 0
 
 
 async def test_a_killed_rank_is_a_lost_learner_that_starts_again(tiny: Path) -> None:
@@ -284,17 +255,3 @@ async def test_a_killed_rank_is_a_lost_learner_that_starts_again(tiny: Path) -> 
     await learner.start()
     await train(learner, range(1))
     await learner.stop()
-
-
-async def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Path) -> None:
-    learner = LearnerGroup(plan(tiny))
-    await learner.start()
-    before = await weights(learner)
-    broken = [replace(sample, advantage=float("inf")) for sample in batch(0)]
-    await learner.accumulate(broken, 1)
-    report, _ = await learner.step(denominator(broken), math.inf)
-    assert report.skipped
-    after = await weights(learner)
-    await learner.stop()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name

@@ -1,32 +1,39 @@
-"""Greedy decoding in fp32 gives the same tokens with every strategy; with SmolLM2, samples too."""
+"""Tokens are the same with every strategy: n-grams alone on the tiny model, all on SmolLM2."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from workloads import RESTLESS, SWITCHING_ARMS, EngineFactory, random_prompts, seeded
+from workloads import (
+    RESTLESS,
+    SWITCHING_ARMS,
+    EngineFactory,
+    load_policy,
+    random_prompts,
+    save_fresh_drafter,
+    seeded,
+)
 
-from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.contracts import SamplingSpec
 
 pytestmark = pytest.mark.vllm
 
-MODES: dict[str, dict[str, Any]] = {
-    "off": {"kind": "off"},
+OFF = {"kind": "off"}
+NGRAM = {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "off": OFF,
     "eagle3": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4},
-    "ngram": {"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4},
+    "ngram": NGRAM,
     "switching": {"kind": "random", "arms": SWITCHING_ARMS, "seed": 1},
-    "adaptive": {"kind": "adaptive"},
-    "restless": RESTLESS,
+    "adaptive": RESTLESS,
     "by_batch_size": {
         "kind": "by_batch_size",
         "drafter": "eagle3",
         "schedule": [[8, 8], [16, 4], [40, 1]],
     },
 }
-
-
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -34,60 +41,50 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.0, "top_k": 50},
 ]
+# Short, because the tiny model soon repeats itself, and then its own text would be enough.
+SHORT = SamplingSpec(max_tokens=26, temperature=0, ignore_eos=True)
 
 
-def run_modes(
-    engine: EngineProcess, requests: list[SampleRequest]
-) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, float]]:
-    tokens, acceptance = {}, {}
-    for name, strategy in MODES.items():
-        engine.call("set_strategy", strategy)
-        tokens[name], acceptance[name] = engine.accepted_during(lambda: engine.tokens_of(requests))
-    return tokens, acceptance
-
-
-def test_tiny(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> None:
-    requests = seeded(random_prompts(64), [{"temperature": 0.0}], 128)
-    plain = engines(model=str(tiny))
-    reference = plain.tokens_of(requests)
-    plain.close()
-    assert all(len(tokens) == 128 for tokens in reference)
-    engine = engines(model=str(tiny), drafter=str(tiny_drafter), max_draft_tokens=8)
-    tokens, acceptance = run_modes(engine, requests)
-    for name in MODES:
-        assert tokens[name] == reference, name
-    assert acceptance["off"] == 0.0
-    assert acceptance["eagle3"] > 0.2, acceptance
-    assert acceptance["ngram"] > 0.2, acceptance
-    assert acceptance["switching"] > 0.2, acceptance
+def draft(
+    engine: EngineProcess, strategy: Mapping[str, object], prompts: list[list[int]]
+) -> tuple[list[tuple[int, ...]], float]:
+    """Return the tokens of each response, and the mean number of tokens per verified draft."""
+    engine.call("set_strategy", strategy)
+    before = engine.stats()
+    samples = engine.generate(prompts, SHORT)
+    after = engine.stats()
+    num_drafts = after.drafts - before.drafts
+    accepted = after.accepted_tokens - before.accepted_tokens
+    return [s.token_ids for s in samples], 1 + accepted / num_drafts if num_drafts else 1.0
 
 
 @pytest.mark.gate
-def test_tiny_ngram_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
-    """A run that has no drafter yet: n-grams alone, under our scheduler."""
-    prompts = random_prompts(32, seed=5)
-    sampling = SamplingSpec(max_tokens=96, temperature=0, ignore_eos=True)
-    engine = engines(
-        model=str(tiny), strategy={"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 4}
-    )
-    drafted, acceptance = engine.accepted_during(lambda: engine.generate(prompts, sampling))
-    engine.call("set_strategy", {"kind": "off"})
-    plain = engine.generate(prompts, sampling)
-    assert [s.token_ids for s in drafted] == [s.token_ids for s in plain]
-    assert acceptance > 0.2
+def test_ngrams_of_other_samples_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
+    engine = engines(begin=False, model=str(tiny), strategy=NGRAM)
+    assert engine.start()["proposer"] == "HistoryProposer"
+    prompts = random_prompts(16, seed=21)
+    first, alone = draft(engine, NGRAM, prompts)
+    again, seen_before = draft(engine, NGRAM, prompts[::-1])
+    assert seen_before > 4.6
+    assert seen_before > alone + 1
+    # The history also holds samples that were decoded without drafts.
+    others = random_prompts(16, seed=22)
+    plain, _ = draft(engine, OFF, others + prompts)
+    drafted, seen_plain = draft(engine, NGRAM, others)
+    assert seen_plain > 4.6
+    assert drafted == plain[:16]
+    assert first == again[::-1] == plain[16:]
+    # A measurement can start from nothing.
+    engine.call("reset_prefix_cache")
+    tokens, forgotten = draft(engine, NGRAM, others)
+    assert tokens == drafted
+    assert forgotten < seen_plain - 1
 
 
 def test_smollm2(
     engines: EngineFactory, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    import torch
-    from learning import TINY_SETTINGS, train
-    from transformers import AutoModelForCausalLM
-
-    from tlt.drafter import vocabulary
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.eagle3.config import Eagle3Config
-    from tlt.states.captured import capture
+    """The drafts of an untrained drafter of few tokens are wrong; many n-grams are right."""
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems
     from tlt.tasks.tail import HeavyTail
@@ -99,23 +96,13 @@ def test_smollm2(
     plain = engines(model=str(smollm2), engine_args=arguments)
     reference = plain.tokens_of(requests)
     plain.close()
-
-    # A drafter trained on just these answers: training is quick, and the policy accepts drafts.
-    policy = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    layers = Eagle3Config.for_target(policy.config).aux_layer_ids
-    seen = [
-        capture(policy, [*prompt, *response], len(prompt), layers, torch.float32)
-        for prompt, response in zip(prompts, reference, strict=True)
-    ]
-    counts = vocabulary.count_tokens(map(torch.tensor, reference), policy.config.vocab_size)
-    settings = replace(TINY_SETTINGS, num_draft_tokens=2, lr=1e-3)
-    trainer = train(policy, seen, 40, settings, vocabulary.choose(counts, 1024))
-    folder = save_drafter(trainer.drafter, tmp_path_factory.mktemp("drafter"), torch.float32)
-
+    folder = tmp_path_factory.mktemp("drafter")
+    drafter = save_fresh_drafter(load_policy(smollm2), folder, draft_vocab=1024)
     engine = engines(
-        model=str(smollm2), drafter=str(folder), max_draft_tokens=8, engine_args=arguments
+        model=str(smollm2), drafter=str(drafter), max_draft_tokens=8, engine_args=arguments
     )
-    tokens, acceptance = run_modes(engine, requests)
-    for name in MODES:
-        assert tokens[name] == reference, name
-    assert acceptance["eagle3"] > 0.2, acceptance
+    for name, strategy in STRATEGIES.items():
+        engine.call("set_strategy", strategy)
+        tokens, acceptance = engine.accepted_during(lambda: engine.tokens_of(requests))
+        assert tokens == reference, name
+        assert acceptance > 0.1 or name != "ngram"

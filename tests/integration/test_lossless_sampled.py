@@ -4,11 +4,6 @@ Equality is the proof that drafts change nothing: in float32, a request with a s
 tokens with any drafter, any switching, wrong drafts, and in any batch. What equality cannot tell is
 whether the sampler draws from the policy's distribution at all. One chi-squared test does, against
 probabilities that transformers computes.
-
-|                     | all tests | in the gate |
-|---------------------|-----------|-------------|
-| requests compared   | 96        | 48          |
-| samples in the test | 20,000    | 4,000       |
 """
 
 import random
@@ -26,6 +21,9 @@ from workloads import (
     SWITCHING_ARMS,
     TINY_ARGS,
     EngineFactory,
+    drafter_tensors,
+    load_policy,
+    noisy_weights,
     random_prompts,
     seeded,
     watch_preemptions,
@@ -137,22 +135,19 @@ def test_same_samples_in_any_order_and_batch(
 def test_same_samples_while_the_drafter_is_swapped_and_poisoned(
     reference: dict[str, Tokens], drafting: EngineProcess, tiny_drafter: Path
 ) -> None:
-    """Random weights replace the drafter's in mid-sample, and the other way round."""
-    import torch
-
-    from tlt.drafter.checkpoint import drafter_weights, load_drafter
-
-    drafter = load_drafter(tiny_drafter)
-    good = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
-    bad = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in good.items()}
+    """Random weights replace the drafter's in mid-sample; acceptance follows the drafter."""
+    good = drafter_tensors(tiny_drafter)
     drafting.call("set_strategy", STRATEGIES["eagle3"])
     work = workload("temperature alone")
+    _, good_rate = drafting.accepted_during(partial(drafting.tokens_of, work))
+    bad = noisy_weights(good)
     with SharedWeights(good.items()) as good_file, SharedWeights(bad.items()) as bad_file:
         drafting.call("submit", work)
         for version, file in enumerate([bad_file, good_file, bad_file]):
             time.sleep(0.1)
             drafting.call("update_drafter", file.manifest(), version + 1)
         assert drafting.stats().running > 0, "all samples ended before the last swap"
+        assert drafting.stats().drafter_version == 3
         samples = drafting.collect([request.sample_id for request in work])
         assert [s.token_ids for s in samples] == reference["temperature alone"]
         for name in SETTINGS:
@@ -160,17 +155,16 @@ def test_same_samples_while_the_drafter_is_swapped_and_poisoned(
             assert tokens == reference[name]
             assert rate < 0.05, "the drafts are not poisoned"
         drafting.call("update_drafter", good_file.manifest(), 4)
+    tokens, rate = drafting.accepted_during(partial(drafting.tokens_of, work))
+    assert tokens == reference["temperature alone"]
+    assert rate == pytest.approx(good_rate, abs=0.1)
 
 
 @pytest.mark.gate
 def test_same_samples_under_preemption_and_with_prompts_in_chunks(
     engines: EngineFactory, drafting: EngineProcess, tiny: Path, tiny_drafter: Path
 ) -> None:
-    """An engine with room for a few requests, and for 96 tokens a step.
-
-    vLLM 0.32 fails on a request with a seed whose prompt comes in several chunks: it turns back
-    a generator by an offset, which generators on CPU do not have.
-    """
+    """An engine with room for a few requests, and for 96 tokens a step."""
     small = {
         "max_model_len": 256,
         "block_size": 32,
@@ -197,21 +191,6 @@ def test_same_samples_under_preemption_and_with_prompts_in_chunks(
     tight.close()
 
 
-def test_same_samples_with_drafts_that_are_sampled(
-    reference: dict[str, Tokens], engines: EngineFactory, tiny: Path, tiny_drafter: Path
-) -> None:
-    """vLLM hands the probabilities of such drafts over; the keyed sampler ignores them."""
-    engine = engines(
-        model=str(tiny),
-        drafter=str(tiny_drafter),
-        strategy=STRATEGIES["eagle3"],
-        engine_args=TINY_ARGS | {"speculative_config": {"draft_sample_method": "probabilistic"}},
-    )
-    for settings in SETTINGS:
-        assert engine.tokens_of(workload(settings)) == reference[settings]
-    engine.close()
-
-
 # --- controls and distribution --------------------------------------------------------------------
 
 
@@ -227,9 +206,8 @@ def test_without_the_keyed_sampler_an_engine_is_refused_and_samples_depend_on_dr
         drafter=str(tiny_drafter),
         strategy=STRATEGIES["eagle3"],
     )
-    report = engine.start()
-    assert any("55005" in fault for fault in report["faults"])
-    with pytest.raises(EngineUnsafe, match="wrong distribution"):
+    assert engine.start()["faults"]
+    with pytest.raises(EngineUnsafe):
         engine.submit([[5, 6, 7]], SamplingSpec(max_tokens=4, temperature=1.0))
     # Greedy decoding needs no sampler.
     engine.generate([[5, 6, 7]], SamplingSpec(max_tokens=4, temperature=0))
@@ -261,9 +239,8 @@ def test_samples_follow_the_policy(drafting: EngineProcess, tiny: Path, temperat
 def policy_distribution(tiny: Path, prompt: Sequence[int], temperature: float) -> tuple[Any, Any]:
     """Return the probabilities of the first token [V], and of the first two [V * V]."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    policy = load_policy(tiny)
     texts = [[*prompt, token] for token in range(policy.config.vocab_size)]
     with torch.no_grad():
         logits = policy(torch.tensor(texts)).logits[:, -2:].double()

@@ -1,7 +1,7 @@
-"""No drafter can touch the policy, and the drafter follows the policy's embedding.
+"""No drafter can touch the policy; a policy update is complete, and the drafter follows it.
 
-These tests take every kind of drafter that vLLM would let share a module with the policy through
-the calls of a run: the engine's start, a drafter swap, a weight sync.
+Every kind of drafter that vLLM would let share a module with the policy goes through the calls of a
+run: the engine's start, a drafter swap, a weight sync.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_process import EngineProcess
-from workloads import EngineFactory, greedy, random_prompts, save_fresh_drafter
+from workloads import EngineFactory, greedy, load_policy, random_prompts, save_fresh_drafter
 
 from tlt.contracts import SamplingSpec
 from tlt.errors import EngineError, WeightMismatch
@@ -29,7 +29,6 @@ class Case:
     draft_vocab: int | None = None
     brings: tuple[str, ...] = ("lm_head.weight",)
     """Head or embedding that the drafter's checkpoint holds."""
-    model: str = "tiny"
 
 
 CASES = {
@@ -38,8 +37,6 @@ CASES = {
     "reduced vocabulary": Case(draft_vocab=128),
     "brings an equal embedding": Case(brings=("lm_head.weight", "embed_tokens.weight")),
     "brings no head": Case(brings=()),
-    "SmolLM2, fresh": Case(model="smollm2"),
-    "SmolLM2, reduced vocabulary": Case(model="smollm2", draft_vocab=2048),
 }
 IN_THE_GATE = {"fresh", "fresh, tied"}
 
@@ -61,16 +58,13 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Case], Scene]:
+def scene(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Scene]:
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     def make(case: Case) -> Scene:
-        folder: Path = request.getfixturevalue(case.model)
-        policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        folder, policy = tiny, load_policy(tiny)
         if case.tied:
             policy.config.tie_word_embeddings = True
             policy.tie_weights()
@@ -79,10 +73,8 @@ def scene(
                 policy.model.norm.weight.mul_(20)
             folder = tmp_path_factory.mktemp("tied")
             policy.save_pretrained(folder)
-            AutoTokenizer.from_pretrained(request.getfixturevalue(case.model)).save_pretrained(
-                folder
-            )
-            policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+            policy = load_policy(folder)
         out = save_fresh_drafter(policy, tmp_path_factory.mktemp("drafter"), case.draft_vocab)
         weights = load_file(out / "model.safetensors")
         own = {"embed_tokens.weight": policy.get_input_embeddings().weight.detach().clone()}
@@ -92,9 +84,7 @@ def scene(
             if name in case.brings or name not in ("lm_head.weight", "embed_tokens.weight")
         }
         save_file(weights, out / "model.safetensors")
-        vocab = (4, 260) if case.model == "tiny" else (100, 40_000)
-        num_prompts = 12 if case.model == "tiny" else 4
-        return Scene(policy, folder, out, weights, random_prompts(num_prompts, 8, vocab))
+        return Scene(policy, folder, out, weights, random_prompts(12, seed=8))
 
     return make
 
@@ -162,6 +152,7 @@ def test_the_policy_stays_its_own(
         swap(engine, made.weights, 2)
         assert made.drawn(engine) == after
     assert engine.stats().policy_mismatches == 0
+    assert engine.stats().policy_version == 1
     engine.close()
 
 
@@ -189,8 +180,8 @@ def test_it_is_needed_and_a_policy_that_was_changed_is_found(
     # The source of the policy is gone: the engine must not generate one sample more.
     with SharedWeights(made.policy.named_parameters()) as weights:
         guarded.call("update_policy", weights.manifest(), 1)
-    with pytest.raises(WeightMismatch, match=r"not the learner's in lm_head\.weight, nor after"):
+    with pytest.raises(WeightMismatch, match=r"lm_head\.weight"):
         swap(guarded, changed(made.weights), 2)
-    with pytest.raises(EngineError, match="has failed"):
+    with pytest.raises(EngineError):
         guarded.submit(made.prompts, GREEDY)
     guarded.close()

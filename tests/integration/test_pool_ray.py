@@ -2,42 +2,40 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from workloads import TINY_ARGS, EngineFactory, random_prompts, seeded
+from workloads import (
+    TINY_ARGS,
+    EngineFactory,
+    changed_policy,
+    greedy,
+    random_prompts,
+    seeded,
+)
 
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import SampleRequest, SamplingSpec
-from tlt.errors import ConfigError
 from tlt.node.weights import SharedWeights
 from tlt.rollout.pool import RolloutPool
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
+pytestmark = [
+    *(pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores),
+    pytest.mark.usefixtures("local_ray"),
+]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
-def config(tiny: Path, fresh_drafter: Path, **changes: Any) -> EngineConfig:
-    settings: dict[str, Any] = {
-        "model": str(tiny),
-        "drafter": str(fresh_drafter),
-        "strategy": {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
-        "kv_cache_gib": 0.25,
-        "core_group": "test-pool",
-        "engine_args": TINY_ARGS | {"max_num_seqs": 16},
-    }
-    return EngineConfig(**(settings | changes))
+def config(tiny: Path, fresh_drafter: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(tiny),
+        drafter=str(fresh_drafter),
+        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
+        kv_cache_gib=0.25,
+        core_group="test-pool",
+        engine_args=TINY_ARGS | {"max_num_seqs": 16},
+    )
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -48,11 +46,11 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def requests(count: int, run: str, max_tokens: int = 100) -> list[SampleRequest]:
+def requests(count: int, run: str) -> list[SampleRequest]:
     """Return sampled and greedy requests; the run does not change their seeds."""
     return [
         replace(request, sample_id=f"{run}/{index}")
-        for index, request in enumerate(seeded(random_prompts(count), SETTINGS, max_tokens))
+        for index, request in enumerate(seeded(random_prompts(count), SETTINGS, 100))
     ]
 
 
@@ -67,28 +65,9 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
     engines: EngineFactory, tiny: Path, fresh_drafter: Path
 ) -> None:
     """Two engines with drafts, one of them killed, deliver the samples of one engine without."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from tlt.rollout.actor import RayEngine
 
-    pids: dict[str, int] = {}
-
-    class Watched(RayEngine):
-        def __init__(self, settings: EngineConfig, name: str) -> None:
-            super().__init__(settings, name)
-            self.name = name
-
-        async def start(self) -> dict[str, Any]:
-            report = await super().start()
-            pids[self.name] = report["pid"]
-            return report
-
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.05)
-
+    policy = changed_policy(tiny, seed=1)
     alone = engines(model=str(tiny))
     with SharedWeights(policy.state_dict().items()) as weights:
         alone.call("update_policy", weights.manifest(), 1)
@@ -97,7 +76,12 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
     alone.close()
 
     settings = config(tiny, fresh_drafter)
-    async with RolloutPool(PoolConfig(num_engines=2), lambda name: Watched(settings, name)) as pool:
+    started: dict[str, RayEngine] = {}
+
+    def spawn(name: str) -> RayEngine:
+        return started.setdefault(name, RayEngine(settings, name))
+
+    async with RolloutPool(PoolConfig(num_engines=2), spawn) as pool:
         drawn = [s async for s in pool.generate(same_prompt(32))]
         assert {s.engine for s in drawn} == {"engine-0", "engine-1"}
         assert len({s.token_ids for s in drawn}) == 32, "two engines drew the same sample"
@@ -107,7 +91,7 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
             assert sample.sample_id not in tokens, "delivered twice"
             tokens[sample.sample_id] = sample.token_ids
             if len(tokens) == 24:
-                os.kill(pids["engine-0"], signal.SIGKILL)
+                os.kill(started["engine-0"].pid, signal.SIGKILL)
         assert len(tokens) == 96
         # Samples that were lost with their engine come out the same elsewhere.
         assert {k.split("/")[1]: v for k, v in tokens.items()} == reference
@@ -124,9 +108,6 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
 
 async def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:
     """An engine that poses as one of another node gets its weights through the object store."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from tlt.rollout.actor import RayEngine
 
     class Elsewhere(RayEngine):
@@ -137,41 +118,12 @@ async def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: P
             return report
 
     settings = config(tiny, fresh_drafter)
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.1)
-
-    async def first_tokens(kind: type[RayEngine]) -> list[tuple[int, ...]]:
-        async with RolloutPool(
-            PoolConfig(num_engines=1), lambda name: kind(settings, name)
-        ) as pool:
-            await pool.update_policy(policy.state_dict().items(), version=4)
-            samples = {s.sample_id: s async for s in pool.generate(requests(16, "x", 24))}
-            assert {s.policy_version for s in samples.values()} == {4}
-            return [samples[key].token_ids for key in sorted(samples)]
-
-    local = await first_tokens(RayEngine)
-    assert await first_tokens(Elsewhere) == local
-
-
-@pytest.mark.gate
-def test_wrong_settings_fail_before_any_engine_starts(tiny: Path, fresh_drafter: Path) -> None:
-    from tlt.rollout.actor import ray_spawner
-
-    with pytest.raises(ConfigError, match=r"engine\.drafter is not set"):
-        ray_spawner(config(tiny, fresh_drafter, drafter=None))
-
-
-async def test_an_engine_that_cannot_start_says_why(tiny: Path, fresh_drafter: Path) -> None:
-    from tlt.errors import EngineError
-    from tlt.rollout.actor import ray_spawner
-
-    broken = config(tiny, fresh_drafter, model="/nowhere/at/all")
-
-    async def main() -> None:
-        async with RolloutPool(PoolConfig(num_engines=1, max_restarts=0), ray_spawner(broken)):
-            pass
-
-    with pytest.raises(EngineError):
-        await main()
+    policy, prompts = changed_policy(tiny, seed=2), random_prompts(8)
+    wanted = seeded(prompts, [{"temperature": 0.0}], 24)
+    async with RolloutPool(
+        PoolConfig(num_engines=1), lambda name: Elsewhere(settings, name)
+    ) as pool:
+        await pool.update_policy(policy.state_dict().items(), version=4)
+        samples = {s.sample_id: s async for s in pool.generate(wanted)}
+    assert {s.policy_version for s in samples.values()} == {4}
+    assert [samples[r.sample_id].token_ids for r in wanted] == greedy(policy, prompts, 24)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_process import EngineProcess, interrupt_recheck
+from engine_process import EngineProcess
 from workloads import SWITCHING_ARMS, EngineFactory, random_prompts
 
 from broken_verification import break_engine
@@ -49,10 +49,8 @@ def generate(engine: EngineProcess, wanted: Sequence[SampleRequest]) -> list[Sam
     return engine.collect([r.sample_id for r in wanted])
 
 
-def rechecks_of(
-    wanted: Sequence[SampleRequest], samples: Sequence[Sample], max_tokens: int = NUM_TOKENS
-) -> list[Recheck]:
-    chooser = Rechecks(1.0, max_tokens, "float32")
+def rechecks_of(wanted: Sequence[SampleRequest], samples: Sequence[Sample]) -> list[Recheck]:
+    chooser = Rechecks(1.0, NUM_TOKENS, "float32")
     chooser.rollout_started(wanted)
     found = []
     for sample in samples:
@@ -69,7 +67,7 @@ def verdicts(engine: EngineProcess, rechecks: Sequence[Recheck]) -> list[Verdict
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_samples_with_drafts_are_the_same_without(
     engine: EngineProcess, temperature: float
 ) -> None:
@@ -85,32 +83,6 @@ def test_samples_with_drafts_are_the_same_without(
     assert sum(v.differs_at is None for v in found) >= NUM_SAMPLES - 2
 
 
-def test_a_recheck_may_be_shorter_than_the_sample(engine: EngineProcess) -> None:
-    wanted = requests("short", 1.0)[:4]
-    short = rechecks_of(wanted, generate(engine, wanted), max_tokens=5)
-    assert [len(recheck.token_ids) for recheck in short] == [5] * 4
-    assert [v.differs_at for v in verdicts(engine, short)] == [None] * 4
-
-
-def test_a_request_ends_a_recheck_and_is_as_it_would_be_without(engine: EngineProcess) -> None:
-    wanted = [
-        SampleRequest(
-            f"long/{index}", (5, 6, 7), SamplingSpec(400, seed=index, ignore_eos=True), rl_step=1
-        )
-        for index in range(2)
-    ]
-    samples = generate(engine, wanted)
-    first, second = rechecks_of(wanted, samples, max_tokens=400)
-    again = SampleRequest("again", wanted[1].prompt_token_ids, wanted[1].sampling)
-    before = engine.stats()
-    assert engine.call(interrupt_recheck, first, again) is None
-    [sample] = engine.collect(["again"])
-    assert sample.token_ids == samples[1].token_ids
-    counted = engine.stats().output_tokens - before.output_tokens
-    assert 400 <= counted < 410, "the recheck's tokens are not counted"
-    assert verdicts(engine, [second])[0].shortfall < NEAR_TIES["float32"], "rechecks go on"
-
-
 def test_no_ngrams_are_learned_from_a_recheck(engine: EngineProcess) -> None:
     engine.call("set_strategy", NGRAM)
     wanted = requests("ngram", 1.0)[:1]
@@ -124,19 +96,11 @@ def test_no_ngrams_are_learned_from_a_recheck(engine: EngineProcess) -> None:
         return engine.stats().accepted_tokens - before
 
     assert drafted([recheck]) == drafted([])
-    engine.call("set_strategy", SWITCHING)
 
 
-def test_a_verification_that_changes_samples_is_caught(
-    engines: EngineFactory, tiny: Path, tiny_drafter: Path
-) -> None:
-    """The control: an engine that breaks after it has passed its self-test."""
-    engine = engines(
-        model=str(tiny),
-        drafter=str(tiny_drafter),
-        max_draft_tokens=4,
-        strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 1},
-    )
+def test_a_verification_that_changes_samples_is_caught(engine: EngineProcess) -> None:
+    """The engine breaks after it has passed its self-test; no later test uses it."""
+    engine.call("set_strategy", {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 1})
     engine.call(break_engine)
     wanted = requests("broken", 1.0)
     found = verdicts(engine, rechecks_of(wanted, generate(engine, wanted)))

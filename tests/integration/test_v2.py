@@ -1,10 +1,9 @@
 """vLLM's V2 runner, the one of GPUs, does what V1 does. Triton's interpreter runs its kernels.
 
-The KV cache is so small that requests are preempted. The engine starts with a fresh drafter, whose
-head equals the policy's: vLLM would let both share one module.
+Scheduling is asynchronous, and the KV cache so small that requests are preempted. The engine starts
+with a fresh drafter, whose head equals the policy's: vLLM would let both share one module.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -12,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_spies import check_catch_up, spy_v2
 from interpreter import InterpretedEngine, interpreted
-from v2_calls import begin_script, draft_from_own_text, seen, spy, watch_waits
-from workloads import TINY_ARGS, greedy, random_prompts, watch_preemptions
+from v2_calls import draft_from_own_text, watch_waits
+from workloads import (
+    TINY_ARGS,
+    changed_policy,
+    check_states,
+    greedy,
+    load_policy,
+    random_prompts,
+    watch_preemptions,
+)
 
-from speed import limit
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.node.weights import SharedWeights
@@ -29,8 +36,13 @@ ARMS = [OFF, NGRAM, ["eagle3", 1], ["eagle3", 2], EAGLE3]
 COMMON = [token for prompt in random_prompts(4, seed=9) for token in prompt][:40]
 PROMPTS = [COMMON + prompt[:8] for prompt in random_prompts(4, seed=2)]
 """Prompts with a block in common."""
-NUM_BLOCKS = 9
-STORED_S = limit(30.0)
+ENGINE_ARGS: dict[str, Any] = TINY_ARGS | {
+    "async_scheduling": True,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "num_gpu_blocks_override": 9,
+}
 
 
 @dataclass
@@ -72,23 +84,11 @@ class Scene:
         return count
 
 
-def engine_args(is_async: bool) -> dict[str, Any]:
-    return TINY_ARGS | {
-        "async_scheduling": is_async,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "block_size": 32,
-        "num_gpu_blocks_override": NUM_BLOCKS,
-    }
-
-
-@pytest.fixture(scope="module", params=["synchronous", "asynchronous"])
+@pytest.fixture(scope="module")
 def scene(
-    request: Any, tiny: Path, fresh_drafter: Path, tiny_drafter: Path, tmp_path_factory: Any
+    tiny: Path, fresh_drafter: Path, tiny_drafter: Path, tmp_path_factory: Any
 ) -> Iterator[Scene]:
-    import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
     from tlt.states.buffer import BufferSettings
 
@@ -99,9 +99,9 @@ def scene(
         drafter=str(fresh_drafter),
         max_draft_tokens=4,
         kv_cache_gib=0.1,
-        core_group=f"v2-{request.param}",
+        core_group="v2",
         capture=asdict(settings),
-        engine_args=engine_args(request.param == "asynchronous"),
+        engine_args=ENGINE_ARGS,
     )
     engine = InterpretedEngine(config)
     report = engine.start()
@@ -109,7 +109,7 @@ def scene(
     assert report["drafter_faults"] == []
     yield Scene(
         engine,
-        AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
+        load_policy(tiny),
         load_file(tiny_drafter / "model.safetensors"),
         settings,
         PROMPTS,
@@ -150,106 +150,47 @@ def test_only_a_lookup_in_the_history_waits_for_the_device(scene: Scene) -> None
 
 
 def test_recorded_states_are_those_of_the_policy(scene: Scene, tiny_drafter: Path) -> None:
-    import torch
-
-    from tlt.drafter.checkpoint import load_drafter
-    from tlt.states.buffer import SampleBuffer
-    from tlt.states.captured import capture
-
     assert scene.preemptions > 0
-    layers = load_drafter(tiny_drafter).config.aux_layer_ids
-    buffer = SampleBuffer(scene.settings)
-    deadline_s = time.monotonic() + STORED_S
-    while len(buffer.entries()) < len(scene.prompts) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    kept = {}
-    for entry in buffer.entries():
-        found = buffer.read(entry.name)
-        assert found is not None
-        kept[tuple(found.token_ids_T.tolist())] = found
-    texts = [(*p, *t) for p, t in zip(scene.prompts, scene.expected, strict=True)]
-    assert kept.keys() == set(texts)
-    for text, prompt in zip(texts, scene.prompts, strict=True):
-        own, right = kept[text], capture(scene.policy, text, len(prompt), layers)
-        assert own.first_position == 0
-        assert torch.equal(own.loss_mask_T, right.loss_mask_T)
-        for ours, theirs in ((own.aux_TA, right.aux_TA), (own.final_TH, right.final_TH)):
-            torch.testing.assert_close(ours[:-1].float(), theirs[:-1].float(), rtol=0.02, atol=0.02)
+    texts = list(zip(scene.prompts, scene.expected, strict=True))
+    check_states(scene.settings, scene.policy, tiny_drafter, texts)
 
 
 def test_skipping_the_draft_model_and_catching_up_gives_the_same_drafts(scene: Scene) -> None:
-    import torch
-
     scene.swap()
-    scene.engine.call(spy)
+    scene.engine.call(spy_v2)
     script = [OFF] * 3 + [NGRAM] * 2 + [EAGLE3] * 2
-    runs = {}
-    for name, settings in {
-        "always": (0,),
-        "skipping": (2**29,),
-        "never caught up": (2**29, False),
-    }.items():
-        scene.engine.call(begin_script, script, *settings)
-        assert scene.tokens() == scene.expected
-        runs[name] = scene.engine.call(seen)
-    always, skipping, never = runs.values()
-    assert always["written"] == 0 < skipping["written"]
-    assert skipping["passes"] < 0.8 * always["passes"]
-    # A draft depends only on the text. Not every run drafts for the same texts.
-    common = always["drafts"].keys() & skipping["drafts"].keys()
-    assert len(common) > 5
-    for text in common:
-        assert skipping["drafts"][text] == always["drafts"][text]
-        ours, theirs = skipping["blocks"][text], always["blocks"][text]
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    common = always["blocks"].keys() & never["blocks"].keys()
-    differing = [t for t in common if not torch.allclose(never["blocks"][t], always["blocks"][t])]
-    assert differing, "the comparison cannot fail"
+    check_catch_up(scene.engine, script, 2**29, scene.tokens)
+    assert scene.tokens() == scene.expected
 
 
-def test_a_policy_update_arrives(scene: Scene) -> None:
-    import torch
-
+def test_a_policy_update_arrives(scene: Scene, tiny: Path) -> None:
     scene.engine.call("set_strategy", {"kind": "random", "arms": ARMS, "seed": 2})
-    original = {name: tensor.clone() for name, tensor in scene.policy.state_dict().items()}
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in scene.policy.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    updated = greedy(scene.policy, scene.prompts, GREEDY.max_tokens)
+    changed = changed_policy(tiny, seed=0)
+    updated = greedy(changed, scene.prompts, GREEDY.max_tokens)
     assert updated != scene.expected
-    with SharedWeights(scene.policy.state_dict().items()) as weights:
-        scene.engine.call("update_policy", weights.manifest(), 1)
-    tokens = scene.tokens()
-    scene.policy.load_state_dict(original)
-    with SharedWeights(original.items()) as weights:
-        scene.engine.call("update_policy", weights.manifest(), 2)
-    assert tokens == updated
+    for version, (policy, expected) in enumerate(
+        [(changed, updated), (scene.policy, scene.expected)]
+    ):
+        with SharedWeights(policy.state_dict().items()) as weights:
+            scene.engine.call("update_policy", weights.manifest(), version + 1)
+        assert scene.tokens() == expected
     assert scene.engine.call("report")["drafter_faults"] == []
 
 
 def test_an_engine_without_a_draft_model_drafts_from_history(tiny: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     config = EngineConfig(
         model=str(tiny),
         kv_cache_gib=0.1,
         core_group="v2-history",
         strategy={"kind": "random", "arms": [OFF, ["ngram", 2], ["ngram", 4]]},
-        engine_args=engine_args(is_async=True),
+        engine_args=ENGINE_ARGS,
     )
     engine = InterpretedEngine(config)
     assert engine.start()["proposer"] == "HistorySpeculator"
-    policy = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    expected = greedy(policy, PROMPTS, GREEDY.max_tokens)
+    expected = greedy(load_policy(tiny), PROMPTS, GREEDY.max_tokens)
     for least in (0.0, 0.5):  # the second time, the history holds the samples
-
-        def tokens() -> list[tuple[int, ...]]:
-            return [sample.token_ids for sample in engine.generate(PROMPTS, GREEDY)]
-
-        drawn, accepted = engine.accepted_during(tokens)
-        assert drawn == expected
+        samples, accepted = engine.accepted_during(lambda: engine.generate(PROMPTS, GREEDY))
+        assert [sample.token_ids for sample in samples] == expected
         assert accepted >= least
     engine.close()
 
