@@ -152,7 +152,7 @@ def check_catch_up(
     assert drawn[0] == drawn[1] == drawn[2]
     always, skipping, never = runs
     assert always["written"] == 0 < skipping["written"]
-    assert skipping["passes"] < 0.8 * always["passes"]
+    assert skipping["passes"] < 0.9 * always["passes"]
     # A draft depends only on the text. Not every run drafts for the same texts.
     common = always["drafts"].keys() & skipping["drafts"].keys()
     assert len(common) > 5

@@ -38,7 +38,7 @@ def engine(engines: EngineFactory, tiny: Path, tiny_drafter: Path) -> EngineProc
 
 @pytest.mark.parametrize("num_rows", [10**6, 100], ids=["roomy", "small budget"])
 def test_same_drafts_and_same_cache(engine: EngineProcess, num_rows: int) -> None:
-    prompts = [COMMON + prompt for prompt in random_prompts(12, seed=4)]
+    prompts = [COMMON + prompt for prompt in random_prompts(6, seed=4)]
     work = seeded(prompts, [{"temperature": 0.0}], 100)
     check_catch_up(engine, SCRIPT, num_rows * ROW_BYTES, lambda: engine.tokens_of(work))
     assert engine.call("num_preemptions") > 0
