@@ -112,7 +112,7 @@ class Coordinator:
         self._ending: asyncio.Task[None] | None = None
         """Ends all trainers, after a failure or at the end."""
         self._versions: asyncio.Queue[Version | None] = asyncio.Queue()
-        """The last published drafter, until somebody takes it; None says that no other follows."""
+        """The last published drafter, until the session takes it; None says that no other follows."""
         self._spans: dict[str, SpanLog] = {}
 
     @property
@@ -205,7 +205,7 @@ class Coordinator:
     # --- the end ------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Turn harvest off after an error: its state cannot be trusted any more."""
+        """Turn harvest off after an error: its state cannot be trusted."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())
             self._on_failure(error)
@@ -269,7 +269,7 @@ class Coordinator:
                     self._start(self._under(decided.held, partial(self._release, decided)))
                 case Publish():
                     while not self._versions.empty():
-                        self._versions.get_nowait()  # nobody wants an older one
+                        self._versions.get_nowait()  # an older one is of no use
                     self._versions.put_nowait(decided.version)
         self._set_timer()
 

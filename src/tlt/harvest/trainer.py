@@ -211,7 +211,7 @@ class HarvestTrainer:
         finally:
             self._at_start = None
         if not num_steps:
-            self._own = own  # an evaluation that was broken off goes on
+            self._own = own  # continue the evaluation that was interrupted
         if losses and not all(map(math.isfinite, losses)):
             self._trainer.load(self._published.weights)
             raise FloatingPointError("the drafter's loss is not finite; it starts again")

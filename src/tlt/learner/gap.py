@@ -32,7 +32,7 @@ FIRST_LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 FLOOR = 1e-5
 """A gap below this is never alarming: float32 kernels differ that much at times."""
 MAX_IN_A_ROW = 5
-"""Alarming RL steps in a row that end the run: they are no accident, and train nothing."""
+"""Alarming RL steps in a row that end the run: they are not an accident, and train nothing."""
 
 
 class GapWatch:

@@ -138,7 +138,7 @@ class LearnerRank:
             weight_decay=self.settings.learner.weight_decay,
             fused=True,
         )
-        # Checkpoints are written while training goes on, so they need their own process group.
+        # Checkpoints are written while training continues, so they need their own process group.
         self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving: Any = None
 

@@ -186,7 +186,7 @@ class EngineClient:
         )
 
     async def stop(self, graceful: bool) -> None:
-        """End the engine; go on after the time limit, because its place needs a successor."""
+        """End the engine; continue after the time limit, because its place needs a successor."""
         self.mark_failed("it is stopped")  # its last answers would be refusals, and blame the call
         try:
             async with asyncio.timeout(self._health_s):
@@ -215,7 +215,7 @@ class EngineClient:
 
 
 def _consume_exception(answer: asyncio.Future[Any]) -> None:
-    """Retrieve an error that no caller waits for any more."""
+    """Retrieve an error that no caller waits for."""
     if not answer.cancelled():
         answer.exception()
 

@@ -217,7 +217,7 @@ def check_args(given: Mapping[str, Any]) -> None:
         if known is not None and name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]}?" if close else "remove it"
-            raise ConfigError(f"engine_args.{name} is no argument of vLLM; {hint}")
+            raise ConfigError(f"engine_args.{name} is not a vLLM argument; {hint}")
         kind = known[name] if known is not None else ""
         if value is not None and not _is_of(value, kind):
             raise ConfigError(

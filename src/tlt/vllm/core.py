@@ -194,7 +194,7 @@ class VllmCore:
         )
 
     def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
-        """Forget a recheck, and abort it if it goes on; return what expected tokens missed by."""
+        """Forget a recheck, and abort it if it still runs; return what expected tokens missed by."""
         unfinished = self._requests.pop(recheck.request.sample_id, None)
         if unfinished is not None:
             self.llm.abort_request([unfinished[1]], internal=True)
@@ -280,7 +280,7 @@ class VllmCore:
         self._judge(reports, draft)
 
     def _judge(self, reports: list[dict[str, Any]], draft: bool) -> None:
-        """Refuse to go on with a policy that is not the learner's."""
+        """Refuse to continue with a policy that is not the learner's."""
         self.fingerprint_s += max(report["seconds"] for report in reports)
         differed = sorted({name for report in reports for name in report["differed"]})
         if not differed:

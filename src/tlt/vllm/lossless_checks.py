@@ -158,7 +158,7 @@ def check_code(config: EngineConfig) -> None:
         key, value = found[0]
         raise ConfigError(
             f"engine_args.{key} = {value!r} makes vLLM run Python code that neither vLLM nor TLT "
-            "brings along, with all your rights; remove it, or, if you trust that code, set "
+            "brings along, with your privileges; remove it, or, if you trust that code, set "
             "engine.allow_code = true (`tlt bench rollout --allow-code`)"
         )
 

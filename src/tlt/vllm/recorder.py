@@ -3,7 +3,7 @@
 For each token that it reads, an engine step computes the three hidden states that feed an EAGLE-3
 drafter, and the final one, from which the logits follow. The recorder copies them after every
 engine step. When a sample ends, they form a `Captured`. So the drafter learns from all samples,
-even those of groups without a signal, while the rest of the rollout still goes on.
+even those of groups without a signal, while the rest of the rollout still runs.
 
 Recomputed positions (after a rejected draft or a preemption) overwrite their stored states, so the
 recorder need not know which tokens were accepted. A request that hits the prefix cache reuses the

@@ -36,7 +36,7 @@ def _share_whole_prompts(coordinator: Any) -> None:
 
     vLLM computes the last of them anew for the draft model, whose keys and values at a position
     depend on the token after it. Samples of a group have that token in common, too. Where another
-    prompt goes on differently, one stale entry may cost acceptance and nothing else.
+    prompt continues differently, one stale entry may cost acceptance and nothing else.
     """
     if isinstance(coordinator, UnitaryKVCacheCoordinator):
         getattr(coordinator, "eagle_group_ids", set()).clear()

@@ -98,7 +98,7 @@ def wire(
     changes = {key: args[key] for key in _WRITTEN if key in args and key not in given}
     drafts = changes.get("speculative_config")
     if given.get("load_format") == "dummy" and drafts and drafter is not None:
-        # The program loads its policy later. Nobody would load the drafter.
+        # The program loads its policy later. Nothing else would load the drafter.
         changes["speculative_config"] = drafts | {"draft_load_config": {"load_format": "auto"}}
     ours = args["additional_config"][CONFIG_KEY] | {"embedded": True}
     changes["additional_config"] = {**extra, CONFIG_KEY: ours}
@@ -168,7 +168,7 @@ def _drafter_folder(settings: SwitchConfig, model: Mapping[str, Any]) -> str | N
     folder = local_folder(settings.drafter, f"{VARIABLE}: drafter")
     if not folder.is_dir():
         raise ConfigError(
-            f"{VARIABLE}: drafter = {settings.drafter!r} is no folder, seen from {Path.cwd()}; "
+            f"{VARIABLE}: drafter = {settings.drafter!r} is not a folder, seen from {Path.cwd()}; "
             "name the folder of an EAGLE-3 drafter by its full path, or its id on the Hub, or "
             "leave it out for n-grams"
         )
