@@ -63,7 +63,7 @@ class EngineSettings(DraftSettings):
     those that load code need `allow_code`."""
     allow_code: bool = False
     """Permission for `engine_args` that make vLLM run Python code which neither vLLM nor TLT brings
-    along, such as `trust_remote_code`, classes and plug-ins. That code runs with your privileges."""
+    along, such as `trust_remote_code`, classes and plug-ins. It runs with your privileges."""
 
 
 class EngineConfig(EngineSettings):

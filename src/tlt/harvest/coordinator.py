@@ -112,7 +112,7 @@ class Coordinator:
         self._ending: asyncio.Task[None] | None = None
         """Ends all trainers, after a failure or at the end."""
         self._versions: asyncio.Queue[Version | None] = asyncio.Queue()
-        """The last published drafter, until the session takes it; None says that no other follows."""
+        """The last published drafter, until the session takes it; None: no other follows."""
         self._spans: dict[str, SpanLog] = {}
 
     @property

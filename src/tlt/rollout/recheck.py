@@ -8,8 +8,8 @@ engine, changed a sample.
 A recheck uses idle time only. The pool offers one to an engine that has nothing left to generate
 while others have. Where harvest uses idle time too, an engine makes one recheck and is then free
 to be leased. The engine ends a recheck at once when it gets a request or a command, or when
-the rollout ends; such a recheck is counted, and is not a fault. A recheck goes past the dispatcher, so
-its tokens reach neither rewards nor learner, and the engine does not count them.
+the rollout ends; such a recheck is counted, and is not a fault. A recheck goes past the
+dispatcher, so its tokens reach neither rewards nor learner, and the engine does not count them.
 
 Pure: `Rechecks` decides which samples are generated again, and what a difference means.
 """

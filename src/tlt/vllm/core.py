@@ -194,7 +194,7 @@ class VllmCore:
         )
 
     def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
-        """Forget a recheck, and abort it if it still runs; return what expected tokens missed by."""
+        """Forget a recheck, and abort it if it still runs; return the margins of its draws."""
         unfinished = self._requests.pop(recheck.request.sample_id, None)
         if unfinished is not None:
             self.llm.abort_request([unfinished[1]], internal=True)

@@ -28,8 +28,8 @@ def test_arguments_and_their_types_are_those_of_the_installed_vllm() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_num_seq", 8, "engine_args.max_num_seq is no argument of vLLM; did you mean max_num_"),
-        ("zzz", 8, "engine_args.zzz is no argument of vLLM; remove it"),
+        ("max_num_seq", 8, "engine_args.max_num_seq is not a vLLM argument; did you mean max_num_"),
+        ("zzz", 8, "engine_args.zzz is not a vLLM argument; remove it"),
         ("max_num_seqs", "8", "engine_args.max_num_seqs = '8' should be int | None; remove it"),
         ("max_num_seqs", True, "engine_args.max_num_seqs = True should be int | None; remove it"),
         ("max_num_seqs", 0, "engine_args.max_num_seqs = 0 should be a number from 1 to 100000; "),
