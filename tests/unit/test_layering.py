@@ -75,7 +75,7 @@ PURE = {
     ),
     *(
         ROOT / "rollout" / f"{name}.py"
-        for name in ("dispatch", "lengths", "work", "recheck", "texts", "ahead")
+        for name in ("dispatch", "recheck")
     ),
     ROOT / "train" / "fit.py",
     ROOT / "train" / "memory.py",

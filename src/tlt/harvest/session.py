@@ -2,9 +2,9 @@
 
 `HarvestSession` tells the coordinator which engines are idle, puts engines on GPUs to sleep and
 wakes them, and hands published drafters to the engines. Whatever happens here, the run continues:
-an error inside harvest, a worker that does not come back in time, or a drafter that the engines refuse
-turns harvest off for the rest of the run, with one log line. Its trainers are killed, and every
-worker is free.
+an error inside harvest, a worker that does not come back in time, or a drafter that the engines
+refuse turns harvest off for the rest of the run, with one log line. Its trainers are killed, and
+every worker is free.
 """
 
 from __future__ import annotations
