@@ -25,7 +25,7 @@ from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
 from tlt.simulate.clock import now_s
 from tlt.simulate.model import Amount, Drafting, EngineModel, Share, Speed
-from tlt.simulate.rollout import Pace, Player, Rollout
+from tlt.simulate.rollout import Player, Rollout
 from tlt.simulate.workload import Workload
 
 Record = dict[str, float]
@@ -255,7 +255,7 @@ class Simulation:
         started_s = now_s()
         learner = self.cluster.learner
         lengths = self._workload.of_step(step, self._seed)
-        engine_ends, sample_ends, pace = self._rollout_ends(lengths)
+        engine_ends, sample_ends = self._rollout_ends(lengths)
         self.engine_ends = engine_ends
         tokens = lengths.sum() + len(lengths) * self._workload.prompt_tokens * learner.prompt_share
         update_s = float(learner.step_s + tokens * learner.trained_share / learner.tokens_per_s)
@@ -286,16 +286,13 @@ class Simulation:
             "time/step_s": now_s() - started_s,
             "time/rollout_s": rollout_s,
             "time/update_s": update_s,
-            "time/sync_s": learner.sync_s,
-            "rollout/output_tokens": float(lengths.sum()),
             "rollout/idle_share": float(1 - busy_s / (self.cluster.num_engines * rollout_s)),
-            "rollout/tail_ratio": float(pace.ratios[1]),
             "drafter_version": self._version,
             "harvest/held_out_length": self.length(self._published),
             **self._harvest_record(),
         }
 
-    def _rollout_ends(self, lengths: Any) -> tuple[Any, Any, Pace]:
+    def _rollout_ends(self, lengths: Any) -> tuple[Any, Any]:
         """Return when every engine and every sample ends, in seconds since the rollout began."""
         cluster, workload = self.cluster, self._workload
         drafting = cluster.drafting.at(self.power(self._published))
@@ -314,7 +311,7 @@ class Simulation:
         engine_s = np.zeros(cluster.num_engines)
         np.maximum.at(engine_s, owner, end_s)
         lost_s = self._lost_s(engine_s)
-        return engine_s + lost_s, end_s + lost_s[owner], pace
+        return engine_s + lost_s, end_s + lost_s[owner]
 
     def _lost_s(self, engine_s: Any) -> Any:
         """Return the delay of engines that die: their samples restart on another engine."""
@@ -359,5 +356,5 @@ class Simulation:
             return {}
         now = self._coordinator.metrics()
         before, self._before = self._before, now
-        names = ("idle_s", "coverable_s", "used_s", "trained_tokens", "published", "faults")
+        names = ("coverable_s", "used_s", "published")
         return {f"harvest/{name}": now[name] - before.get(name, 0.0) for name in names}

@@ -13,14 +13,7 @@ from called import tlt
 
 from tlt.config.load import apply_overrides, check
 from tlt.errors import ConfigError
-from tlt.simulate.answer import (
-    RANGES,
-    VALIDATED,
-    contributions,
-    figures,
-    in_words,
-    validity,
-)
+from tlt.simulate.answer import RANGES, VALIDATED, contributions, figures, in_words, validity
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Learner
 from tlt.simulate.model import Drafting, powers
@@ -62,7 +55,7 @@ def test_the_comparisons_are_those_of_the_committed_results() -> None:
     assert f"at most {most_tokens} tokens" in words
 
 
-def test_an_answer_says_where_it_leaves_the_validated_range() -> None:
+def test_an_answer_says_where_it_leaves_the_validated_range(tmp_path: Path) -> None:
     found = validity(scenario("cluster.num_engines=64"))
     assert found.outside[:3] == ["GPUs", "64 engines", "8 nodes"]
     engines, samples, tokens = RANGES["eagle3"]
@@ -78,16 +71,10 @@ def test_an_answer_says_where_it_leaves_the_validated_range() -> None:
         ("drafter.start_power=17", "a run that begins without a drafter"),
     ):
         assert validity(scenario(*small, change)).outside == ["GPUs", says]
-
-
-def test_gpus_of_calibrated_runs_are_beyond_the_comparisons(tmp_path: Path) -> None:
-    small = ("cluster.num_engines=2", "workload={prompts_per_step=8, group_size=16}")
-    lengths = "workload.lengths={median=30, p95=600, longest=1800}"
     for num_gpus, outside in ((0, []), (1, ["GPUs"])):
         path = tmp_path / f"{num_gpus}.json"
         replace(NGRAMS, num_gpus=num_gpus).save(path)
-        found = scenario(*small, lengths, f'cluster.calibration="{path}"')
-        assert validity(found).outside == outside
+        assert validity(scenario(*small, f'cluster.calibration="{path}"')).outside == outside
 
 
 def test_modes_without_a_measured_acceptance_are_refused(tmp_path: Path) -> None:
@@ -179,8 +166,10 @@ def test_the_answer_names_the_fixed_arm_and_what_harvest_brings() -> None:
 
 
 def test_the_picture_shows_other_engines_drafters_and_tails(tmp_path: Path) -> None:
-    small = ("num_steps=2", "cluster.num_engines=4", "workload.prompts_per_step=4")
-    config = scenario(*small)
+    config = scenario(
+        *("num_steps=2", "cluster.num_engines=4", "workload.prompts_per_step=4"),
+        *('modes=["off", "frozen", "tlt"]', "draft_tokens=[3]"),
+    )
     ends: dict[str, Any] = {}
     records = simulate(config, lambda name, run: ends.update({name: run.engine_ends}))
     found = {name: figures(of) for name, of in records.items()}
@@ -194,5 +183,5 @@ def test_the_picture_shows_other_engines_drafters_and_tails(tmp_path: Path) -> N
     for says in ("Modelled, not measured.", "beyond these comparisons: GPUs;", "without harvest"):
         assert says in shown
     (tmp_path / "lengths.jsonl").write_text('{"step": 1, "tokens": [5, 9]}\n')
-    traced = scenario(*small, "num_steps=1", f'workload.trace="{tmp_path / "lengths.jsonl"}"')
+    traced = scenario(*FEW, f'workload.trace="{tmp_path / "lengths.jsonl"}"')
     assert len(what_if(traced, lambda what, done, total: None)) == 2, "a trace has its own tail"

@@ -24,10 +24,8 @@ from tlt.simulate.saved import saved
 from tlt.simulate.workload import read_trace
 
 ENGINE = EngineModel(step=0.02, row=0.0005, context=1e-7, drafting=0.002, draft_pass=0.001)
-RATES = {"eagle3": (0.8, 0.64, 0.51, 0.41)}
-CALIBRATION = Calibration(
-    ENGINE, Drafting(RATES), Learner(1000.0), 50.0, Training(drift=0.1), "here"
-)
+DRAFTING = Drafting({"eagle3": (0.8, 0.64, 0.51, 0.41)})
+CALIBRATION = Calibration(ENGINE, DRAFTING, Learner(1000.0), 50.0, Training(drift=0.1), "here")
 
 
 def test_a_fit_finds_the_parts() -> None:

@@ -85,27 +85,26 @@ def test_lengths_are_those_of_a_run_with_forced_lengths() -> None:
         assert mine[at] == pytest.approx(theirs[at], rel=0.03)
 
 
-def test_an_engine_takes_as_long_as_its_requests_let_it() -> None:
-    # Two requests cost 2 seconds a token, one costs 1.
-    rollout = Rollout([10.0, 100.0, 20.0], 2, 8)
-    assert (rollout.most, rollout.longest) == (2, [20, 100])
-    owner, end_s = rollout.play([0, 1, 2], [0, 0, 0], 0.0)
-    assert owner.tolist() == [0, 1, 0]
-    assert end_s.tolist() == pytest.approx([20, 100, 30])
+@pytest.mark.parametrize(
+    ("lengths", "engines", "slots", "ends_s"),
+    [
+        ([10.0, 100.0, 20.0], 2, 8, [20, 100, 30]),
+        # The third starts when the first has ended; two of them run until the third has ended.
+        ([10.0, 30.0, 5.0], 1, 2, [20, 45, 30]),
+    ],
+)
+def test_an_engine_takes_as_long_as_its_requests_let_it(
+    lengths: list[float], engines: int, slots: int, ends_s: list[float]
+) -> None:
+    """Two requests cost 2 seconds a token, one costs 1."""
+    _, end_s = Rollout(lengths, engines, slots).play([0, 1, 2], [0, 0, 0], 0.0)
+    assert end_s.tolist() == pytest.approx(ends_s)
 
 
 def test_a_growing_context_is_read_again_for_every_token() -> None:
-    rollout = Rollout([10.0, 20.0], 1, 8)
-    _, end_s = rollout.play([0, 0, 0], [0, 1, 1], 100.0)
+    _, end_s = Rollout([10.0, 20.0], 1, 8).play([0, 0, 0], [0, 1, 1], 100.0)
     # Two requests with 105 tokens in the middle, then one with 115.
     assert end_s.tolist() == pytest.approx([10 * 210, 10 * 210 + 10 * 115])
-
-
-def test_requests_wait_for_a_slot() -> None:
-    rollout = Rollout([10.0, 30.0, 5.0], 1, 2)
-    _, end_s = rollout.play([0, 1, 2], [0, 0, 0], 0.0)
-    # The third starts when the first has ended; two of them run until the third has ended.
-    assert end_s.tolist() == pytest.approx([20, 45, 30])
 
 
 def test_prompts_explain_lengths_and_come_again() -> None:
@@ -147,18 +146,24 @@ SMALL = ("num_steps=4", "cluster.num_engines=4", "workload.prompts_per_step=4")
 
 
 def test_tlt_is_faster_where_there_is_a_tail_and_not_where_the_learner_is_slow() -> None:
-    found = {name: figures(r) for name, r in simulate(scenario(*SMALL)).items()}
+    small = (*SMALL, "static_draft_tokens=3")
+    found = {name: figures(r) for name, r in simulate(scenario(*small)).items()}
     gained = speed_ups(found)
     assert gained["tlt"]["rollout"] > 1.5
     assert gained["tlt"]["end_to_end"] > gained["static"]["end_to_end"] * 0.95
-    slow = scenario(*SMALL, "learner.tokens_per_s=100")
+    slow = scenario(*small, "learner.tokens_per_s=100")
     found = {name: figures(r) for name, r in simulate(slow).items()}
     assert speed_ups(found)["tlt"]["end_to_end"] < 1.1
     assert "learner" in in_words(found)
 
 
 def test_idle_workers_bring_a_drafter_back() -> None:
-    behind = ("drafter.start_power=2.5", "drafter.drift=0.05", "drafter.training_tokens=2e5")
+    behind = (
+        "static_draft_tokens=3",
+        "drafter.start_power=2.5",
+        "drafter.drift=0.05",
+        "drafter.training_tokens=2e5",
+    )
     steps = simulate(scenario(*SMALL, *behind, "num_steps=8"))
     lengths = {name: [r["harvest/held_out_length"] for r in found] for name, found in steps.items()}
     assert lengths["tlt"][-1] > lengths["tlt"][0] + 0.3
