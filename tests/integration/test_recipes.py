@@ -119,7 +119,7 @@ async def test_one_node_with_engines_and_ranks_in_turn() -> None:
         reservation.gpus_of_engines(reports)
         for name, gpus in reports:
             # While the engine holds its device: a rank asks Ray for none and is told which.
-            options = reservation.rank(int(name[-1]), on_gpu=True, num_cores=None)
+            options = reservation.rank(int(name[-1]))
             assert options.pop("gpu") == gpus[0]
             node, _ = await probe(options)
             assert node == places[plan.rank_bundles[int(name[-1])]]
@@ -133,7 +133,7 @@ async def test_four_nodes_with_devices_of_their_own() -> None:
         node, gpus = await probe(reservation.engine("engine-3"), num_cpus=1, num_gpus=4)
         assert node == places[3]
         assert len(set(gpus)) == 4
-        node, gpus = await probe(reservation.rank(15, on_gpu=True, num_cores=None))
+        node, gpus = await probe(reservation.rank(15))
         assert node == places[plan.rank_bundles[15]]
         assert len(gpus) == 1
 

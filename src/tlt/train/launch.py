@@ -177,9 +177,7 @@ class _Run:
                 pool.listen(harvest)
             learner = LearnerGroup(
                 LearnerPlan.of_run(config, self._captured_layers(engine.drafter), self.log),
-                lambda rank: reservation.rank(
-                    rank, bool(config.learner.num_gpus), config.learner.num_cores
-                ),
+                reservation.rank,
             )
             stack.push_async_callback(learner.stop)
             stack.push_async_callback(pool.shutdown)

@@ -191,19 +191,12 @@ class Training:
         self, step: int, problems: Sequence[Problem], watch: Stopwatch
     ) -> tuple[list[Scored], Record]:
         """Generate and score the samples of an RL step; complete groups go to the update."""
-        config, sampling = self._config, self._config.sampling
-        groups = Groups(sampling.group_size, advantage_function(config.algorithm.advantage))
+        config = self._config
+        groups = Groups(config.sampling.group_size, advantage_function(config.algorithm.advantage))
         watch.skip()
         scored = await self._rollouts.generate(
-            f"{step}",
-            problems,
-            sampling.group_size,
-            sampling.temperature,
-            self._update.version,
-            watch,
-            stage="rollout",
+            *(step, problems, self._update.version, watch),
             on_scored=lambda scored: self._update.add(groups.add(scored)),
-            rl_step=step,
         )
         work = await self._counters.rollout_ended()
         self._update.rollout_ended()
@@ -217,16 +210,8 @@ class Training:
     async def _evaluate(self, step: int, watch: Stopwatch) -> Record:
         """Return the record of the held-out problems under the current policy."""
         watch.skip()
-        scored = await self._rollouts.generate(
-            f"eval-{step}",
-            self._prepared.held_out,
-            1,
-            self._config.eval.temperature,
-            self._update.version,
-            watch,
-            stage="eval",
-        )
-        return eval_record(scored)
+        held_out, version = self._prepared.held_out, self._update.version
+        return eval_record(await self._rollouts.evaluate(step, held_out, version, watch))
 
     async def _sync(self) -> None:
         """Load the learner's policy into all engines."""

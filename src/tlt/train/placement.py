@@ -132,18 +132,16 @@ class Reservation:
         """Note which GPUs Ray gave to each engine, for the ranks that share them."""
         self._gpus = {_slot(name): list(gpus) for name, gpus in reports}
 
-    def rank(self, rank: int, on_gpu: bool, num_cores: int | None) -> dict[str, Any]:
+    def rank(self, rank: int) -> dict[str, Any]:
         """Return the options of a learner rank's actor."""
-        options = self._in_bundle(self._plan.rank_bundles[rank])
+        index = self._plan.rank_bundles[rank]
+        options = self._in_bundle(index)
         if not self._plan.colocated:
-            return options | {
-                "num_cpus": 1 if on_gpu else (num_cores or 1),
-                "num_gpus": int(on_gpu),
-            }
+            own = self._plan.bundles[index]
+            return options | {"num_cpus": int(own["CPU"]), "num_gpus": int(own.get("GPU", 0))}
         options["num_cpus"] = 0
-        if on_gpu:
-            engine = self._plan.rank_bundles[rank]
-            options["gpu"] = self._gpus[engine][rank - self._plan.rank_bundles.index(engine)]
+        if gpus := self._gpus.get(index):
+            options["gpu"] = gpus[rank - self._plan.rank_bundles.index(index)]
         return options
 
     def release(self) -> None:

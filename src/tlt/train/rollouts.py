@@ -84,25 +84,51 @@ class Rollouts:
 
     async def generate(
         self,
-        label: str,
+        step: int,
         problems: Sequence[Problem],
-        group_size: int,
-        temperature: float,
         policy_version: int,
         watch: Stopwatch,
-        stage: str,
-        on_scored: Callable[[Scored], None] = lambda scored: None,
-        rl_step: int | None = None,
+        on_scored: Callable[[Scored], None],
     ) -> list[Scored]:
-        """Return the samples of every problem in order; call `on_scored` as each one is scored."""
-        prompts = [self._chat.prompt(problem.question) for problem in problems]
-        count = len(problems) * group_size
-        lengths = self._forced_lengths(label, count) if stage == "rollout" else ()
-        made = make_requests(
-            self._config, label, prompts, group_size, temperature, rl_step, lengths
+        """Return the samples of an RL step in order; call `on_scored` as each one is scored."""
+        sampling = self._config.sampling
+        lengths = self._forced_lengths(step, len(problems) * sampling.group_size)
+        requests = make_requests(
+            self._config,
+            f"{step}",
+            self._prompts(problems),
+            sampling.group_size,
+            sampling.temperature,
+            step,
+            lengths,
         )
+        stages = "rollout", "reward_wait"
+        return await self._samples(
+            f"{step}", problems, requests, policy_version, watch, stages, on_scored
+        )
+
+    async def evaluate(
+        self, step: int, problems: Sequence[Problem], policy_version: int, watch: Stopwatch
+    ) -> list[Scored]:
+        """Return one sample of every held-out problem, under the policy of an RL step."""
+        label, prompts = f"eval-{step}", self._prompts(problems)
+        temperature = self._config.eval.temperature
+        requests = make_requests(self._config, label, prompts, 1, temperature, None)
+        stages = "eval", "eval"
+        return await self._samples(label, problems, requests, policy_version, watch, stages)
+
+    async def _samples(
+        self,
+        label: str,
+        problems: Sequence[Problem],
+        made: list[SampleRequest],
+        policy_version: int,
+        watch: Stopwatch,
+        stages: tuple[str, str],
+        on_scored: Callable[[Scored], None] = lambda scored: None,
+    ) -> list[Scored]:
+        """Generate and score; the two stages are the generation, and the wait for rewards."""
         index_of = {request.sample_id: index for index, request in enumerate(made)}
-        self._leave_out(problems, prompts)
         requests = [r for r in made if len(r.prompt_token_ids) <= self._max_prompt_tokens]
 
         async def score(sample: Sample) -> Scored:
@@ -112,7 +138,7 @@ class Rollouts:
                     f"version {sample.policy_version} instead of {policy_version}"
                 )
             index = index_of[sample.sample_id]
-            number, place = divmod(index, group_size)
+            number, place = divmod(index, len(made) // len(problems))
             text = self._chat.text(sample.token_ids)
             reward = await self._rewards.score(problems[number], text)
             scored = Scored(number, place, made[index], sample, text, reward.value, reward.fault)
@@ -126,19 +152,20 @@ class Rollouts:
             scoring.append(asyncio.create_task(score(sample)))
             self._harvest.sample_finished()
             self._live.doing(Activity.GENERATING, len(scoring), len(requests), label)
-        watch.lap(stage)
+        watch.lap(stages[0])
         scored, _ = await asyncio.gather(asyncio.gather(*scoring), self._harvest.rollout_ended())
-        watch.lap("reward_wait" if stage == "rollout" else stage)
+        watch.lap(stages[1])
         return sorted(scored, key=lambda s: (s.problem_number, s.place))
 
-    def _leave_out(self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]]) -> None:
-        """Report the problems that are too long; refuse to go on without any other."""
+    def _prompts(self, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+        """Return the prompts; report those that are too long, and refuse to have no other."""
+        prompts = [self._chat.prompt(problem.question) for problem in problems]
         limit = self._max_prompt_tokens
         sizes = zip(problems, map(len, prompts), strict=True)
         too_long = [(problem.problem_id, size) for problem, size in sizes if size > limit]
         self.num_left_out = len(too_long)
         if not too_long:
-            return
+            return prompts
         names = ", ".join(f"{name} ({size} tokens)" for name, size in too_long[:5])
         what = (
             f"{len(too_long)} of {len(problems)} problems are too long: {names}; a prompt may have "
@@ -147,10 +174,11 @@ class Rollouts:
         if len(too_long) == len(problems):
             raise ConfigError(f"{what}. Raise engine.engine_args.max_model_len, or remove them")
         logger.warning("%s. They are left out", what)
+        return prompts
 
-    def _forced_lengths(self, label: str, count: int) -> Sequence[int]:
+    def _forced_lengths(self, step: int, count: int) -> Sequence[int]:
         sizes = self._config.debug.forced_lengths
         if sizes is None:
             return ()
-        rng = random.Random(f"{self._config.run.seed}/lengths/{label}")
+        rng = random.Random(f"{self._config.run.seed}/lengths/{step}")
         return HeavyTail(sizes.median, sizes.p95, sizes.longest).spread(count, rng)

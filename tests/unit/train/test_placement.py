@@ -121,6 +121,6 @@ def test_colocated_ranks_are_shown_the_gpus_of_their_engine() -> None:
     reservation = Reservation(plan, group=None)
     # In any order; a successor has its predecessor's place.
     reservation.gpus_of_engines([("engine-1.2", ["6", "7"]), ("engine-0", ["3", "5"])])
-    options = [reservation.rank(rank, on_gpu=True, num_cores=None) for rank in range(4)]
+    options = [reservation.rank(rank) for rank in range(4)]
     assert [each["gpu"] for each in options] == ["3", "5", "6", "7"]
     assert all(each["num_cpus"] == 0 and "num_gpus" not in each for each in options)

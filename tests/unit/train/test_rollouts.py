@@ -78,11 +78,7 @@ def generate(
     made = config(forced_lengths)
     rollouts = Rollouts(made, chat, pool, rewards, harvest, live, max_prompt_tokens)
     ended: list[Scored] = []
-    scored = asyncio.run(
-        rollouts.generate(
-            "2", PROBLEMS, 11, 0.5, policy_version, Stopwatch(), "rollout", ended.append, 2
-        )
-    )
+    scored = asyncio.run(rollouts.generate(2, PROBLEMS, policy_version, Stopwatch(), ended.append))
     total = len(scored)
     assert shown == [("step 2: generating", done, total) for done in range(total + 1)]
     return scored, ended, pool
