@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
+from graph_model import Graph, cases, graph_for, graphs_of
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm
-from tlt.strategy.graphs import GraphPlan, choices_of
-from tlt.strategy.spec import build_strategy
 from tlt.vllm.args import engine_args, graph_plan
 
 pytestmark = pytest.mark.vllm
@@ -120,8 +119,8 @@ def drafter_loop(config: Any) -> Callable[[int, int], str]:
     return mode
 
 
-def predicted(plan: GraphPlan, num_decodes: int, arm: Arm) -> tuple[str, int]:
-    graph = plan.graph(num_decodes, arm)
+def predicted(graphs: set[Graph], num_decodes: int, arm: Arm) -> tuple[str, int]:
+    graph = graph_for(graphs, num_decodes, arm)
     if graph is None:
         return "NONE", num_decodes * (arm.num_draft_tokens + 1)
     return graph.mode, graph.num_tokens
@@ -140,13 +139,14 @@ def test_v2_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> No
     assert made.compilation_config.cudagraph_capture_sizes == list(plan.sizes)
     graphs = manager(made)
     captured = [desc for descs in graphs._capture_descs.values() for desc in descs]
-    assert len(captured) == len(plan.graphs)
+    expected = graphs_of(plan)
+    assert len(captured) == len(expected)
     assert {(d.num_tokens, d.uniform_token_count) for d in captured} == {
-        (g.num_tokens, g.query_len) for g in plan.graphs
+        (g.num_tokens, g.query_len) for g in expected
     }
-    for num_decodes, arm in plan.cases():
+    for num_decodes, arm in cases(plan):
         chosen = dispatched(graphs, num_decodes, arm.num_draft_tokens + 1)
-        assert chosen == predicted(plan, num_decodes, arm), (num_decodes, arm)
+        assert chosen == predicted(expected, num_decodes, arm), (num_decodes, arm)
         assert chosen[0] != "NONE" or name == "budget"
 
 
@@ -158,7 +158,7 @@ def test_the_drafters_own_loop(name: str, tiny: Path, vllm_config: Callable[...,
     plan = graph_plan(config)
     assert plan is not None
     loop = drafter_loop(vllm_config(config, "v2"))
-    for num_decodes, arm in plan.cases():
+    for num_decodes, arm in cases(plan):
         named = arm.num_draft_tokens + 1 in plan.query_lens
         if arm.num_draft_tokens > 1 and named:
             assert loop(num_decodes, arm.num_draft_tokens) == "FULL"
@@ -171,12 +171,9 @@ def test_v1_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> No
 
     strategy, args = STRATEGIES[name]
     config = engine(tiny, strategy, **args)
-    plan = GraphPlan.for_arms(
-        choices_of(build_strategy(strategy), args["max_num_seqs"]),
-        args["max_num_seqs"],
-        max_num_batched_tokens=args.get("max_num_batched_tokens"),
-        runner="v1",
-    )
+    plan = graph_plan(config)
+    assert plan is not None
+    expected = graphs_of(plan, "v1")
     made = vllm_config(config, "v1")
     longest = 1 + made.num_speculative_tokens
     mode = made.compilation_config.resolve_cudagraph_mode_and_sizes(
@@ -186,13 +183,13 @@ def test_v1_runner(name: str, tiny: Path, vllm_config: Callable[..., Any]) -> No
     dispatcher = CudagraphDispatcher(made)
     dispatcher.initialize_cudagraph_keys(mode, longest)
     captured = sum(len(descs) for _, descs in dispatcher.get_capture_descs())
-    assert captured == len(plan.graphs)
-    for num_decodes, arm in plan.cases():
+    assert captured == len(expected)
+    for num_decodes, arm in cases(plan):
         query_len = arm.num_draft_tokens + 1
         runtime_mode, batch = dispatcher.dispatch(
             num_decodes * query_len, uniform_decode=query_len == longest
         )
-        assert (runtime_mode.name, batch.num_tokens) == predicted(plan, num_decodes, arm)
+        assert (runtime_mode.name, batch.num_tokens) == predicted(expected, num_decodes, arm)
 
 
 def test_what_vllm_does_without_a_plan(tiny: Path, vllm_config: Callable[..., Any]) -> None:

@@ -52,9 +52,7 @@ def report(
         for heading in ("in all", "RL step", "rollout", "rollout per token"):
             table.add_column(heading, justify="right", no_wrap=True)
         for other in views[1:]:
-            found = compare(views[0], other)
-            cells = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
-            table.add_row(escape(other.name), f"{found['whole']:.2f}x", *cells)
+            table.add_row(escape(other.name), *in_words(compare(views[0], other)))
         console.print(table)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)

@@ -20,9 +20,9 @@ from rich.text import Text
 from tlt.cli.options import print_json
 
 if TYPE_CHECKING:
+    from tlt.observe.health import Finding
     from tlt.observe.live import Now, WorkerNow
     from tlt.observe.summary import Record
-    from tlt.report.findings import Bottleneck
     from tlt.simulate.saved import Saved
     from tlt.spans import Span
 
@@ -59,7 +59,7 @@ class Past:
     records: list[Record] = field(default_factory=list)
     arms: dict[str, tuple[str, float]] = field(default_factory=dict)
     """The arm that each worker decoded with for longest, and its acceptance length."""
-    findings: list[Bottleneck] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     saved: Saved | None = None
     fault: str = ""
     """Why the files cannot be read."""
@@ -281,5 +281,5 @@ def _gain(past: Past) -> list[Text]:
     return [Text(f"{says}; measure with `tlt report OFF TLT`)")]
 
 
-def _findings(found: Sequence[Bottleneck], style: str) -> list[Text]:
+def _findings(found: Sequence[Finding], style: str) -> list[Text]:
     return [Text(f"{each.says}\n  -> {each.change}", style=style) for each in found]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tlt.config.train import CaptureConfig, TltConfig
+from tlt.config.train import TltConfig
 from tlt.drafter.trainer import TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.published import is_new, make_drafter
@@ -18,7 +18,6 @@ from tlt.harvest.trainer import (
     HarvestTrainerSettings,
 )
 from tlt.models.hub import local_folder
-from tlt.node.shared import run_id, user_folder
 from tlt.states.buffer import BufferSettings
 
 
@@ -31,15 +30,6 @@ def new_drafter(model: str, out: str, dtype: str = "bfloat16", seed: int = 0) ->
         on_gpu = torch.cuda.is_available()
         make_drafter(local_folder(model, "model"), Path(out), None, on_gpu, dtype, seed)
     return out
-
-
-def buffer_settings(capture: CaptureConfig) -> BufferSettings:
-    """Return the buffer of hidden states on every node of a run."""
-    return BufferSettings(
-        folder=str(user_folder(Path(capture.folder)) / f"{run_id()}-samples"),
-        capacity_bytes=int(capture.capacity_gib * 2**30),
-        max_sample_tokens=capture.max_sample_tokens,
-    )
 
 
 def harvest_settings(

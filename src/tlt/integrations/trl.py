@@ -29,8 +29,9 @@ from tlt.harvest.published import engine_dtype, save_published, version_of
 from tlt.harvest.rounds import EVALUATED_SHARE
 from tlt.harvest.trainer import EMBEDDING, HEAD, HarvestTrainer
 from tlt.integrations.hosted import HostedEngine
-from tlt.integrations.training import buffer_settings, harvest_settings, new_drafter
+from tlt.integrations.training import harvest_settings, new_drafter
 from tlt.node.shared import SharedFolder
+from tlt.states.buffer import BufferSettings
 
 __all__ = ["CaptureConfig", "TLTCallback", "TltConfig", "new_drafter"]
 
@@ -60,7 +61,7 @@ class TLTCallback(TrainerCallback):
         self._engine = HostedEngine(generation.llm)
         self._share = train_share
         self._settings = tlt or TltConfig()
-        buffer = buffer_settings(capture or CaptureConfig())
+        buffer = BufferSettings.of(capture or CaptureConfig())
         with torch.random.fork_rng():  # the run draws the same numbers as without TLT
             self.drafter_trainer = HarvestTrainer(
                 harvest_settings(
@@ -134,13 +135,11 @@ class TLTCallback(TrainerCallback):
             trained_s = time.monotonic() - started_s
             self._credit_s -= trained_s
             self._note(
-                {
-                    "generation_s": generated_s,
-                    "training_s": trained_s,
-                    "recorded_samples": self._engine.num_recorded,
-                    "drafter_version": self._engine.controller.drafter_version,
-                    **self._acceptance(),
-                }
+                generation_s=generated_s,
+                training_s=trained_s,
+                recorded_samples=self._engine.num_recorded,
+                drafter_version=self._engine.controller.drafter_version,
+                **self._acceptance(),
             )
         return generated
 
@@ -177,14 +176,14 @@ class TLTCallback(TrainerCallback):
         self._trained_s = 0.0
         if found is None:
             return
-        self._note({"held_out_length": found.length})
+        self._note(held_out_length=found.length)
         if found.better:
             self._published = self.drafter_trainer.export()
             self._version += 1
             self._waits = True
             self.drafter_trainer.take(published=Weights(self._version, self._published))
 
-    def _note(self, values: dict[str, float]) -> None:
+    def _note(self, **values: float) -> None:
         """Add values to the metrics that TRL logs next."""
         for name, value in values.items():
             self._trl._metrics["train"][f"tlt/{name}"].append(value)

@@ -27,8 +27,9 @@ from tlt.config.load import check
 from tlt.config.train import CaptureConfig, TltConfig
 from tlt.errors import ConfigError
 from tlt.integrations.replicas import ReplicaHarvest
-from tlt.integrations.training import buffer_settings, harvest_settings
+from tlt.integrations.training import harvest_settings
 from tlt.models.hub import local_folder
+from tlt.states.buffer import BufferSettings
 from tlt.vllm.environment import SWITCH_VARIABLE
 from tlt.vllm.switch import EXAMPLE, read_settings
 
@@ -86,7 +87,7 @@ class PPOTrainerTLT(PPOTrainerSync):
 def _harvest(config: DictConfig, drafter: Path, manager: Any) -> ReplicaHarvest:
     """Start harvest on the replicas that verl's manager of servers has started."""
     tlt = _section(TltConfig, config, "tlt")
-    buffer = buffer_settings(_section(CaptureConfig, config, "capture"))
+    buffer = BufferSettings.of(_section(CaptureConfig, config, "capture"))
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     trainer = harvest_settings(
         drafter,

@@ -37,8 +37,9 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 
+from tlt.config.train import CaptureConfig
 from tlt.errors import ConfigError
-from tlt.node.shared import SharedFolder, open_file
+from tlt.node.shared import SharedFolder, open_file, run_id, user_folder
 from tlt.states.captured import Captured, Offer
 
 SUFFIX = ".sample"
@@ -66,6 +67,15 @@ class BufferSettings:
     held_out_share: float = 1 / 8
     """Share of the samples held out for evaluation, chosen by a hash of their id. Without any, no
     drafter can be evaluated, and so none published."""
+
+    @classmethod
+    def of(cls, capture: CaptureConfig) -> BufferSettings:
+        """Return the buffer of every node of this run; a resumed run has another one."""
+        return cls(
+            folder=str(user_folder(Path(capture.folder)) / f"{run_id()}-samples"),
+            capacity_bytes=int(capture.capacity_gib * 2**30),
+            max_sample_tokens=capture.max_sample_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,22 +63,16 @@ class Captured:
 
     def to(self, device: torch.device) -> Captured:
         """Return the sample on another device."""
-        return self._each(lambda tensor: tensor.to(device), self.first_position)
+        return self._each(lambda tensor: tensor.to(device))
 
     def window(self, begin: int, end: int) -> Captured:
         """Return part of the sample, at its true positions, without the context before it."""
-        return self._each(lambda tensor: tensor[begin:end], self.first_position + begin)
+        part = self._each(lambda tensor: tensor[begin:end])
+        return replace(part, first_position=self.first_position + begin)
 
-    def _each(
-        self, change: Callable[[torch.Tensor], torch.Tensor], first_position: int
-    ) -> Captured:
-        return Captured(
-            change(self.token_ids_T),
-            change(self.loss_mask_T),
-            change(self.aux_TA),
-            change(self.final_TH),
-            first_position,
-        )
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
+        tensors = (self.token_ids_T, self.loss_mask_T, self.aux_TA, self.final_TH)
+        return Captured(*map(change, tensors), self.first_position)
 
     def focused(self, begin: int, end: int) -> Captured:
         """Return the sample up to `end`, in which only tokens from `begin` on are learned.

@@ -39,7 +39,7 @@ from tlt.learner.group import LearnerGroup
 from tlt.learner.rank import RankSettings
 from tlt.logs import Level, LogSettings, log_to_file
 from tlt.node.cluster import start_ray
-from tlt.node.shared import SharedFolder, begin_run, remove_abandoned, run_id, user_folder
+from tlt.node.shared import SharedFolder, begin_run, remove_abandoned
 from tlt.observe.live import Live
 from tlt.observe.provenance import provenance, versions
 from tlt.observe.record import read
@@ -172,7 +172,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         if config.capture.enabled:
             # Checkpoints hold copies of the buffer, so a run that ends frees its memory.
-            folder_of_samples = Path(buffer_settings(config).folder)
+            folder_of_samples = Path(BufferSettings.of(config.capture).folder)
             stack.callback(SharedFolder.join(folder_of_samples).remove)
         show("waiting for places in the cluster", 0, 1)
         reservation = await reserve(prepared.placement, config.pool.start_timeout_s)
@@ -182,7 +182,9 @@ async def _run(
         checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
         engine, version = _with_drafter(config, prepared.engine, folder, checkpoint)
         if config.capture.by == "engines":
-            engine = engine.model_copy(update={"capture": asdict(buffer_settings(config))})
+            engine = engine.model_copy(
+                update={"capture": asdict(BufferSettings.of(config.capture))}
+            )
         pool = RolloutPool(config.pool, ray_spawner(engine, reservation.engine, log))
         # GPU kernels may round by the batch in any dtype.
         dtype = "bfloat16" if config.engine.num_gpus else config.policy.dtype
@@ -266,7 +268,7 @@ def learner_plan(
     aux_layers: tuple[int, ...] = ()
     by_engines = config.capture.by == "engines"
     if config.capture.enabled:
-        buffer = buffer_settings(config)
+        buffer = BufferSettings.of(config.capture)
     if config.capture.enabled and not by_engines:
         aux_layers = _captured_layers(config, drafter)
     return LearnerPlan(
@@ -347,7 +349,7 @@ def trainer_settings(
     return HarvestTrainerSettings(
         drafter=drafter,
         policy=config.policy.model,
-        buffer=buffer_settings(config),
+        buffer=BufferSettings.of(config.capture),
         trainer=TrainerSettings(
             num_draft_tokens=tlt.num_draft_tokens,
             row_tokens=tlt.row_tokens,
@@ -372,15 +374,6 @@ def _stop_timeout_s(config: TrainConfig, drafter: Path) -> float:
         averaged=True,
         embed_and_head_bytes=embed_and_head_bytes,
         on_gpu=config.engine.num_gpus > 0,
-    )
-
-
-def buffer_settings(config: TrainConfig) -> BufferSettings:
-    """Return the buffer of every node of this run; a resumed run has another one."""
-    return BufferSettings(
-        folder=str(user_folder(Path(config.capture.folder)) / f"{run_id()}-samples"),
-        capacity_bytes=int(config.capture.capacity_gib * 2**30),
-        max_sample_tokens=config.capture.max_sample_tokens,
     )
 
 

@@ -12,8 +12,7 @@ from drafter_fixtures import captured
 from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
 from tlt.node.shared import RUN_ID, begin_run, user_folder
-from tlt.states.buffer import SampleBuffer
-from tlt.train.launch import buffer_settings
+from tlt.states.buffer import BufferSettings, SampleBuffer
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -29,7 +28,7 @@ def test_two_runs_with_one_out_never_share_a_buffer(
     buffers = []
     for _ in range(2):
         begin_run(config.run.out)
-        settings = buffer_settings(config)
+        settings = BufferSettings.of(config.capture)
         assert Path(settings.folder).parent == user_folder(tmp_path)
         buffers.append(SampleBuffer(settings))
     first, second = buffers
