@@ -71,8 +71,10 @@ class Captured:
         return replace(part, first_position=self.first_position + begin)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
-        tensors = (self.token_ids_T, self.loss_mask_T, self.aux_TA, self.final_TH)
-        return Captured(*map(change, tensors), self.first_position)
+        ids_T, mask_T = change(self.token_ids_T), change(self.loss_mask_T)
+        return Captured(
+            ids_T, mask_T, change(self.aux_TA), change(self.final_TH), self.first_position
+        )
 
     def focused(self, begin: int, end: int) -> Captured:
         """Return the sample up to `end`, in which only tokens from `begin` on are learned.

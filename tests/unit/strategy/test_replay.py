@@ -1,18 +1,10 @@
-"""The replay that strategies are compared with: its acceptances, its text and its oracle."""
+"""The replay that strategies are compared with: its acceptances and its oracle."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from benchmarks.replay import SCENARIOS, StepTable, compare, published_h100, replay
 from strategy_fixtures import EAGLE, always, recorded, rollouts
-
-
-def test_tables_survive_being_written(tmp_path: Path) -> None:
-    path = tmp_path / "rollout.json"
-    path.write_text(json.dumps({"steps": recorded().as_dict()}))
-    assert StepTable.load(path) == recorded()
 
 
 @pytest.mark.parametrize("make", [recorded, published_h100])
