@@ -35,7 +35,7 @@ from tlt.drafter.eagle3.config import default_aux_layers
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows
 from tlt.drafter.passes import DraftPasses
 from tlt.observe.record import read
-from tlt.report.bootstrap import interval
+from tlt.report.gain import interval
 from tlt.states.captured import Captured, capture
 
 DRAFT_LENGTH = 3

@@ -21,9 +21,8 @@ from common import RESULTS
 from common import load as result
 from tlt.bench import charts
 from tlt.colours import INK, arm_colour
-from tlt.report.charts import charts_of
+from tlt.report.charts import charts_of, training_picture
 from tlt.report.svg import sheet
-from tlt.report.training import training_picture
 from tlt.report.view import look_at
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tlt.report.bootstrap import RESAMPLES, interval
+from tlt.report.gain import RESAMPLES, interval
 
 WAITING_CORES = 0.15
 """Cores that a waiting arm may keep busy during a turn; its Ray, engines and learner need 0.06."""

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from registry.core import Doc, Rows, figures, several, table, times
-from tlt.report.bootstrap import interval
+from tlt.report.gain import interval
 
 BEHAVIOURS = (
     *("start", "greedy", "sampled", "switching", "drafter swap", "weight sync", "hidden states"),

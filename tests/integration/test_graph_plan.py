@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from graph_model import Graph, cases, graph_for, graphs_of
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import Arm
-from tlt.strategy.graphs import GraphPlan
 from tlt.vllm.args import engine_args, graph_plan
 
 pytestmark = pytest.mark.vllm
@@ -109,8 +109,8 @@ def drafter_loop(config: Any) -> Callable[[int, int], str]:
     return mode
 
 
-def predicted(plan: GraphPlan, num_decodes: int, arm: Arm) -> tuple[str, int]:
-    graph = plan.graph(num_decodes, arm)
+def predicted(graphs: set[Graph], num_decodes: int, arm: Arm) -> tuple[str, int]:
+    graph = graph_for(graphs, num_decodes, arm)
     if graph is None:
         return "NONE", num_decodes * (arm.num_draft_tokens + 1)
     return graph.mode, graph.num_tokens
@@ -132,16 +132,17 @@ def test_vllm_captures_and_chooses_the_graphs_of_the_plan(
     assert made.compilation_config.cudagraph_capture_sizes == list(plan.sizes)
     graphs = manager(made)
     captured = [desc for descs in graphs._capture_descs.values() for desc in descs]
-    assert len(captured) == len(plan.graphs)
+    expected = graphs_of(plan)
+    assert len(captured) == len(expected)
     assert {(d.num_tokens, d.uniform_token_count) for d in captured} == {
-        (g.num_tokens, g.query_len) for g in plan.graphs
+        (g.num_tokens, g.query_len) for g in expected
     }
-    for num_decodes, arm in plan.cases():
+    for num_decodes, arm in cases(plan):
         chosen = dispatched(graphs, num_decodes, arm.num_draft_tokens + 1)
-        assert chosen == predicted(plan, num_decodes, arm), (num_decodes, arm)
+        assert chosen == predicted(expected, num_decodes, arm), (num_decodes, arm)
         assert chosen[0] != "NONE" or name == "budget"
     loop = drafter_loop(made) if name != "off" else None
-    for num_decodes, arm in plan.cases():
+    for num_decodes, arm in cases(plan):
         named = arm.num_draft_tokens + 1 in plan.query_lens
         if loop and arm.num_draft_tokens > 1 and named:
             assert loop(num_decodes, arm.num_draft_tokens) == "FULL"

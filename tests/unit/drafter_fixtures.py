@@ -4,6 +4,7 @@ import torch
 
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter
+from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.states.captured import Captured
 
 CONFIG = Eagle3Config(
@@ -18,6 +19,9 @@ CONFIG = Eagle3Config(
     rope_theta=10000.0,
     rms_norm_eps=1e-5,
     max_position_embeddings=128,
+)
+SETTINGS = TrainerSettings(
+    num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
 )
 
 
@@ -38,3 +42,11 @@ def captured(length: int, num_prompt: int, seed: int = 0) -> Captured:
         aux_TA=torch.randn(length, 96, generator=generator),
         final_TH=torch.randn(length, 32, generator=generator),
     )
+
+
+def trainer_of(model: Eagle3Drafter, settings: TrainerSettings = SETTINGS) -> DrafterTrainer:
+    """Return a trainer of a drafter, for a policy with a random head and embedding."""
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
+    return DrafterTrainer(model, head, embedding, settings)

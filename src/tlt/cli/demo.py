@@ -276,11 +276,11 @@ def _responses(file: Path) -> Counter[tuple[str, str]]:
 
 
 def _show(output: Output, found: dict[str, Any]) -> None:
-    from tlt.report.gain import LABELS, in_words
+    from tlt.report.gain import LABELS, Ratio
 
     output.say(found["verdict"], style="bold")
     if found["drift"]:
-        output.say(f"The rollout alone: {in_words(found['gain']['rollout'])}. {found['drift']}")
+        output.say(f"The rollout alone: {Ratio(**found['gain']['rollout'])}. {found['drift']}")
     columns = (">engine seconds", ">tokens", ">tokens per draft", ">share of tokens saved")
     rows = []
     for name, of in found["drafts"].items():

@@ -56,7 +56,7 @@ def train(
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
     from tlt.offline.drafter import DrafterPlan, train_drafter
-    from tlt.report.training import training_picture
+    from tlt.report.charts import training_picture
 
     output = Output(as_json)
     name, model = str(model), local_folder(model, "--model")

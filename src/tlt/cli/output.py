@@ -20,7 +20,7 @@ from tlt.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from tlt.contracts import ShowProgress
-    from tlt.report.findings import Bottleneck
+    from tlt.observe.health import Finding
 
 
 class Output:
@@ -55,7 +55,7 @@ class Output:
         if not self.as_json:
             self.marked("wrote", "green", what)
 
-    def findings(self, found: Iterable[Bottleneck]) -> None:
+    def findings(self, found: Iterable[Finding]) -> None:
         """Print what limits a run's speed, and which settings to change."""
         for finding in () if self.as_json else found:
             self.note(finding.says)

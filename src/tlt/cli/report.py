@@ -43,11 +43,7 @@ def report(
     for view in views:
         output.marked(f"{view.name}:", "bold", f"{len(view.records)} RL steps")
         output.findings(findings(view))
-    rows = []
-    for other in views[1:]:
-        found = compare(views[0], other)
-        cells = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
-        rows.append([other.name, f"{found['whole']:.2f}x", *cells])
+    rows = [[other.name, *in_words(compare(views[0], other))] for other in views[1:]]
     if rows:
         columns = ("run", ">in all", ">RL step", ">rollout", ">rollout per token")
         output.table(f"speed-up over {views[0].name}", columns, rows)

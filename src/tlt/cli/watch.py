@@ -19,9 +19,9 @@ from rich.text import Text
 from tlt.cli.output import Output
 
 if TYPE_CHECKING:
+    from tlt.observe.health import Finding
     from tlt.observe.live import Now
     from tlt.observe.summary import Record
-    from tlt.report.findings import Bottleneck
     from tlt.simulate.saved import Saved
 
 COLOURS = {
@@ -57,7 +57,7 @@ class Past:
     records: list[Record] = field(default_factory=list)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The arm that each worker decoded with for longest, and its acceptance length."""
-    findings: list[Bottleneck] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     saved: Saved | None = None
     fault: str = ""
     """Why the files cannot be read."""
@@ -255,5 +255,5 @@ def _gain(found: Saved) -> str:
     return f"{says}; measure with `tlt report OFF TLT`)"
 
 
-def _finding(found: Bottleneck, style: str) -> Text:
+def _finding(found: Finding, style: str) -> Text:
     return Text(f"{found.says}\n  -> {found.change}", style=style)

@@ -85,12 +85,9 @@ def _table(measured: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def _training(provenance: Mapping[str, Any]) -> str:
-    training, data = (
-        provenance.get("training") or {},
-        (provenance.get("measured") or {}).get("data"),
-    )
+    data = (provenance.get("measured") or {}).get("data")
     facts = []
-    if steps := training.get("steps"):
+    if steps := (provenance.get("training") or {}).get("steps"):
         facts.append(f"- {steps:,} optimizer steps")
     if isinstance(data, Mapping):
         if prompts := data.get("num_prompts"):

@@ -121,15 +121,12 @@ class AcceptanceMeter:
 
     def result(self) -> Acceptance:
         """Return the acceptance over everything that was added."""
-        return Acceptance(
-            agreement=tuple(
-                hits / max(count, 1) for hits, count in zip(self._hits, self._counts, strict=True)
-            ),
-            rates={
-                t: tuple(a / r if r else 0.0 for a, r in zip(sums, self._reached, strict=True))
-                for t, sums in self._accepted.items()
-            },
-        )
+        counted = zip(self._hits, self._counts, strict=True)
+        rates = {
+            t: tuple(a / r if r else 0.0 for a, r in zip(sums, self._reached, strict=True))
+            for t, sums in self._accepted.items()
+        }
+        return Acceptance(tuple(hits / max(count, 1) for hits, count in counted), rates)
 
 
 @torch.no_grad()

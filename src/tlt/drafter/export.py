@@ -34,7 +34,7 @@ from tlt.drafter.checkpoint import (
     write_files,
     write_moments,
 )
-from tlt.drafter.speculators import Target, is_speculators, speculators_config, speculators_tensors
+from tlt.drafter.speculators import is_speculators, speculators_config, speculators_tensors
 from tlt.errors import ConfigError
 
 PROVENANCE, CARD = "provenance.json", "README.md"
@@ -100,9 +100,8 @@ def export(plan: ExportPlan) -> dict[str, Any]:
     dtype = str(weights["fc.weight"].dtype).removeprefix("torch.")
     if plan.format == "speculators":
         name = plan.target_name or str(plan.target.resolve())
-        architectures = tuple(target_config.get("architectures") or ())
-        target = Target(name, architectures, num_draft_tokens)
-        hf_config = speculators_config(config, dtype, target)
+        architectures = target_config.get("architectures") or ()
+        hf_config = speculators_config(config, dtype, name, architectures, num_draft_tokens)
         weights = speculators_tensors(weights, config)
     else:
         hf_config = config.to_hf(dtype)

@@ -7,8 +7,7 @@ the plain layout of `eagle3.config`; this module translates both ways. Tensors s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +20,6 @@ VERSION = "0.9.0"
 LAYER, OUR_LAYER = "layers.0.", "midlayer."
 NOT_OURS = ("embed_tokens.", "verifier_", "t2d")
 """Tensors of the target, or that follow from others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model that a drafter drafts for, as the format names it."""
-
-    name: str
-    """Hub id or folder, from which vLLM loads it."""
-    architectures: tuple[str, ...]
-    num_draft_tokens: int
-    """Tokens that vLLM drafts unless told otherwise."""
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
@@ -56,8 +44,17 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def speculators_config(config: Eagle3Config, dtype: str, target: Target) -> dict[str, Any]:
-    """Return the `config.json` of a drafter in the speculators format."""
+def speculators_config(
+    config: Eagle3Config,
+    dtype: str,
+    target: str,
+    architectures: Sequence[str],
+    num_draft_tokens: int,
+) -> dict[str, Any]:
+    """Return the `config.json` of a drafter in the speculators format.
+
+    `target` is the Hub id or folder from which vLLM loads the model that it drafts for.
+    """
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -68,15 +65,12 @@ def speculators_config(config: Eagle3Config, dtype: str, target: Target) -> dict
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": target.num_draft_tokens,
+                    "speculative_tokens": num_draft_tokens,
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }
             ],
-            "verifier": {
-                "name_or_path": target.name,
-                "architectures": list(target.architectures),
-            },
+            "verifier": {"name_or_path": target, "architectures": list(architectures)},
         },
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,

@@ -142,11 +142,14 @@ class DrafterTrainer:
 
         Return whether it was replaced.
         """
-        better = vocabulary.better_for(self.drafter, responses)
+        drafter, passes = self.drafter, self.passes
+        if drafter.config.drafts_all_tokens:
+            return False
+        counts_V = vocabulary.count_tokens(responses, drafter.config.vocab_size)
+        better = vocabulary.drifted(counts_V, drafter.draft_token_ids().cpu())
         if better is None:
             return False
-        passes = self.passes
-        vocabulary.replace(self.drafter, self.optimizer, passes.head_VH, better.to(passes.device))
+        vocabulary.replace(drafter, self.optimizer, passes.head_VH, better.to(passes.device))
         self._mean = None
         self._use_draft_head()
         return True
@@ -232,16 +235,12 @@ class DrafterTrainer:
             if self._mean is None and self.settings.averaged_steps > 1:
                 self._mean = self.weights()
             self.optimizer.step()
-            self._update_mean()
+            if self._mean is not None:
+                for name, parameter in self.drafter.named_parameters():
+                    self._mean[name].lerp_(parameter.detach(), 1 / self.settings.averaged_steps)
         self.step += 1
         self.tokens_seen += len(row.token_ids_T)
         return loss.item()
-
-    @torch.no_grad()
-    def _update_mean(self) -> None:
-        if self._mean is not None:
-            for name, parameter in self.drafter.named_parameters():
-                self._mean[name].lerp_(parameter, 1 / self.settings.averaged_steps)
 
     def loss(self, row: Row, should_stop: ShouldStop = lambda: False) -> torch.Tensor:
         """Return the loss of one row."""

@@ -47,14 +47,6 @@ def drifted(counts_V: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor | N
     return better if gain >= MIN_GAIN else None
 
 
-def better_for(drafter: Eagle3Drafter, responses: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    """Return a vocabulary that suits these responses better than the drafter's, if there is one."""
-    config = drafter.config
-    if config.drafts_all_tokens:
-        return None
-    return drifted(count_tokens(responses, config.vocab_size), drafter.draft_token_ids().cpu())
-
-
 @torch.no_grad()
 def replace(
     drafter: Eagle3Drafter,

@@ -66,7 +66,6 @@ class ReplicaHarvest:
             spawn=_spawn_on_gpu if on_gpu else RayTrainer,
         )
         self._load = load
-        self._watch: LoadWatch | None = None
         self._polling: asyncio.Task[None] | None = None
         self._idle_s = 0.0
         self._num_policies = 0
@@ -121,23 +120,24 @@ class ReplicaHarvest:
         await self._harvest.start()
 
     async def _begin(self) -> None:
-        self._watch = LoadWatch(self._harvest, self._replicas.engines, time.monotonic)
-        self._polling = asyncio.create_task(self._poll(self._watch))
+        self._polling = asyncio.create_task(self._poll())
 
-    async def _poll(self, watch: LoadWatch) -> None:
+    async def _poll(self) -> None:
+        watch = LoadWatch(self._harvest, self._replicas.engines, time.monotonic)
         try:
             while True:
                 await watch.see(await self._load())
                 await asyncio.sleep(POLL_S)
         except Exception:
             logger.exception("harvest no longer sees which replicas are idle; the run goes on")
+        finally:
+            self._idle_s += watch.idle_s
 
     async def _end(self) -> None:
-        if self._polling is not None and self._watch is not None:
+        if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
-            self._idle_s += self._watch.idle_s
-        self._polling = self._watch = None
+            self._polling = None
         await self._harvest.rollout_ended()
 
     async def _hand_on(self) -> None:
@@ -281,11 +281,7 @@ class Replicas:
     async def sleep_engine(self, engine: str) -> None:
         raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
 
-    async def wake_engine(self, engine: str) -> None:
-        raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
-
-    async def refresh_drafter(self, engine: str) -> None:
-        raise NotImplementedError("harvest does not put the replicas of a framework to sleep")
+    wake_engine = refresh_drafter = sleep_engine
 
 
 def _spawn_on_gpu(settings: HarvestTrainerSettings, place: TrainerPlace) -> RayTrainer:

@@ -137,13 +137,11 @@ class TLTCallback(TrainerCallback):
             trained_s = time.monotonic() - started_s
             self._credit_s -= trained_s
             self._note(
-                {
-                    "generation_s": generated_s,
-                    "training_s": trained_s,
-                    "recorded_samples": self._engine.num_recorded,
-                    "drafter_version": self._engine.controller.drafter_version,
-                    **self._acceptance(),
-                }
+                generation_s=generated_s,
+                training_s=trained_s,
+                recorded_samples=self._engine.num_recorded,
+                drafter_version=self._engine.controller.drafter_version,
+                **self._acceptance(),
             )
         return generated
 
@@ -180,14 +178,14 @@ class TLTCallback(TrainerCallback):
         self._trained_s = 0.0
         if found is None:
             return
-        self._note({"held_out_length": found.length})
+        self._note(held_out_length=found.length)
         if found.better:
             self._published = self.drafter_trainer.export()
             self._version += 1
             self._waits = True
             self.drafter_trainer.take(published=Weights(self._version, self._published))
 
-    def _note(self, values: dict[str, float]) -> None:
+    def _note(self, **values: float) -> None:
         """Add values to the metrics that TRL logs next."""
         for name, value in values.items():
             self._trl._metrics["train"][f"tlt/{name}"].append(value)

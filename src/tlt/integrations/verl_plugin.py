@@ -22,8 +22,10 @@ def after_import(name: str, call: Callable[[ModuleType], object]) -> None:
     sys.meta_path.insert(0, _Waiting(name, call))
 
 
-class _Waiting(MetaPathFinder):
-    """Finds one module, once."""
+class _Waiting(MetaPathFinder, Loader):
+    """Finds one module, once, loads it as its own loader does, and then calls a function."""
+
+    _loader: Loader
 
     def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
         self._name = name
@@ -37,16 +39,8 @@ class _Waiting(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Calling(spec.loader, self._call)
+            self._loader, spec.loader = spec.loader, self
         return spec
-
-
-class _Calling(Loader):
-    """Loads a module as another loader does, and calls a function afterwards."""
-
-    def __init__(self, loader: Loader, call: Callable[[ModuleType], object]) -> None:
-        self._loader = loader
-        self._call = call
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

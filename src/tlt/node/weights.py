@@ -33,13 +33,11 @@ _MAGIC = b"TLTW0002"
 class SharedWeights:
     """One version of weights in shared memory, which this process owns until it calls `close`."""
 
-    def __init__(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], seed: int | None = None
-    ) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         entries: list[dict[str, Any]] = []
         arrays: list[torch.Tensor] = []
         offset = 0
-        seed = secrets.randbits(31) if seed is None else seed
+        seed = secrets.randbits(31)
         for name, tensor in tensors:
             array = tensor.detach().to("cpu").contiguous()
             dtype = str(array.dtype).removeprefix("torch.")
@@ -121,9 +119,7 @@ def file_bytes(path: str) -> Any:
 
     Ray ships an array as it is, out of band. It would pickle tensors, with a copy of each.
     """
-    with open_file(path, "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(mapping, dtype=torch.uint8).numpy()
+    return torch.frombuffer(_mapped(path), dtype=torch.uint8).numpy()
 
 
 def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,10 +146,14 @@ def read_fingerprints(path: str) -> tuple[int, dict[str, tuple[str, Fingerprint]
     return header["seed"], found
 
 
+def _mapped(path: str) -> mmap.mmap:
+    with open_file(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
 def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
     """Map a file; return its pages, its header, and the offset of the first tensor."""
-    with open_file(path, "rb") as file:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    mapping = _mapped(path)
     if mapping[: len(_MAGIC)] != _MAGIC:
         raise ValueError(f"{path} holds no weights of this format")
     body = len(_MAGIC) + 8

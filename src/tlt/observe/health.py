@@ -24,18 +24,20 @@ MAX_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """Something wrong with a run: what was measured, and what to do."""
+class Finding:
+    """Something wrong with a run, or slow in it: what was measured, and what to change."""
 
     kind: str
     says: str
     change: str
+    weight: float = 0.0
+    """Share of the run time at stake, estimated."""
 
 
-def signs(records: Sequence[Record]) -> Iterator[Sign]:
+def signs(records: Sequence[Record]) -> Iterator[Finding]:
     """Yield what is wrong with these RL steps, the worst first."""
     if skipped := steps_with(records, "learner/skipped_updates"):
-        yield Sign(
+        yield Finding(
             "skipped_updates",
             f"In {skipped} the gradient was not finite: the policy did not change.",
             "Lower learner.lr or learner.max_grad_norm, set policy.dtype = 'float32', and look at "
@@ -44,7 +46,7 @@ def signs(records: Sequence[Record]) -> Iterator[Sign]:
     if faulty := steps_with(records, "reward/fault_share", FAULT_SHARE):
         total = sum(series(records, "reward/faults")[1])
         worst = max(series(records, "reward/fault_share")[1])
-        yield Sign(
+        yield Finding(
             "reward_faults",
             f"In {faulty} the reward function failed, timed out or returned no number, for up to "
             f"{worst:.0%} of the samples ({total:.0f} in all). They were not trained on.",
@@ -52,7 +54,7 @@ def signs(records: Sequence[Record]) -> Iterator[Sign]:
             "reward.timeout_s or reward.num_workers if it is too slow.",
         )
     if unwritten := steps_with(records, "checkpoint/faults"):
-        yield Sign(
+        yield Finding(
             "checkpoint_faults",
             f"In {unwritten} a checkpoint could not be written.",
             "Make room in run.out; run.log says why it failed.",

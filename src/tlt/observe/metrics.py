@@ -42,11 +42,6 @@ METRICS: dict[str, str] = {
     "recheck/shortfall_max": "Nats by which a differing token missed the draw, at most.",
     "recheck/faults": "Samples generated again that differ by more than a near-tie.",
     "recheck/engine_s": "Idle engine seconds spent on rechecks, also on those that gave way.",
-    "ahead/texts": "Texts of samples of the next RL step that idle engines generated ahead.",
-    "ahead/tokens": "Tokens of the texts generated ahead.",
-    "ahead/engine_s": "Idle engine seconds spent on generating ahead.",
-    "ahead/repeated_share": "Share of the tokens generated ahead for this RL step that its samples "
-    "repeated, up to the first difference.",
     "learner/loss": "Policy loss, averaged over the optimizer steps.",
     "learner/grad_norm": "Gradient norm before clipping.",
     "learner/skipped_updates": "Optimizer steps skipped because the gradient was not finite.",

@@ -41,11 +41,6 @@ class StepLog:
         self._last_step = _last_step(lines)
         self._file = _open(path)
 
-    @property
-    def last_step(self) -> int | None:
-        """RL step of the last record; None before the first."""
-        return self._last_step
-
     def append(self, record: Mapping[str, Any]) -> None:
         """Write the record of an RL step later than all others."""
         step = int(record["step"])
@@ -104,9 +99,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_lengths(path: Path) -> list[list[int]]:
-    """Return the tokens of every response from `lengths.jsonl`, by RL step."""
+    """Return the tokens of every response from `lengths.jsonl`, if there is one, by RL step."""
     found = []
-    for number, record in enumerate(read(path), 1):
+    for number, record in enumerate(read(path) if path.exists() else [], 1):
         tokens = record.get("tokens")
         if not isinstance(tokens, list) or not all(_is_count(n) for n in tokens):
             raise ConfigError(

@@ -37,7 +37,7 @@ class Sink(Protocol):
 class TensorBoardSink:
     """An event file in `folder`. It replaces what earlier files say of `purge_step` and later."""
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, purge_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -50,9 +50,8 @@ class TensorBoardSink:
         # flush() never returns.
         self._writer = RecordWriter((folder / name).open("xb"))
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
     def log(self, record: dict[str, float]) -> None:
         values = [
@@ -60,13 +59,8 @@ class TensorBoardSink:
             for name, value in record.items()
             if name != "step"
         ]
-        self._write(
-            self._event(
-                wall_time=time.time(),
-                step=int(record["step"]),
-                summary=self._summary(value=values),
-            )
-        )
+        step, summary = int(record["step"]), self._summary(value=values)
+        self._write(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()
@@ -84,7 +78,7 @@ class WandbSink:
     and `close` waits for the rest: shut down engines first.
     """
 
-    def __init__(self, project: str, run_dir: Path, name: str) -> None:
+    def __init__(self, project: str, run_dir: Path) -> None:
         import wandb
 
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -96,7 +90,7 @@ class WandbSink:
                 project=project,
                 dir=run_dir,
                 id=id_file.read_text().strip(),
-                name=name,
+                name=run_dir.name,
                 resume="allow",
                 settings=wandb.Settings(
                     console="off", disable_code=True, disable_git=True, quiet=True
@@ -109,11 +103,6 @@ class WandbSink:
             ) from error
         # W&B's own step only rises; ours falls back when a run resumes.
         self._run.define_metric("*", step_metric="step")
-
-    @property
-    def id(self) -> str:
-        """Id of the W&B run."""
-        return str(self._run.id)
 
     def log(self, record: dict[str, float]) -> None:
         self._run.log(dict(record))
@@ -134,15 +123,10 @@ class PrometheusSink:
         try:
             self._server, self._thread = start_http_server(port, host, self._registry)
         except OSError as error:
+            why = f"port: cannot serve at {host}:{port} ({error}); 0 takes a free port"
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(
-                    f"metrics.prometheus_host: {host} is no address of this machine ({error}); "
-                    "127.0.0.1 is"
-                ) from error
-            raise ConfigError(
-                f"metrics.prometheus_port: cannot serve at {host}:{port} ({error}); "
-                "0 takes a free port"
-            ) from error
+                why = f"host: {host} is no address of this machine ({error}); 127.0.0.1 is"
+            raise ConfigError(f"metrics.prometheus_{why}") from error
 
     @property
     def address(self) -> tuple[str, int]:
@@ -197,16 +181,15 @@ def open_sinks(config: MetricsConfig, run_dir: Path, resume_step: int) -> list[S
     """Open the sinks of the settings. `resume_step` is the last valid RL step; 0 for a new run."""
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if config.tensorboard:
-        purge_step = (
-            resume_step + 1 if resume_step else 0
-        )  # also purges an attempt without checkpoint
+        # Without a checkpoint, this also purges the attempt before.
+        purge_step = resume_step + 1 if resume_step else 0
         wanted.append(("tensorboard", lambda: TensorBoardSink(run_dir / "tensorboard", purge_step)))
     if config.prometheus_port is not None:
         port = config.prometheus_port
         wanted.append(("prometheus_port", lambda: PrometheusSink(config.prometheus_host, port)))
     if config.wandb_project is not None:
         project = config.wandb_project
-        wanted.append(("wandb_project", lambda: WandbSink(project, run_dir, run_dir.name)))
+        wanted.append(("wandb_project", lambda: WandbSink(project, run_dir)))
 
     sinks: list[Sink] = []
     try:

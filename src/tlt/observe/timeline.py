@@ -22,13 +22,11 @@ from tlt.spans import STATES, Span, State, covered
 
 MAX_BYTES = 64 * 2**20
 LATEST_BYTES = 4 * 2**20
-"""Most bytes at the end of a file that `read_latest` reads."""
+"""Most bytes at the end of a file that are read for its latest RL steps."""
 MAX_STEP_SPANS = 4096
 """Most spans of all engines in an RL step; with many engines each gets fewer."""
 MIN_ENGINE_SPANS = 8
 RUN, LEARNER = "run", "learner"
-COUNTS = ("running", "tokens", "drafts", "accepted")
-"""Numbers of a span."""
 MAX_DRAFT = 1024
 """Longest draft that a reader believes."""
 LARGEST = 1e15
@@ -116,28 +114,27 @@ class TimelineLog:
     def rewind(self, step: int) -> float | None:
         """Drop the RL steps after this one; -1 drops all. Return when the last one kept ended."""
         kept: list[str] = []
-        last: StepTimeline | None = None
+        end_s: float | None = None
         if self._path.exists():
-            header, *lines = self._path.read_text(errors="replace").splitlines(keepends=True) or [
-                ""
-            ]
+            text = self._path.read_text(errors="replace")
+            header, *lines = text.splitlines(keepends=True) or [""]
             self._ids = {name: row for row, name in _names(header).items()} | self._ids
             names = {row: name for name, row in self._ids.items()}
             for line in lines:
                 timeline = _step_of(line, names)
                 if timeline is not None and timeline.step <= step:
                     kept.append(line)
-                    last = timeline
+                    end_s = timeline.end_s
         self._write(kept)
-        return last.end_s if last else None
+        return end_s
 
     def append(self, timeline: StepTimeline) -> None:
         """Write the timeline of an RL step."""
-        line = ",".join(json.dumps(e, separators=(",", ":")) for e in self._events(timeline))
+        line = _line(self._events(timeline))
         size = self._path.stat().st_size
         try:
             with self._path.open("a") as file:
-                file.write(f"{line},\n")
+                file.write(line)
                 new_size = file.tell()
         except OSError:
             os.truncate(self._path, size)  # or the next line would continue this one
@@ -170,7 +167,7 @@ class TimelineLog:
             )
         ]
         names.append({"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "TLT"}})
-        return f"[{','.join(json.dumps(event, separators=(',', ':')) for event in names)},\n"
+        return f"[{_line(names)}"
 
     def _events(self, timeline: StepTimeline) -> Iterable[dict[str, Any]]:
         place = {"pid": 1, "tid": self._ids[RUN]}
@@ -208,6 +205,10 @@ def _graph(worker: str, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
             }
 
 
+def _line(events: Iterable[dict[str, Any]]) -> str:
+    return ",".join(json.dumps(event, separators=(",", ":")) for event in events) + ",\n"
+
+
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
@@ -227,33 +228,18 @@ def _names(header: str) -> dict[int, str]:
         return {}
 
 
-def read_timeline(path: Path) -> list[StepTimeline]:
-    """Return all RL steps of a file but one that is just being written."""
-    if not path.exists():
-        return []
-    header, *lines = path.read_text(errors="replace").splitlines(keepends=True) or [""]
-    names = _names(header)
-    steps = [_step_of(line, names) for line in lines]
-    if steps and steps[-1] is None:
-        steps.pop()  # torn
-    for number, step in enumerate(steps, 2):
-        if step is None:
-            raise ConfigError(
-                f"{path}, line {number} is damaged; remove the file to see the run without its "
-                "timeline"
-            )
-    return [step for step in steps if step is not None]
+def read_timeline(
+    path: Path, latest: int | None = None, max_bytes: int = LATEST_BYTES
+) -> list[StepTimeline]:
+    """Return all RL steps of a file but one that is just being written.
 
-
-def read_latest(path: Path, count: int, max_bytes: int = LATEST_BYTES) -> list[StepTimeline]:
-    """Return the last RL steps of a file that may be large, or is just being written.
-
-    Lines that cannot be read are left out.
+    Only the latest ones come from the last `max_bytes` of the file, without damaged lines.
     """
     try:
         with path.open("rb") as file:
             header = file.readline()
-            start = max(len(header), os.fstat(file.fileno()).st_size - max_bytes)
+            size = os.fstat(file.fileno()).st_size
+            start = max(len(header), size - max_bytes) if latest else len(header)
             file.seek(start)
             lines = file.read().decode(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
@@ -261,8 +247,13 @@ def read_latest(path: Path, count: int, max_bytes: int = LATEST_BYTES) -> list[S
     if start > len(header):
         lines = lines[1:]  # its beginning was not read
     names = _names(header.decode(errors="replace"))
-    steps = [_step_of(line, names) for line in lines[-count - 1 :]]
-    return [step for step in steps if step is not None][-count:]
+    steps = [_step_of(line, names) for line in lines[-latest - 1 if latest else 0 :]]
+    if not latest and None in steps[:-1]:  # the last line may be torn
+        raise ConfigError(
+            f"{path}, line {steps.index(None) + 2} is damaged; remove the file to see the run "
+            "without its timeline"
+        )
+    return [step for step in steps if step is not None][-latest if latest else 0 :]
 
 
 def _step_of(line: str, names: Mapping[int, str]) -> StepTimeline | None:
@@ -303,8 +294,8 @@ def _span(event: Mapping[str, Any], start_s: float, end_s: float) -> Span:
     """Return the span that an event begins; an error says that no run has written it."""
     args = {k: v for k, v in event.get("args", {}).items() if k != "acceptance length"}
     span = Span(event["name"], start_s, end_s, **args)
-    for name in COUNTS:
-        _number(getattr(span, name), LARGEST)
+    for value in (span.running, span.tokens, span.drafts, span.accepted):
+        _number(value, LARGEST)
     arm = Arm.parse(span.arm)
     if arm.drafter not in ("off", *DRAFTERS) or not 0 <= arm.num_draft_tokens <= MAX_DRAFT:
         raise ValueError(span.arm)

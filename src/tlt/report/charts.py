@@ -1,4 +1,4 @@
-"""The charts of a report: from the numbers of runs to `Chart` values. Pure."""
+"""The charts of runs, and of a drafter's training: from numbers to `Chart` values. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tlt import colours
 from tlt.colours import COLOURS, RUNS, arm_colour
@@ -13,7 +14,7 @@ from tlt.contracts import Arm
 from tlt.observe.metrics import STAGES
 from tlt.observe.summary import series, stage_table
 from tlt.observe.timeline import LEARNER, StepTimeline
-from tlt.report.svg import INK, Axis, Box, Chart, Line, Points, on_same_axes
+from tlt.report.svg import INK, Axis, Box, Chart, Line, Points, on_same_axes, sheet
 from tlt.report.view import RunView, drafters, lengths, rollouts, running, tail_share
 from tlt.spans import STATES
 
@@ -195,4 +196,67 @@ def _over_steps(
         Axis(label, min(low, *values), max(high, 1.05 * max(values)) or 1.0),
         [*lines.values()],
         {name: line.colour for name, line in lines.items()},
+    )
+
+
+# --- the training of a drafter --------------------------------------------------------------------
+
+
+def training_picture(report: dict[str, Any]) -> str:
+    """Draw the acceptance length during training, and acceptance by position before and after.
+
+    `report` is that of `tlt drafter train`.
+    """
+    temperatures = list(report["acceptance"]["after"])
+    palette = dict(zip(temperatures, COLOURS, strict=False))
+    before, after = (
+        report["acceptance"][when][temperatures[-1]]["length"] for when in ("before", "after")
+    )
+    title = (
+        f"Acceptance length {before:.2f} before training, {after:.2f} after "
+        f"(temperature {temperatures[-1]})"
+    )
+    return sheet(title, [_trained_lengths(report, palette), _positions(report, palette)])
+
+
+def _trained_lengths(report: dict[str, Any], palette: dict[str, str]) -> Chart:
+    history = report["training"]["history"]
+    minutes = [each["elapsed_s"] / 60 for each in history]
+    lines = {
+        f"temperature {temperature}": Line(
+            list(zip(minutes, [each[f"length@{temperature}"] for each in history], strict=True)),
+            colour,
+            dashed=number > 0,  # the curves may coincide
+        )
+        for number, (temperature, colour) in enumerate(palette.items())
+    }
+    return Chart(
+        "held-out samples, while training",
+        Axis("minutes of training", 0, max(minutes)),
+        Axis("expected acceptance length", 1, report["num_draft_tokens"] + 1),
+        [*lines.values()],
+        {name: line.colour for name, line in lines.items()},
+    )
+
+
+def _positions(report: dict[str, Any], palette: dict[str, str]) -> Chart:
+    bars = [
+        (f"{when}, temperature {temperature}", report["acceptance"][when][temperature], shade)
+        for temperature, colour in palette.items()
+        for when, shade in (("before", colours.paler(colour, 0.45)), ("after", colour))
+    ]
+    width = 0.8 / len(bars)
+    boxes = []
+    for number, (name, measured, colour) in enumerate(bars):
+        for place, share in enumerate(measured["by_position"], 1):
+            left = place - 0.4 + number * width
+            says = f"{name}: {share:.0%}"
+            boxes.append(Box((left, left + 0.95 * width), (0, share), colour, says))
+    num = report["num_draft_tokens"]
+    return Chart(
+        f"in the engine, {report['num_held_out_prompts']} held-out prompts",
+        Axis("draft position", 0.5, num + 0.5, names={n: str(n) for n in range(1, num + 1)}),
+        Axis("share of drafts accepted up to here", 0, 1),
+        boxes,
+        {f"{name}: {of['length']:.2f}": colour for name, of, colour in bars},
     )

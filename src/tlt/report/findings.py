@@ -5,12 +5,13 @@ Each finding rests on measurements of the run, never on its settings alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from tlt.observe.health import signs, steps_with
+from tlt.observe.health import Finding, signs, steps_with
 from tlt.observe.summary import series, stage_table
-from tlt.report.view import RunView, arms, lengths, reclaimed, tail_share
+from tlt.report.view import RunView, arms, lengths, reclaimed, span_totals, tail_share
 
 REWARD_SHARE = 0.10
 UPDATE_SHARE = 0.50
@@ -36,28 +37,17 @@ SIGNAL_SHARE = 0.10
 """Share of groups with different rewards below which the missing signal is reported."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """One finding: what was measured, and what to change."""
-
-    kind: str
-    says: str
-    change: str
-    weight: float = 0.0
-    """Share of the run time at stake, estimated."""
-
-
-def findings(view: RunView) -> list[Bottleneck]:
+def findings(view: RunView) -> list[Finding]:
     """Return all findings of a run, the costliest first; at least one."""
     whole, view = view, _warmed_up(view)
-    found = [*_trust(whole), *(bottleneck for rule in RULES for bottleneck in rule(view))]
+    found = [*_trust(whole), *(finding for rule in RULES for finding in rule(view))]
     if not found:
         shares = _shares(view)
         found = [
-            Bottleneck(
+            Finding(
                 "nothing",
-                f"Nothing stands out: the rollout takes {shares.get('rollout', 0):.0%} of the "
-                f"time, the update {shares.get('update', 0):.0%}.",
+                f"Nothing stands out: the rollout takes {shares['rollout']:.0%} of the "
+                f"time, the update {shares['update']:.0%}.",
                 "More speed takes more devices, or a longer run that improves the drafter.",
             )
         ]
@@ -73,11 +63,9 @@ def _warmed_up(view: RunView) -> RunView:
     return replace(view, records=view.records[1:], timelines=later)
 
 
-Rule = Callable[[RunView], Iterator[Bottleneck]]
-
-
-def _shares(view: RunView) -> dict[str, float]:
-    return {stage: share for stage, _, share in stage_table(view.records)}
+def _shares(view: RunView) -> defaultdict[str, float]:
+    """Return the share of the run time of every stage, 0 for one that took none."""
+    return defaultdict(float, {stage: share for stage, _, share in stage_table(view.records)})
 
 
 def _mean(view: RunView, name: str) -> float:
@@ -85,15 +73,14 @@ def _mean(view: RunView, name: str) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _trust(view: RunView) -> Iterator[Bottleneck]:
+def _trust(view: RunView) -> Iterator[Finding]:
     """Report what the run did not learn, then samples of a wrong policy or a wrong sampler."""
     for place, sign in enumerate(signs(view.records)):
-        yield Bottleneck(sign.kind, sign.says, sign.change, 4.0 - 0.1 * place)
-    steps = steps_with(view.records, "learner/gap_alarms")
-    if steps:
+        yield replace(sign, weight=4.0 - 0.1 * place)
+    if steps := steps_with(view.records, "learner/gap_alarms"):
         then = view.setting("alarm.then", "drop")
         follows = "trained on all the same" if then == "warn" else "not trained on"
-        yield Bottleneck(
+        yield Finding(
             "gap_alarm",
             f"In {steps} engines and learner disagreed about the samples' probabilities far more "
             f"than before: the samples may come from another policy. They were {follows}.",
@@ -102,13 +89,12 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "issue.",
             2.0,
         )
-    steps = steps_with(view.records, "recheck/faults")
-    if steps:
+    if steps := steps_with(view.records, "recheck/faults"):
         checked, faults = (
             sum(series(view.records, f"recheck/{name}")[1]) for name in ("samples", "faults")
         )
         worst = max(series(view.records, "recheck/shortfall_max")[1])
-        yield Bottleneck(
+        yield Finding(
             "recheck_fault",
             f"In {steps} samples came out different when they were generated again without drafts "
             f"({faults:.0f} of {checked:.0f} rechecks of the run; the sample's token missed the "
@@ -118,9 +104,8 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
             "the lines of run.log on rechecks.",
             1.8,
         )
-    steps = steps_with(view.records, "rollout/policy_mismatches")
-    if steps:
-        yield Bottleneck(
+    if steps := steps_with(view.records, "rollout/policy_mismatches"):
+        yield Finding(
             "policy_mismatch",
             f"In {steps} engines held another policy than the learner's after a weight sync. The "
             "engines loaded the weights again or were replaced before the next engine step; no "
@@ -131,13 +116,13 @@ def _trust(view: RunView) -> Iterator[Bottleneck]:
         )
 
 
-def _rewards(view: RunView) -> Iterator[Bottleneck]:
+def _rewards(view: RunView) -> Iterator[Finding]:
     # The stage also includes the wait for trainers to stop.
     released_s = sum(series(view.records, "harvest/release_s")[1])
     total_s = max(1e-9, sum(series(view.records, "time/step_s")[1]))
-    share = _shares(view).get("reward_wait", 0.0) - released_s / total_s
+    share = _shares(view)["reward_wait"] - released_s / total_s
     if share > REWARD_SHARE:
-        yield Bottleneck(
+        yield Finding(
             "reward_bound",
             f"The run waits for rewards, with all samples finished, {share:.0%} of the time.",
             f"Raise reward.num_workers (now {view.setting('reward.num_workers', 1)}), make the "
@@ -147,11 +132,11 @@ def _rewards(view: RunView) -> Iterator[Bottleneck]:
         )
 
 
-def _learner(view: RunView) -> Iterator[Bottleneck]:
+def _learner(view: RunView) -> Iterator[Finding]:
     shares = _shares(view)
-    share, rollout = shares.get("update", 0.0), shares.get("rollout", 0.0)
+    share, rollout = shares["update"], shares["rollout"]
     if share > UPDATE_SHARE:
-        yield Bottleneck(
+        yield Finding(
             "learner_bound",
             f"The policy update takes {share:.0%} of the time. Faster rollouts, which take "
             f"{rollout:.0%}, can make the run at most {1 / max(0.01, 1 - rollout):.1f}x as fast.",
@@ -161,7 +146,7 @@ def _learner(view: RunView) -> Iterator[Bottleneck]:
         )
 
 
-def _stages(view: RunView) -> Iterator[Bottleneck]:
+def _stages(view: RunView) -> Iterator[Finding]:
     shares = _shares(view)
     for kind, stage, limit, says, change in (
         ("sync_bound", "sync", SYNC_SHARE, "weight syncs",
@@ -171,18 +156,18 @@ def _stages(view: RunView) -> Iterator[Bottleneck]:
         ("eval_bound", "eval", EVAL_SHARE, "evaluation",
          "Raise eval.every_steps, or lower eval.num_problems."),
     ):  # fmt: skip
-        share = shares.get(stage, 0.0)
+        share = shares[stage]
         if share > limit:
-            yield Bottleneck(kind, f"{share:.0%} of the time goes into {says}.", change, share)
+            yield Finding(kind, f"{share:.0%} of the time goes into {says}.", change, share)
 
 
-def _tail(view: RunView) -> Iterator[Bottleneck]:
-    found, rollout = lengths(view), _shares(view).get("rollout", 0.0)
+def _tail(view: RunView) -> Iterator[Finding]:
+    found, rollout = lengths(view), _shares(view)["rollout"]
     if not found or rollout < 1 - UPDATE_SHARE - 0.1:
         return
     share = tail_share(view)
     if found["longest_over_median"] < EVEN:
-        yield Bottleneck(
+        yield Finding(
             "no_tail",
             f"Responses have similar lengths (median {found['median']:.0f}, longest "
             f"{found['longest']:.0f} tokens): all engines finish at about the same time, with "
@@ -191,12 +176,12 @@ def _tail(view: RunView) -> Iterator[Bottleneck]:
             "allow more tokens for hard problems (sampling.max_tokens).",
             0.2 * rollout,
         )
-    elif share > TAIL and view.setting("tlt.enabled", False) is False and not _speculates(view):
-        reach = reclaimed(view)
-        yield Bottleneck(
+    elif share > TAIL and not view.setting("tlt.enabled") and not _speculates(view):
+        yield Finding(
             "no_speculation",
             f"{share:.0%} of the rollout time is tail: at most an eighth of the requests run, and "
-            f"no engine speculates. Workers were idle for {reach['idle_s']:.0f} s.",
+            f"no engine speculates. Workers were idle for "
+            f"{reclaimed(view)['idle_s']:.0f} s.",
             "Set tlt.enabled = true.",
             share * rollout,
         )
@@ -206,7 +191,7 @@ def _speculates(view: RunView) -> bool:
     return any(arm != "off" and of["drafts"] for arm, of in arms(view).items())
 
 
-def _drafter(view: RunView) -> Iterator[Bottleneck]:
+def _drafter(view: RunView) -> Iterator[Finding]:
     # Only the later half of the run: the drafter may have been trained since.
     found = arms(replace(view, timelines=view.timelines[len(view.timelines) // 2 :]))
     model = [of for name, of in found.items() if name.startswith("eagle3")]
@@ -223,61 +208,54 @@ def _drafter(view: RunView) -> Iterator[Bottleneck]:
             advice = "Set tlt.harvest = true: idle workers then train the drafter."
         elif not view.setting("debug.publish_drafters", True):
             advice = "Set debug.publish_drafters = true: engines then get what idle workers train."
-        yield Bottleneck(
+        yield Finding(
             "weak_drafter",
             f"The drafter is too weak: its acceptance length is {length:.2f} tokens per draft, of "
             "which one comes without it.",
             f"{advice} Or start from a drafter trained for this policy: run `tlt drafter train` "
             "and set engine.drafter.",
-            0.05 + 0.4 * _shares(view).get("rollout", 0.0) * used,
+            0.05 + 0.4 * _shares(view)["rollout"] * used,
         )
 
 
-def _hardware(view: RunView) -> Iterator[Bottleneck]:
+def _hardware(view: RunView) -> Iterator[Finding]:
     """Compare speculation with plain decoding of as many requests in the same run."""
-    speeds = _speeds(view)
+    spans = (span for timeline in view.timelines for row in timeline.rows.values() for span in row)
+    speeds = span_totals(
+        (span for span in spans if span.tokens and not span.mixed),
+        lambda span: (span.arm, round(span.running)),
+    )
     speculating_s = compared_s = made = plainly = 0.0
-    for (arm, running), (seconds, tokens) in speeds.items():
+    for (arm, running), of in speeds.items():
         if arm == "off":
             continue
-        speculating_s += seconds
+        speculating_s += of["seconds"]
         plain = speeds.get(("off", running))
-        if plain is not None and plain[0] >= MIN_COMPARED_S:
-            compared_s += seconds
-            made += tokens
-            plainly += seconds * plain[1] / plain[0]
+        if plain is not None and plain["seconds"] >= MIN_COMPARED_S:
+            compared_s += of["seconds"]
+            made += of["tokens"]
+            plainly += of["seconds"] * plain["tokens"] / plain["seconds"]
     # Where speculation pays, an adaptive strategy hardly ever decodes plainly: no comparison.
     if compared_s < max(MIN_COMPARED_S, speculating_s / 2):
         return
     if made < GAIN * plainly:
-        yield Bottleneck(
+        yield Finding(
             "speculation_does_not_pay",
             "Speculation does not pay on this hardware: with as many requests, it generated "
             f"{made / plainly:.2f}x the tokens of plain decoding in the same time.",
             "If the acceptance length is above 2, verification costs too much here: turn "
             "speculation off (tlt.enabled = false). Otherwise train the drafter further.",
-            0.3 * _shares(view).get("rollout", 0.0),
+            0.3 * _shares(view)["rollout"],
         )
 
 
-def _speeds(view: RunView) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return seconds and tokens of every arm at every number of running requests."""
-    found: dict[tuple[str, int], tuple[float, float]] = {}
-    for timeline in view.timelines:
-        for spans in timeline.rows.values():
-            for span in spans:
-                if span.tokens and not span.mixed:
-                    key = span.arm, round(span.running)
-                    seconds, tokens = found.get(key, (0.0, 0.0))
-                    found[key] = seconds + span.seconds, tokens + span.tokens
-    return found
-
-
-def _length_limit(view: RunView) -> Iterator[Bottleneck]:
+def _samples(view: RunView) -> Iterator[Finding]:
+    if view.setting("debug.forced_lengths") is not None:
+        return
     share = _mean(view, "response/truncated_share")
-    if share > TRUNCATED_SHARE and view.setting("debug.forced_lengths") is None:
+    if share > TRUNCATED_SHARE:
         limit = view.setting("sampling.max_tokens", 0)
-        yield Bottleneck(
+        yield Finding(
             "too_little_room",
             f"{share:.0%} of the responses were cut off at sampling.max_tokens = {limit}. Their "
             "rewards say little, and many long requests end together.",
@@ -285,12 +263,9 @@ def _length_limit(view: RunView) -> Iterator[Bottleneck]:
             "max_tokens + drafts must fit).",
             0.4 * share,
         )
-
-
-def _signal(view: RunView) -> Iterator[Bottleneck]:
     share = _mean(view, "reward/groups_with_signal_share")
-    if share < SIGNAL_SHARE and view.setting("debug.forced_lengths") is None:
-        yield Bottleneck(
+    if share < SIGNAL_SHARE:
+        yield Finding(
             "no_signal",
             f"Only {share:.0%} of the groups have different rewards; the others give no gradient.",
             "Choose problems that the policy sometimes solves (task.parameters), or start from "
@@ -299,11 +274,11 @@ def _signal(view: RunView) -> Iterator[Bottleneck]:
         )
 
 
-def _losses(view: RunView) -> Iterator[Bottleneck]:
+def _losses(view: RunView) -> Iterator[Finding]:
     engines = sum(series(view.records, "rollout/engine_restarts")[1])
     learners = sum(series(view.records, "learner/restarts")[1])
     if engines or learners:
-        yield Bottleneck(
+        yield Finding(
             "restarts",
             f"Engines were lost and restarted {engines:.0f} times, the learner {learners:.0f} "
             "times; their work was done twice.",
@@ -313,6 +288,6 @@ def _losses(view: RunView) -> Iterator[Bottleneck]:
         )
 
 
-RULES: tuple[Rule, ...] = (
-    *(_rewards, _learner, _stages, _tail, _drafter, _hardware, _length_limit, _signal, _losses),
+RULES: tuple[Callable[[RunView], Iterator[Finding]], ...] = (
+    *(_rewards, _learner, _stages, _tail, _drafter, _hardware, _samples, _losses),
 )

@@ -6,19 +6,24 @@ the same lengths and seeds, so that their RL steps are pairs.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from tlt.contracts import DRAFTERS, Arm
-from tlt.observe.summary import Record, summary
-from tlt.report.bootstrap import interval
-from tlt.report.view import RunView, arms, harvest, reclaimed
+from tlt.observe.summary import Record, series, summary
+from tlt.report.view import TOTALS, RunView, arms, harvest, reclaimed
 
+V = TypeVar("V")
+RESAMPLES = 4000
+LEVEL = 0.95
 MIN_PAIRS = 3
 """Fewest pairs of RL steps that say something about noise."""
 
+RATIOS = ("step", "rollout", "rollout_per_token")
+"""Figures of a comparison."""
 LABELS = {"off": "no drafts"} | {name: drafter.label for name, drafter in DRAFTERS.items()}
 
 
@@ -41,10 +46,14 @@ class Gain:
     num_pairs: int
     step: Ratio
     rollout: Ratio
+    rollout_per_token: Ratio
+    """The fair figure where response lengths differ by chance."""
     update: Ratio
     """The policy update, which is the same work in both runs: any difference is noise."""
-    step_s: tuple[float, float]
-    """Median seconds of an RL step of base and run."""
+    base_s: float
+    """Median seconds of an RL step of the base."""
+    other_s: float
+    """Median seconds of an RL step of the run."""
 
     @property
     def is_clear(self) -> bool:
@@ -54,6 +63,7 @@ class Gain:
 
     @property
     def is_loss(self) -> bool:
+        """Whether the run is slower by more than chance and drift explain."""
         drift = min(self.update.median, 1 / self.update.median)
         return self.num_pairs >= MIN_PAIRS and self.step.high < 1 and self.step.median < drift
 
@@ -65,24 +75,29 @@ def gain(base: RunView, other: RunView) -> Gain | None:
     pairs = [p for p in pairs if all(r.get(name, 0.0) > 0 for r in p for name in names)]
     if not pairs:
         return None
-    step, rollout, update = (paired([(a[name], b[name]) for a, b in pairs]) for name in names)
-    middle = tuple(median(pair[place]["time/step_s"] for pair in pairs) for place in (0, 1))
-    return Gain(len(pairs), step, rollout, update, (middle[0], middle[1]))
+
+    def ratio(value: Callable[[Record], float]) -> Ratio:
+        return paired([(value(mine), value(theirs)) for mine, theirs in pairs])
+
+    tokens = "rollout/output_tokens"
+    return Gain(
+        len(pairs),
+        step=ratio(lambda r: r["time/step_s"]),
+        rollout=ratio(lambda r: r["time/rollout_s"]),
+        rollout_per_token=ratio(lambda r: r["time/rollout_s"] / max(1.0, r.get(tokens, 0.0))),
+        update=ratio(lambda r: r["time/update_s"]),
+        base_s=median(mine["time/step_s"] for mine, _ in pairs),
+        other_s=median(theirs["time/step_s"] for _, theirs in pairs),
+    )
 
 
 def compare(base: RunView, other: RunView) -> dict[str, Any]:
     """Return how many times as fast the other run is, as `gain` has it, ready for JSON.
 
-    `whole` is over all RL steps that both have. Where response lengths differ by chance,
-    `rollout_per_token` is the fair figure.
+    `whole` is over all RL steps that both have.
     """
     pairs = equal_steps(base, other)
-
-    def ratios(value: Callable[[Record], float]) -> dict[str, float]:
-        seconds = [(value(mine), value(theirs)) for mine, theirs in pairs[1:]]
-        seconds = [pair for pair in seconds if all(value > 0 for value in pair)]
-        return asdict(paired(seconds)) if seconds else {}
-
+    found = gain(base, other)
     base_s, other_s = (
         sum(pair[place].get("time/step_s", 0.0) for pair in pairs) for place in (0, 1)
     )
@@ -91,18 +106,15 @@ def compare(base: RunView, other: RunView) -> dict[str, Any]:
         "run": other.name,
         "steps": len(pairs),
         "whole": base_s / other_s if other_s else 0.0,
-        "step": ratios(lambda r: r.get("time/step_s", 0.0)),
-        "rollout": ratios(lambda r: r.get("time/rollout_s", 0.0)),
-        "rollout_per_token": ratios(
-            lambda r: r.get("time/rollout_s", 0.0) / max(1.0, r.get("rollout/output_tokens", 0.0))
-        ),
+        **{name: asdict(getattr(found, name)) if found else {} for name in RATIOS},
         "reward": {run.name: summary(run.records).get("reward", {}) for run in (base, other)},
     }
 
 
-def in_words(ratio: Mapping[str, float]) -> str:
-    """Return a ratio of `compare` for people."""
-    return str(Ratio(**ratio)) if ratio else "-"
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """Return the ratios of `compare` for people, after that of the whole run."""
+    ratios = [str(Ratio(**found[name])) if found[name] else "-" for name in RATIOS]
+    return [f"{found['whole']:.2f}x", *ratios]
 
 
 def equal_steps(base: RunView, other: RunView) -> list[tuple[Record, Record]]:
@@ -117,13 +129,26 @@ def paired(values: Sequence[tuple[float, float]]) -> Ratio:
     return Ratio(median(ratios), *interval(median, ratios))
 
 
+def interval(
+    compute: Callable[[Sequence[V]], float], values: Sequence[V], resamples: int = RESAMPLES
+) -> tuple[float, float]:
+    """Return the range that holds `compute(values)` with 95% confidence.
+
+    The same number of values is drawn with replacement each time, and always the same ones: two
+    figures of the same values are computed from the same draws.
+    """
+    draw = random.Random(0)
+    found = sorted(compute(draw.choices(values, k=len(values))) for _ in range(resamples))
+    low, high = (round(share * (resamples - 1)) for share in ((1 - LEVEL) / 2, (1 + LEVEL) / 2))
+    return found[low], found[high]
+
+
 def drafting(view: RunView) -> dict[str, dict[str, float]]:
     """Return seconds, tokens, drafts, accepted tokens and their share by drafter, in all arms."""
-    names = ("seconds", "tokens", "drafts", "accepted")
     found: dict[str, dict[str, float]] = {}
     for arm, of in arms(view).items():
-        total = found.setdefault(Arm.parse(arm).drafter, dict.fromkeys(names, 0.0))
-        for name in names:
+        total = found.setdefault(Arm.parse(arm).drafter, dict.fromkeys(TOTALS, 0.0))
+        for name in TOTALS:
             total[name] += of[name]
     accepted = sum(of["accepted"] for of in found.values())
     for of in found.values():
@@ -137,7 +162,7 @@ def leases(view: RunView) -> dict[str, float]:
     totals = harvest(view)
     if not totals:
         return {}
-    lengths = [r["harvest/held_out_length"] for r in view.records if "harvest/held_out_length" in r]
+    lengths = series(view.records, "harvest/held_out_length")[1]
     return {
         **reclaimed(view),
         "published": totals["published"],
@@ -150,10 +175,9 @@ def verdict(found: Gain | None) -> str:
     """Return the gain in words, or that it is within noise."""
     if found is None:
         return "The runs have no RL step to compare: the first one loads and compiles."
-    base_s, other_s = found.step_s
     measured = (
-        f"{found.step} over {found.num_pairs} pairs of equal RL steps, {other_s:.1f} s instead of "
-        f"{base_s:.1f} s"
+        f"{found.step} over {found.num_pairs} pairs of equal RL steps, {found.other_s:.1f} s "
+        f"instead of {found.base_s:.1f} s"
     )
     if found.is_clear:
         return f"TLT made RL steps {found.step.median:.2f}x as fast: {measured}."
@@ -177,8 +201,9 @@ def as_data(base: RunView, other: RunView) -> dict[str, Any]:
     found = gain(base, other)
     measured: dict[str, Any] = {"num_pairs": 0}
     if found is not None:
-        measured = asdict(found) | {"is_clear": found.is_clear}
-        measured["step_s"] = dict(zip(("off", "tlt"), found.step_s, strict=True))
+        measured = {name: asdict(getattr(found, name)) for name in ("step", "rollout", "update")}
+        measured |= {"num_pairs": found.num_pairs, "is_clear": found.is_clear}
+        measured["step_s"] = {"off": found.base_s, "tlt": found.other_s}
     return {
         "gain": measured,
         "verdict": verdict(found),

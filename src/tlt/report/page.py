@@ -13,7 +13,7 @@ from urllib.parse import quote
 from xml.etree.ElementTree import Element, tostring
 
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
-from tlt.report.findings import Bottleneck, findings
+from tlt.report.findings import findings
 from tlt.report.gain import compare, in_words
 from tlt.report.svg import Chart, as_file, draw, element
 from tlt.report.view import RunView, describe
@@ -85,9 +85,8 @@ def _comparison(views: Sequence[RunView]) -> list[Element]:
     for other in others:
         found = compare(base, other)
         rewards = (found["reward"][view.name].get("last_fifth", math.nan) for view in (base, other))
-        ratios = [in_words(found[name]) for name in ("step", "rollout", "rollout_per_token")]
         ends = " / ".join(f"{reward:.3f}" for reward in rewards)
-        rows.append([other.name, f"{found['whole']:.2f}x", *ratios, ends])
+        rows.append([other.name, *in_words(found), ends])
     headings = ("run", "in all", "RL step", "rollout", "rollout per token", "final reward")
     note = (
         "RL step and rollouts: the median of the ratios of equal RL steps and its 95% interval, "
@@ -126,12 +125,12 @@ def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:
 
 def _findings(view: RunView, several: bool, page: Path | None) -> list[Element]:
     """Return what `tlt watch` and `tlt doctor --run` say about a run, and its timeline."""
-    heading = f"What holds {view.name} back" if several else "What holds the run back"
-    return [
-        element("h2", heading),
-        *(_finding(finding) for finding in findings(view)),
-        *_timeline(view, page),
-    ]
+    parts = [element("h2", f"What holds {view.name if several else 'the run'} back")]
+    for finding in findings(view):
+        says = element("p", *_prose(finding.says))
+        to_do = element("p", element("b", "To do: "), *_prose(finding.change))
+        parts.append(element("div", says, to_do, class_="finding"))
+    return [*parts, *_timeline(view, page)]
 
 
 def _timeline(view: RunView, page: Path | None) -> list[Element]:
@@ -147,17 +146,10 @@ def _timeline(view: RunView, page: Path | None) -> list[Element]:
             "p",
             element("span", "Every second of every worker: open "),
             element("a", "timeline.json", href=quote(target), download=""),
-            element("span", " at "),
-            element("code", "https://ui.perfetto.dev"),
-            element("span", "."),
+            *_prose(" at `https://ui.perfetto.dev`."),
             class_="note",
         )
     ]
-
-
-def _finding(finding: Bottleneck) -> Element:
-    to_do = element("p", element("b", "To do: "), *_prose(finding.change))
-    return element("div", element("p", *_prose(finding.says)), to_do, class_="finding")
 
 
 def _section(title: str, *inside: Element | str) -> Element:

@@ -6,26 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from tlt.config.load import check_types, read_toml
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.observe.record import read_lengths, read_metrics
 from tlt.observe.summary import Record, series, stage_table, summary
-from tlt.observe.timeline import (
-    LEARNER,
-    StepTimeline,
-    read_latest,
-    read_timeline,
-    worker_seconds,
-)
+from tlt.observe.timeline import LEARNER, StepTimeline, read_timeline, worker_seconds
 from tlt.spans import Span
 
+K = TypeVar("K")
+TOTALS = ("seconds", "tokens", "drafts", "accepted")
+"""Numbers of a span that add up."""
 TAIL_SHARE = 1 / 8
 """A rollout is in its tail while at most this share of its requests runs."""
 
@@ -68,8 +65,7 @@ def look_at(folder: Path, latest: int | None = None) -> RunView:
     steps = [record for record in records if record["step"] > 0][-latest if latest else 0 :]
     if not steps:
         raise ConfigError(f"the run in {folder} has not finished a step yet; try again later")
-    lengths_file = folder / "lengths.jsonl"
-    by_step = read_lengths(lengths_file) if lengths_file.exists() else []
+    by_step = read_lengths(folder / "lengths.jsonl")
     config = read_toml(folder / "config.toml")
     check_types(TrainConfig, config, str(folder / "config.toml"))
     return RunView(
@@ -78,11 +74,7 @@ def look_at(folder: Path, latest: int | None = None) -> RunView:
         records=steps,
         all_records=records,
         lengths=[tokens for of_step in by_step[-latest if latest else 0 :] for tokens in of_step],
-        timelines=(
-            read_latest(folder / "timeline.json", latest)
-            if latest
-            else read_timeline(folder / "timeline.json")
-        ),
+        timelines=read_timeline(folder / "timeline.json", latest),
         folder=folder,
     )
 
@@ -151,15 +143,10 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def reclaimed(view: RunView) -> dict[str, float]:
     """Return the idle seconds of all workers, and how many of them trained the drafter."""
-    seconds = worker_seconds(view.timelines).values()
-    idle_s = sum(worker["idle"] for worker in seconds)
-    training_s = sum(worker["training"] for worker in seconds)
-    both_s = idle_s + training_s
-    return {
-        "idle_s": idle_s,
-        "training_s": training_s,
-        "share": training_s / both_s if both_s else 0.0,
-    }
+    workers = worker_seconds(view.timelines).values()
+    idle_s, training_s = (sum(of[state] for of in workers) for state in ("idle", "training"))
+    share = training_s / (idle_s + training_s) if idle_s + training_s else 0.0
+    return {"idle_s": idle_s, "training_s": training_s, "share": share}
 
 
 def tail_share(view: RunView) -> float:
@@ -206,6 +193,16 @@ def _generated(timeline: StepTimeline) -> list[Span]:
     return [span for spans in engines for span in spans if span.state == "generating"]
 
 
+def span_totals(spans: Iterable[Span], key: Callable[[Span], K]) -> dict[K, dict[str, float]]:
+    """Return seconds, tokens, drafts and accepted tokens of spans with the same key."""
+    found: dict[K, dict[str, float]] = {}
+    for span in spans:
+        total = found.setdefault(key(span), dict.fromkeys(TOTALS, 0))
+        for name in TOTALS:
+            total[name] += getattr(span, name)
+    return found
+
+
 def arms(view: RunView) -> dict[str, dict[str, float]]:
     """Return seconds, tokens, drafts and acceptance length of every arm, the most used first."""
     return by_arm(span for timeline in view.timelines for span in _generated(timeline))
@@ -213,12 +210,7 @@ def arms(view: RunView) -> dict[str, dict[str, float]]:
 
 def by_arm(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
     """Return the figures of `arms` for some spans of generating."""
-    found: dict[str, dict[str, float]] = {}
-    names = ("seconds", "tokens", "drafts", "accepted")
-    for span in spans:
-        arm = found.setdefault(span.arm, dict.fromkeys(names, 0))
-        for name in names:
-            arm[name] += getattr(span, name)
+    found = span_totals(spans, lambda span: span.arm)
     for arm in found.values():
         arm["acceptance_length"] = 1 + arm["accepted"] / arm["drafts"] if arm["drafts"] else 1.0
     return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))

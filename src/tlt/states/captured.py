@@ -63,21 +63,17 @@ class Captured:
 
     def to(self, device: torch.device) -> Captured:
         """Return the sample on another device."""
-        return self._each(lambda tensor: tensor.to(device), self.first_position)
+        return self._each(lambda tensor: tensor.to(device))
 
     def window(self, begin: int, end: int) -> Captured:
         """Return part of the sample, at its true positions, without the context before it."""
-        return self._each(lambda tensor: tensor[begin:end], self.first_position + begin)
+        part = self._each(lambda tensor: tensor[begin:end])
+        return replace(part, first_position=self.first_position + begin)
 
-    def _each(
-        self, change: Callable[[torch.Tensor], torch.Tensor], first_position: int
-    ) -> Captured:
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
+        ids_T, mask_T = change(self.token_ids_T), change(self.loss_mask_T)
         return Captured(
-            change(self.token_ids_T),
-            change(self.loss_mask_T),
-            change(self.aux_TA),
-            change(self.final_TH),
-            first_position,
+            ids_T, mask_T, change(self.aux_TA), change(self.final_TH), self.first_position
         )
 
     def focused(self, begin: int, end: int) -> Captured:

@@ -28,7 +28,7 @@ class StepRecord:
     proposed: Arm
     num_prefill_tokens: int
     started_s: float
-    counts: bool = True
+    counts: bool
     """False for rechecks: neither counters nor the strategy see the engine step."""
 
 
@@ -112,20 +112,19 @@ class DraftController:
             num_waiting=num_waiting,
             drafter_version=self.drafter_version,
         )
-        if self.uncounted:
-            return StepRecord(
-                context, OFF, OFF, num_prefill_tokens, self._schedule_started_s, counts=False
-            )
-        self._step += 1
-        record = StepRecord(
-            context=context,
-            verified=self._last_arm,
-            proposed=self._strategy.decide(context),
-            num_prefill_tokens=num_prefill_tokens,
+        verified = proposed = OFF
+        if not self.uncounted:
+            self._step += 1
+            verified, proposed = self._last_arm, self._strategy.decide(context)
+            self._last_arm = proposed
+        return StepRecord(
+            context,
+            verified,
+            proposed,
+            num_prefill_tokens,
             started_s=self._schedule_started_s,
+            counts=not self.uncounted,
         )
-        self._last_arm = record.proposed
-        return record
 
     def step_finished(
         self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
@@ -136,10 +135,9 @@ class DraftController:
         """
         now = self.now_s()
         started_s = max(record.started_s, self._last_finished_s)
-        elapsed_s = now - started_s
         self._last_finished_s = now
-        accepted_at = _accepted_at(drafts)
-        accepted_tokens = sum(accepted_at)
+        most = max((accepted for _, accepted in drafts), default=0)
+        accepted_at = tuple(sum(n > place for _, n in drafts) for place in range(most))
         report = StepReport(
             step=record.context.step,
             verified=record.verified,
@@ -148,10 +146,10 @@ class DraftController:
             num_prefill_tokens=record.num_prefill_tokens,
             num_drafts=len(drafts),
             num_draft_tokens=sum(drafted for drafted, _ in drafts),
-            num_accepted_tokens=accepted_tokens,
+            num_accepted_tokens=sum(accepted_at),
             accepted_at=accepted_at,
             num_output_tokens=num_output_tokens,
-            elapsed_s=elapsed_s,
+            elapsed_s=now - started_s,
             drafter_version=record.context.drafter_version,
             ended_s=now,
         )
@@ -167,18 +165,9 @@ class DraftController:
                 arm=str(record.verified),
                 tokens=num_output_tokens,
                 drafts=len(drafts),
-                accepted=accepted_tokens,
+                accepted=report.num_accepted_tokens,
             )
         )
         self.totals.add(report)
         self._strategy.observe(report)
         return report
-
-
-def _accepted_at(drafts: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return how many drafts were accepted at least up to each position."""
-    counts = [0] * max((accepted for _, accepted in drafts), default=0)
-    for _, accepted in drafts:
-        for position in range(accepted):
-            counts[position] += 1
-    return tuple(counts)

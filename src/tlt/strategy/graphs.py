@@ -5,8 +5,8 @@ n * (K + 1) tokens. Without a captured graph of at least that size the step is l
 kernel. vLLM takes one list of sizes in tokens, for all arms; its own defaults end at 512 tokens
 (1024 on Blackwell), which is 56 requests with 8 drafts. This module makes the list from the arms.
 
-vLLM 0.32 uses the list as follows, by its source; `tests/integration/test_graph_plan.py` checks it
-against vLLM's classes:
+vLLM 0.32 uses the list as follows, by its source. `tests/graph_model.py` says the same in code, and
+`tests/integration/test_graph_plan.py` checks it against vLLM's classes:
 
 - Piecewise graphs (attention left out) exist once per size and serve any batch up to that size.
   They also serve steps that prefill.
@@ -20,7 +20,7 @@ against vLLM's classes:
 - vLLM considers only the full graphs of the next larger token count. If none of them has the
   batch's query length, the step takes a piecewise graph although a larger full graph fits.
   Sizes that are multiples of all query lengths never miss. So a few draft lengths whose query
-  lengths have a small common multiple, such as K = 0, 1, 3, 7, beat many: see `full_share`.
+  lengths have a small common multiple, such as K = 0, 1, 3, 7, beat many.
 - The drafter's passes after the first have one token a request, and full graphs only up to
   `max_num_seqs` tokens; hence that size is always in the list.
 - The V1 runner has full graphs of one query length only, and vLLM replaces them by piecewise
@@ -35,117 +35,64 @@ runs without a graph, slower but correct.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, product
+from itertools import groupby
 from math import gcd, lcm
-from typing import Any, Literal
+from typing import Any
 
 from tlt.contracts import Arm, StepContext, Strategy
 from tlt.strategy.spec import ByBatchSize
 
 Choices = Sequence[tuple[int, frozenset[Arm]]]
 """Pairs of (largest number of decodes, arms that may be chosen), rising to `max_num_seqs`."""
-Runner = Literal["v1", "v2"]
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """One captured graph: its number of tokens, and the kind of batch that it serves."""
-
-    num_tokens: int
-    query_len: int | None = None
-    """Tokens of each request in a full graph; None for a piecewise graph, which takes any batch."""
-
-    @property
-    def mode(self) -> Literal["FULL", "PIECEWISE"]:
-        """Kind of graph, as vLLM names it."""
-        return "PIECEWISE" if self.query_len is None else "FULL"
+STEPS_PER_DOUBLING = 4
+"""Sizes between a size and its double."""
+MIXED_TOKENS = 512
+"""Largest size for steps that also prefill: vLLM's own largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """The capture sizes of one engine and the graphs that vLLM makes from them."""
+    """The capture sizes of one engine."""
 
-    choices: tuple[tuple[int, frozenset[Arm]], ...]
+    choices: Choices
     max_num_seqs: int
     sizes: tuple[int, ...]
     """Capture sizes in tokens, rising."""
     query_lens: tuple[int, ...]
     """Query lengths that get full graphs, rising."""
-    graphs: frozenset[Graph]
 
     @classmethod
     def for_arms(
         cls,
         choices: Choices,
         max_num_seqs: int,
-        *,
-        steps_per_doubling: int = 4,
-        mixed_tokens: int = 512,
         max_num_batched_tokens: int | None = None,
-        runner: Runner = "v2",
+        mixed_tokens: int = MIXED_TOKENS,
     ) -> GraphPlan:
         """Plan few sizes that serve every number of decodes with every arm allowed there.
 
-        Sizes double in `steps_per_doubling` equal steps, 1, 2, ..., 8, 10, 12, 14, 16, 20, ...:
+        Sizes double in `STEPS_PER_DOUBLING` equal steps, 1, 2, ..., 8, 10, 12, 14, 16, 20, ...:
         padding adds less than 1 / steps of a batch, and less than one request where a full graph
         rounds up. From where that allows it, sizes are multiples of every query length. The
         largest batch of each query length is a size of its own, since an engine starts every
         rollout with all its slots taken.
 
-        Piecewise graphs up to `mixed_tokens` serve steps that also prefill; the default is vLLM's
-        own largest size. No step holds more than `max_num_batched_tokens`.
+        Piecewise graphs up to `mixed_tokens` serve steps that also prefill. No step holds more than
+        `max_num_batched_tokens`.
         """
         widest = _widest_batches(choices, max_num_seqs)
         top = max(mixed_tokens, max_num_seqs, *(n * q for q, n in widest.items()))
         fine, common = gcd(*widest), lcm(*widest)
-        turn = steps_per_doubling * common
-        low = {fine * step for step in _steps(min(turn, top) // fine, steps_per_doubling)}
-        high = {common * step for step in _steps(top // common, steps_per_doubling)}
+        turn = STEPS_PER_DOUBLING * common
+        low = {fine * step for step in _steps(min(turn, top) // fine)}
+        high = {common * step for step in _steps(top // common)}
         sizes = low | {size for size in high if size >= turn} | {max_num_seqs, top}
         sizes |= {n * query_len for query_len, n in widest.items()}
         sizes = {min(size, max_num_batched_tokens or size) for size in sizes}
         lens = sorted(widest)[-max_num_seqs:]
-        graphs = {Graph(size) for size in sizes}
-        if runner == "v2" or lens == [1]:
-            for size, query_len in product(sizes, lens):
-                num_reqs = -(-size // query_len)
-                if num_reqs <= max_num_seqs and num_reqs * query_len <= max(sizes):
-                    graphs.add(Graph(num_reqs * query_len, query_len))
-        return cls(
-            tuple(choices), max_num_seqs, tuple(sorted(sizes)), tuple(lens), frozenset(graphs)
-        )
-
-    def graph(self, num_decodes: int, arm: Arm) -> Graph | None:
-        """Return the graph that runs this number of decodes with this arm's drafts.
-
-        Return None if the step would hold more tokens than the largest size.
-        """
-        query_len = _query_len(arm)
-        num_tokens = num_decodes * query_len
-        full_tokens = sorted({g.num_tokens for g in self.graphs if g.query_len is not None})
-        full = Graph(_next(full_tokens, num_tokens), query_len)
-        if full in self.graphs:
-            return full
-        piecewise = Graph(_next(self.sizes, num_tokens))
-        return piecewise if piecewise in self.graphs else None
-
-    def full_share(self) -> float:
-        """Return the share of `cases` that run as one full graph."""
-        served = [self.graph(n, arm) for n, arm in self.cases()]
-        return sum(graph is not None and graph.mode == "FULL" for graph in served) / len(served)
-
-    def cases(self) -> list[tuple[int, Arm]]:
-        """List every (number of decodes, arm) that may be chosen."""
-        starts = [0, *(limit for limit, _ in self.choices)]
-        return [
-            (n, arm)
-            for start, (limit, arms) in zip(starts, self.choices, strict=False)
-            for n in range(start + 1, limit + 1)
-            for arm in sorted(arms, key=str)
-        ]
+        return cls(choices, max_num_seqs, tuple(sorted(sizes)), tuple(lens))
 
     def compilation_config(self) -> dict[str, Any]:
         """Return the settings to merge into vLLM's `compilation_config`."""
@@ -180,10 +127,6 @@ def choices_of(strategy: Strategy, max_num_seqs: int) -> Choices:
     return [(list(run)[-1][0], frozenset({arm})) for arm, run in runs]
 
 
-def _query_len(arm: Arm) -> int:
-    return arm.num_draft_tokens + 1
-
-
 def _widest_batches(choices: Choices, max_num_seqs: int) -> dict[int, int]:
     """Return the largest number of decodes of each query length."""
     limits = [limit for limit, _ in choices]
@@ -195,22 +138,16 @@ def _widest_batches(choices: Choices, max_num_seqs: int) -> dict[int, int]:
         )
     if not all(arms for _, arms in choices):
         raise ValueError("choices: every bucket needs at least one arm")
-    return {_query_len(arm): limit for limit, arms in choices for arm in arms}
+    return {arm.num_draft_tokens + 1: limit for limit, arms in choices for arm in arms}
 
 
-def _steps(last: int, per_doubling: int) -> list[int]:
+def _steps(last: int) -> list[int]:
     """Return 1, 2, 3, ... up to `last`, in steps that double as the numbers double."""
     if last < 1:
         return []
     steps, step = [1], 1
     while steps[-1] + step <= last:
         steps.append(steps[-1] + step)
-        if steps[-1] == 2 * per_doubling * step:
+        if steps[-1] == 2 * STEPS_PER_DOUBLING * step:
             step *= 2
     return steps
-
-
-def _next(rising: Sequence[int], at_least: int) -> int:
-    """Return the first of `rising` that is large enough, or 0."""
-    index = bisect_left(rising, at_least)
-    return rising[index] if index < len(rising) else 0

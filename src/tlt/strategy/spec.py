@@ -1,16 +1,8 @@
 """Specs that name strategies, and the strategies that do not learn.
 
-A strategy crosses process borders as a *spec*, a plain dict such as
-
-    {"kind": "off"}
-    {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
-    {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 4], [16, 2]]}
-    {"kind": "random", "arms": [["ngram", 2], ["eagle3", 4], ["off", 0]], "seed": 0}
-    {"kind": "adaptive"}
-    {"kind": "beg_mab", "arms": [["eagle3", 2], ["eagle3", 4]], "epsilon": 0.1, "seed": 0}
-
-and `build_strategy` turns the spec into an object next to the scheduler. A kind that learns which
-arm is best chooses from all arms of the engine, unless `arms` names some: `complete_strategy`. New
+A strategy crosses process borders as a *spec*, a plain dict; `EXAMPLES` has one of every kind.
+`build_strategy` turns the spec into an object next to the scheduler. A kind that learns which arm
+is best chooses from all arms of the engine, unless `arms` names some: `complete_strategy`. New
 kinds register in `_BUILDERS`.
 """
 
@@ -35,7 +27,7 @@ EXAMPLES = {
     "by_batch_size": '{ kind = "by_batch_size", drafter = "eagle3", schedule = [[4, 4], [16, 2]] }',
     "random": '{ kind = "random", arms = [["ngram", 2], ["off", 0]] }',
     "adaptive": '{ kind = "adaptive" }',
-    "beg_mab": '{ kind = "beg_mab" }',
+    "beg_mab": '{ kind = "beg_mab", epsilon = 0.1, seed = 0 }',
 }
 """A spec of every kind, in TOML."""
 LEARNING = ("adaptive", "beg_mab")

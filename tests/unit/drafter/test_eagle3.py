@@ -1,7 +1,6 @@
 """The draft model by itself; its agreement with vLLM is tested on real engines."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ import torch
 from drafter_fixtures import CONFIG, captured, drafter
 
 from tlt.drafter import vocabulary
-from tlt.drafter.checkpoint import load_drafter, save_drafter
 from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers
 from tlt.drafter.eagle3.model import Eagle3Drafter, unrolled_loss
 from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, PolicyOutput
@@ -151,14 +149,6 @@ def test_the_meter_averages_the_probability_that_the_policy_gives_the_draft() ->
 
 
 # --- folders and vocabulary -----------------------------------------------------------------------
-
-
-def test_folder_round_trip(tmp_path: Path) -> None:
-    model = drafter()
-    loaded = load_drafter(save_drafter(model, tmp_path, torch.float32))
-    assert loaded.config == CONFIG
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor)
 
 
 def test_draft_vocabulary_is_what_responses_use() -> None:

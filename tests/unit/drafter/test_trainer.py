@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from drafter_fixtures import CONFIG, captured, drafter
+from drafter_fixtures import SETTINGS, captured, drafter, trainer_of
 from transformers import AutoModelForCausalLM
 
 from tlt.drafter.checkpoint import VersionStore, load_drafter, save_drafter
@@ -28,10 +28,6 @@ from tlt.harvest.published import make_drafter
 from tlt.models import tiny
 from tlt.offline.drafter import DrafterPlan, _first_drafter
 from tlt.states.captured import Captured, Offer
-
-SETTINGS = TrainerSettings(
-    num_draft_tokens=3, row_tokens=120, lr=3e-3, temperature=1.0, seed=0, bfloat16=False
-)
 
 
 class Samples:
@@ -52,10 +48,7 @@ class Samples:
 
 
 def trainer(settings: TrainerSettings = SETTINGS) -> DrafterTrainer:
-    generator = torch.Generator().manual_seed(5)
-    head = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
-    embedding = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size, generator=generator)
-    return DrafterTrainer(drafter(), head, embedding, settings)
+    return trainer_of(drafter(), settings)
 
 
 def stop_after(one: DrafterTrainer, count: int) -> Callable[[], bool]:

@@ -276,23 +276,16 @@ def test_a_policy_that_is_not_the_trainers_ends_the_run(trainer: Any, tmp_path: 
 def test_trainers_without_an_engine_for_it_are_refused(trainer: Any, tmp_path: Path) -> None:
     generation = trainer.vllm_generation
     config = generation.llm.llm_engine.vllm_config
-    generation.tensor_parallel_size = 2
-    with pytest.raises(ConfigError, match="vllm_tensor_parallel_size = 2"):
-        callback(trainer, tmp_path)
-    generation.tensor_parallel_size = 1
-    generation.mode = "server"
-    with pytest.raises(ConfigError, match='vllm_mode="colocate"'):
-        callback(trainer, tmp_path)
-    generation.mode = "colocate"
-    config.speculative_config = None
-    with pytest.raises(ConfigError, match="no drafter to train"):
-        callback(trainer, tmp_path)
-    config.additional_config = {}
-    with pytest.raises(ConfigError, match="set TLT_CONFIG before"):
-        callback(trainer, tmp_path)
-    del trainer.vllm_generation
-    with pytest.raises(ConfigError, match="use_vllm=True"):
-        callback(trainer, tmp_path)
+    for part, name, value, says in (
+        (config, "speculative_config", None, "TLT_CONFIG"),
+        (config, "additional_config", {}, "TLT_CONFIG"),
+        (generation, "tensor_parallel_size", 2, "vllm_tensor_parallel_size = 2"),
+        (generation, "mode", "server", 'vllm_mode="colocate"'),
+        (trainer, "vllm_generation", None, "use_vllm=True"),
+    ):
+        setattr(part, name, value)
+        with pytest.raises(ConfigError, match=says):
+            callback(trainer, tmp_path)
 
 
 def test_a_new_drafter_for_a_policy_on_the_hub(

