@@ -1,6 +1,5 @@
 """Signs of a run that does not learn, and the end of such a run."""
 
-
 import pytest
 
 from tlt.errors import TrainingFailed
