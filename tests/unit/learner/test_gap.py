@@ -42,6 +42,16 @@ def test_the_first_limit_follows_the_settings() -> None:
     assert GapWatch(4.0, "bfloat16", temperature=1.5).limit() == 0.1
 
 
+def test_history_follows_a_policy_that_changes() -> None:
+    watch = GapWatch(4.0, "bfloat16", temperature=1.0)
+    gap = 0.002
+    for _ in range(60):
+        assert gap < watch.limit()
+        watch.observe(gap)
+        gap *= 1.06
+    assert gap > 0.06
+
+
 def updates(*gaps: float) -> Any:
     return [
         SimpleNamespace(sums=SimpleNamespace(gap=10 * gap, learned_tokens=10.0), refused=True)

@@ -190,6 +190,7 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings("sampling.group_size=1"), "sampling.group_size = 1", "e.g. 8"),
     # the algorithm
     (settings("algorithm.advantage=ppo"), "algorithm.advantage", "my_algorithm:advantage"),
+    (settings("algorithm.loss=ppo"), "algorithm.loss", "my_algorithm:loss"),
     (module("bad_advantage", "def f(rewards): return [1.0]", "algorithm.advantage"),
      "algorithm.advantage = 'bad_advantage:f'", "e.g. 'grpo'"),
     (module("bad_loss", "def f(new, old, advantage, settings): return new.sum()", "algorithm.loss"),

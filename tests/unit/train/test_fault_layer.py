@@ -29,7 +29,7 @@ from light_ranks import FIRST_POLICY, KILL_S, Rank, RankHandle, digest  # noqa: 
 from light_trainers import Trainers  # noqa: E402
 from small_run import small_run  # noqa: E402
 
-from tlt.config.train import TrainConfig  # noqa: E402
+from tlt.config.train import AlgorithmConfig, TrainConfig  # noqa: E402
 from tlt.contracts import EngineStats, Sample, SampleRequest  # noqa: E402
 from tlt.errors import EngineError, EngineGone  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
@@ -419,3 +419,22 @@ def test_a_learner_lost_in_a_resumed_runs_first_weight_sync_is_revived(
     assert run(whole_run(world, tmp_path / "resumed"), LIMIT_S) == expected
     assert lost
     assert records(tmp_path / "resumed") == records(tmp_path / "undisturbed")
+
+
+def test_an_advantage_of_the_users_own_reaches_the_ranks(
+    tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "advantage_of_users.py").write_text("def f(rewards): return [7.0] * len(rewards)")
+    monkeypatch.chdir(tmp_path)
+    own = AlgorithmConfig(advantage="advantage_of_users:f")
+    usual, accumulate, seen = config, Rank.accumulate, set[float]()
+
+    async def noting(rank: Rank, rows: Any, rl_step: int) -> None:
+        seen.update(sample.advantage for row in rows for sample in row)
+        await accumulate(rank, rows, rl_step)
+
+    monkeypatch.setattr(Rank, "accumulate", noting)
+    changed = {"algorithm": own}
+    monkeypatch.setitem(globals(), "config", lambda out: usual(out).model_copy(update=changed))
+    run(whole_run(World(None, drafter), tmp_path / "out"), LIMIT_S)
+    assert seen == {7.0}

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from model_folders import SHAPES
 from tlt.cli.main import app
 from tlt.config.load import load_config
-from tlt.config.train import TrainConfig, resolve_defaults
+from tlt.config.train import NodeConfig, TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
 from tlt.train.memory import GIB, Place
 from tlt.train.preflight import check_outline
@@ -149,6 +149,16 @@ def test_what_does_not_fit_is_refused_and_the_advice_works(tmp_path: Path, name:
 def advised(text: str) -> list[str]:
     """Return the settings that a message advises, as overrides."""
     return [f"{key}={value}" for key, value in re.findall(r"(\w+(?:\.\w+)+) = ([\w.]+)", text)]
+
+
+def test_without_a_description_there_is_a_plan_but_no_verdict(tmp_path: Path) -> None:
+    given = [a for a in arguments(tmp_path, SEVEN) if not a.startswith("node.")]
+    config = load_config(TrainConfig, CONFIGS / f"{SEVEN}.toml", given)
+    config = config.model_copy(update={"node": NodeConfig()})
+    places = check_outline(resolve_defaults(config))
+    assert places is not None
+    for place in places:
+        assert place.need > GIB
 
 
 def test_check_prints_the_plan_of_a_folder_without_weights(tmp_path: Path) -> None:

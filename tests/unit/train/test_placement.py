@@ -108,6 +108,13 @@ def test_refused_on_gpus_is_what_does_not_fit(
             check_fits(plan, nodes)
 
 
+def test_more_cores_than_there_are_are_refused() -> None:
+    plan = plan_placement(config("separate", 2, 1, engine={"num_cores": 2}))
+    check_fits(plan, [{"CPU": 2}, {"CPU": 3}])
+    with pytest.raises(ConfigError, match=r"engine\.num_cores"):
+        check_fits(plan, [{"CPU": 2}, {"CPU": 2}])
+
+
 def test_an_engine_does_not_span_nodes() -> None:
     plan = plan_placement(gpus("colocated", 1, 8, 8))
     check_fits(plan, [{"CPU": 8, "GPU": 8}])
