@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from tlt.bench import workload
 from tlt.bench.metrics import measure, spread
 from tlt.bench.steps import step_table
 from tlt.config.rollout import EngineConfig, PoolConfig
-from tlt.contracts import Sample, SamplingSpec, ShowProgress, StepReport
+from tlt.contracts import Sample, SampleRequest, SamplingSpec, ShowProgress, StepReport
 from tlt.errors import ConfigError
 from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
@@ -181,6 +181,24 @@ def _decisions(traces: Sequence[Sequence[StepReport]]) -> list[list[tuple[float,
     ]
 
 
+def requests(plan: Plan, lengths: Sequence[int], repeat: int, mode: str) -> list[SampleRequest]:
+    """Return one request per length. Prompts repeat when there are fewer prompts than lengths.
+
+    Natural responses have seeds that all modes of a repeat share.
+    """
+    forced = SamplingSpec(1, plan.temperature, plan.top_p, ignore_eos=True, logprobs=True)
+    work = []
+    for index, length in enumerate(lengths):
+        sampling = replace(forced, max_tokens=length)
+        if plan.is_natural:
+            digest = hashlib.blake2b(f"{repeat}/{index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+            sampling = replace(sampling, ignore_eos=False, seed=seed)
+        prompt = plan.prompts[index % len(plan.prompts)]
+        work.append(SampleRequest(f"{repeat}/{mode}/{index}", prompt, sampling))
+    return work
+
+
 async def _rollout(
     plan: Plan,
     pool: RolloutPool,
@@ -190,27 +208,20 @@ async def _rollout(
     on_done: Callable[[int, int], None],
 ) -> dict[str, Any]:
     """Return the metrics of a rollout, and those of its responses if they are natural."""
-    requests = workload.requests(
-        plan.prompts,
-        lengths,
-        run=f"{repeat}/{mode}",
-        temperature=plan.temperature,
-        top_p=plan.top_p,
-        natural_seed=str(repeat) if plan.is_natural else None,
-    )
+    work = requests(plan, lengths, repeat, mode)
     before = await pool.stats()
     samples: list[Sample] = []
     started_at_s = time.time()
-    async for sample in pool.generate(requests):
+    async for sample in pool.generate(work):
         samples.append(sample)
-        on_done(len(samples), len(requests))
+        on_done(len(samples), len(work))
     after = await pool.stats()
     await asyncio.sleep(0.2)  # let the processes go quiet before the next mode starts
     found = measure(samples, started_at_s, before, after)
     if not plan.is_natural:
         return found
     by_id = {sample.sample_id: tuple(sample.token_ids) for sample in samples}
-    return found | _describe(plan, [by_id[request.sample_id] for request in requests])
+    return found | _describe(plan, [by_id[request.sample_id] for request in work])
 
 
 def _describe(plan: Plan, responses: Sequence[tuple[int, ...]]) -> dict[str, Any]:

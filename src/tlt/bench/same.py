@@ -233,8 +233,8 @@ def first_difference(expected: Outcome, got: Outcome) -> Difference | None:
     if not found:
         return None
     number, place, a, b = found[0]
-    tokens = [of[place] if place < len(of) else None for of in (a, b)]
-    return Difference(number, place + 1, *tokens, num_samples=len(found))
+    one, other = (of[place] if place < len(of) else None for of in (a, b))
+    return Difference(number, place + 1, one, other, len(found))
 
 
 def examine(

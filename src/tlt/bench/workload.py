@@ -1,6 +1,6 @@
-"""The work of a benchmark: prompts, and response lengths fixed in advance or natural.
+"""The response lengths of a benchmark: from a file, drawn, or natural.
 
-Fixed lengths make all modes do exactly the same work. Lengths come from a file or from a log-normal
+Fixed lengths make all modes do exactly the same work. They come from a file or from a log-normal
 distribution with a tail like that of reasoning models: most responses are short, a few very long.
 Natural responses end by themselves. They have the same seeds in all modes, so in float32 all modes
 generate the same text.
@@ -8,13 +8,11 @@ generate the same text.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError
 
 MOST_TOKENS = 10_000_000
@@ -36,40 +34,6 @@ def read_lengths(path: Path) -> list[int]:
             f"{path}: expected response lengths from 1 to {MOST_TOKENS}; e.g. [60, 75, 1500]"
         )
     return lengths
-
-
-def requests(
-    prompts: Sequence[tuple[int, ...]],
-    lengths: Sequence[int],
-    *,
-    run: str,
-    temperature: float,
-    top_p: float = 1.0,
-    natural_seed: str | None = None,
-) -> list[SampleRequest]:
-    """Return one request per length. Prompts repeat when there are fewer prompts than lengths.
-
-    With `natural_seed`, responses end by themselves, and lengths are limits.
-    """
-    return [
-        SampleRequest(
-            sample_id=f"{run}/{index}",
-            prompt_token_ids=prompts[index % len(prompts)],
-            sampling=SamplingSpec(
-                max_tokens=length,
-                temperature=temperature,
-                top_p=top_p,
-                ignore_eos=natural_seed is None,
-                seed=None if natural_seed is None else _seed(f"{natural_seed}/{index}"),
-                logprobs=True,
-            ),
-        )
-        for index, length in enumerate(lengths)
-    ]
-
-
-def _seed(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def describe(source: Mapping[str, int] | str, lengths: Sequence[int]) -> dict[str, Any]:

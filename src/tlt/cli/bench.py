@@ -22,13 +22,11 @@ app.command("same", hidden=True)(verify)
 @app.command()
 def rollout(
     model: opt.Policy,
-    drafter: Annotated[
-        Path | None, typer.Option(help="Folder or Hub id of an EAGLE-3 drafter.")
-    ] = None,
+    drafter: Annotated[Path | None, opt.option("Folder or Hub id of an EAGLE-3 drafter.")] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Mode to measure: off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 while at "
+        opt.option(
+            "Mode to measure: off, ngram:K, eagle3:K, tail:K@B (EAGLE-3 while at "
             "most B requests run), adaptive, or beg_mab. Repeatable; the first mode is the "
             "baseline."
         ),
@@ -50,23 +48,23 @@ def rollout(
     ] = 500,
     longest: opt.MaxTokens = 1500,
     lengths: Annotated[
-        Path | None, typer.Option(help="File of response lengths, used instead of drawing them.")
+        Path | None, opt.option("File of response lengths, used instead of drawing them.")
     ] = None,
     natural: Annotated[
         bool,
-        typer.Option("--natural", help="Let responses end by themselves, after --longest at most."),
+        opt.option("Let responses end by themselves, after --longest at most.", "--natural"),
     ] = False,
     temperature: opt.Temperature = 1.0,
     top_p: opt.TopP = 1.0,
     seed: opt.Seed = 0,
     engine_arg: Annotated[
         list[str] | None,
-        typer.Option("--engine-arg", help="KEY=JSON argument for vLLM. Repeatable."),
+        opt.option("KEY=JSON argument for vLLM. Repeatable.", "--engine-arg"),
     ] = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Allow engine arguments that load Python code.")
+        bool, opt.option("Allow engine arguments that load Python code.", "--allow-code")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for rollout.json and rollout.svg.")] = Path(
+    out: Annotated[Path, opt.option("Folder for rollout.json and rollout.svg.")] = Path(
         "runs/bench-rollout"
     ),
     as_json: opt.Json = False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tlt.cli.options import Json, number
+from tlt.cli.options import Json, number, option
 from tlt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -18,10 +18,8 @@ app = typer.Typer(
     no_args_is_help=True, help="Write the problems of a dataset as the file that a run reads."
 )
 
-Split = Annotated[str, typer.Option(help="Split of the dataset, such as train or test.")]
-Out = Annotated[
-    Path | None, typer.Option(help="File to write, .jsonl; by default named after the dataset.")
-]
+Split = Annotated[str, option("Split of the dataset, such as train or test.")]
+Out = Annotated[Path | None, option("File to write, .jsonl; by default named after the dataset.")]
 Limit = Annotated[int | None, number("Problems to write; by default all.", 1, 100_000_000)]
 
 
@@ -55,17 +53,17 @@ def jsonl(
         str,
         typer.Argument(help="Dataset of the Hub, such as owner/name, or .csv, .jsonl or .parquet."),
     ],
-    question: Annotated[str, typer.Option(help="Column of the question.")] = "question",
-    answer: Annotated[str, typer.Option(help="Column of the answer.")] = "answer",
+    question: Annotated[str, option("Column of the question.")] = "question",
+    answer: Annotated[str, option("Column of the answer.")] = "answer",
     extract: Annotated[
         Literal["all", "boxed", "hashes"],
-        typer.Option(
-            help=r"Part of the column that is the answer: all of it, the last \boxed{}, or what "
+        option(
+            r"Part of the column that is the answer: all of it, the last \boxed{}, or what "
             "follows ####."
         ),
     ] = "all",
     split: Split = "train",
-    config: Annotated[str | None, typer.Option(help="Config of a dataset of the Hub.")] = None,
+    config: Annotated[str | None, option("Config of a dataset of the Hub.")] = None,
     out: Out = None,
     limit: Limit = None,
     as_json: Json = False,

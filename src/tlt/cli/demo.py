@@ -20,9 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
-
-from tlt.cli.options import Json, number
+from tlt.cli.options import Json, number, option
 from tlt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -48,9 +46,7 @@ NEEDED = ("torch", "vllm", "ray", "transformers", "reasoning_gym", "pebble")
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="New folder for model, runs and report.")] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[Path, option("New folder for model, runs and report.")] = Path("runs/demo"),
     steps: Annotated[
         int | None,
         number(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlt.cli.options import Json, number
+from tlt.cli.options import Json, number, option
 from tlt.cli.output import Output, command_line
 
 if TYPE_CHECKING:
@@ -21,17 +21,13 @@ MARKS = {"ok": ("green", "ok"), "info": ("blue", "--"), "bad": ("red", "missing"
 
 
 def doctor(
-    run: Annotated[
-        Path | None, typer.Option(help="Folder of a run: say what holds the run back.")
-    ] = None,
+    run: Annotated[Path | None, option("Folder of a run: say what holds the run back.")] = None,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Test engines on this machine's GPU; write a report.")
+        bool, option("Test engines on this machine's GPU; write a report.", "--gpu")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Where to write the --gpu report.")] = Path(
-        "tlt-doctor.json"
-    ),
+    out: Annotated[Path, option("Where to write the --gpu report.")] = Path("tlt-doctor.json"),
     only: Annotated[
-        list[str] | None, typer.Option(help="Name of a check of --gpu to run; may be repeated.")
+        list[str] | None, option("Name of a check of --gpu to run; may be repeated.")
     ] = None,
     limit_s: Annotated[float, number("Seconds that a check of --gpu may take.", 1, 1e7)] = 600.0,
     as_json: Json = False,

@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="Train and export EAGLE-3 drafters.
 @app.command()
 def train(
     model: opt.Policy,
-    out: Annotated[Path, typer.Option(help="Folder of the run: versions, report, drafter.")],
+    out: Annotated[Path, opt.option("Folder of the run: versions, report, drafter.")],
     task: opt.Task = "chain_sum",
     prompts: opt.Prompts = None,
     num_samples: Annotated[int, opt.number("Responses to train on.", 64, 10_000_000)] = 768,
@@ -33,9 +33,7 @@ def train(
     ] = None,
     lr: opt.Lr = 1e-3,
     row_tokens: opt.RowTokens = 2048,
-    init: Annotated[
-        Path | None, typer.Option(help="Folder or Hub id of a drafter to start from.")
-    ] = None,
+    init: Annotated[Path | None, opt.option("Folder or Hub id of a drafter to start from.")] = None,
     engines: opt.Engines = 2,
     gpus: opt.Gpus = 0,
     dtype: opt.Dtype = "bfloat16",
@@ -127,30 +125,30 @@ def export(
         Path, typer.Argument(help="Folder of a training run, or folder or Hub id of a drafter.")
     ],
     model: Annotated[
-        Path, typer.Option(help="Folder or Hub id of the policy that the drafter drafts for.")
+        Path, opt.option("Folder or Hub id of the policy that the drafter drafts for.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path, opt.option("Folder to write.")],
     form: Annotated[
         Literal["eagle3", "speculators"],
-        typer.Option(
-            "--format",
-            help="eagle3: a drafter to serve beside its policy. speculators: one that names its "
+        opt.option(
+            "eagle3: a drafter to serve beside its policy. speculators: one that names its "
             "policy, for `vllm serve FOLDER` and the speculators library.",
+            "--format",
         ),
     ] = "eagle3",
     card: Annotated[
-        bool, typer.Option("--card", help="Write a model card with the measured acceptance.")
+        bool, opt.option("Write a model card with the measured acceptance.", "--card")
     ] = False,
     model_id: Annotated[
         str | None,
-        typer.Option(help="Hub id of the policy, for others to find it; by default --model."),
+        opt.option("Hub id of the policy, for others to find it; by default --model."),
     ] = None,
     draft_tokens: Annotated[
         int | None,
         opt.number("Draft length to serve with; by default what it was trained for.", 1, 32),
     ] = None,
     moments: Annotated[
-        bool, typer.Option("--moments", help="Add the optimizer's state, to go on training from.")
+        bool, opt.option("Add the optimizer's state, to go on training from.", "--moments")
     ] = False,
 ) -> None:
     """Export a drafter as a folder that stock vLLM loads, with its provenance."""

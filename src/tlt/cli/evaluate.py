@@ -18,8 +18,8 @@ def evaluate(
     ],
     task: Annotated[
         str | None,
-        typer.Option(
-            help="Task of reasoning-gym, such as gcd, or a .jsonl or .parquet file with question "
+        opt.option(
+            "Task of reasoning-gym, such as gcd, or a .jsonl or .parquet file with question "
             "and answer; by default the held-out problems of the run."
         ),
     ] = None,
@@ -27,14 +27,14 @@ def evaluate(
     sizes: opt.Sizes = None,
     instruction: Annotated[
         str | None,
-        typer.Option(
-            help="Text after every question; by default that of the run, or for a file "
+        opt.option(
+            "Text after every question; by default that of the run, or for a file "
             "how to mark the answer."
         ),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(help="gym, exact, math or module:function; by default that of the run."),
+        opt.option("gym, exact, math or module:function; by default that of the run."),
     ] = None,
     problems: Annotated[
         int | None, opt.number("Number of problems; by default 64, or all of a run.", 1, 1_000_000)

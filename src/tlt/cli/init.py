@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlt.cli.options import Json, named_by_options, number
+from tlt.cli.options import Json, named_by_options, number, option
 from tlt.cli.output import Output
 from tlt.cli.train import check_run, memory_data
 
@@ -23,21 +23,19 @@ OPTIONS = {"policy.model": "--model", "task.path": "--data", "task.name": "--dat
 
 def init(
     model: Annotated[
-        str | None, typer.Option(help="Model folder, or id of the Hub such as Qwen/Qwen3-8B.")
+        str | None, option("Model folder, or id of the Hub such as Qwen/Qwen3-8B.")
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="File of problems, .jsonl or .parquet, or a task such as gcd."),
+        option("File of problems, .jsonl or .parquet, or a task such as gcd."),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            help="here, cpu, or GPUs by number and memory in GB: 8x80, or 4x8x80 for four nodes."
-        ),
+        option("here, cpu, or GPUs by number and memory in GB: 8x80, or 4x8x80 for four nodes."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="TOML file to write.")] = Path("run.toml"),
+    out: Annotated[Path, option("TOML file to write.")] = Path("run.toml"),
     run_out: Annotated[
-        str | None, typer.Option(help="Folder of the run; by default runs/ and the file's name.")
+        str | None, option("Folder of the run; by default runs/ and the file's name.")
     ] = None,
     steps: Annotated[int, number("RL steps of the run.", 1, 100_000_000)] = 200,
     as_json: Json = False,

@@ -64,20 +64,14 @@ def options(
 
 
 EXTRAS = {
-    "numpy": "simulate",
-    "torch": "cpu,train",
-    "ray": "cpu,train",
-    "vllm": "cpu,train",
-    "numba": "cpu,train",
-    "transformers": "train",
-    "safetensors": "train",
-    "pyarrow": "train",
-    "reasoning_gym": "train",
-    "gguf": "train",
-    "pebble": "train",
-    "math_verify": "train",
+    "simulate": ("numpy",),
+    "cpu,train": ("torch", "ray", "vllm", "numba"),
+    "train": (
+        *("transformers", "safetensors", "pyarrow", "reasoning_gym", "gguf", "pebble"),
+        "math_verify",
+    ),
 }
-"""Extras of the package, by the module that they bring."""
+"""Modules that the extras of the package bring."""
 
 
 def main() -> None:
@@ -91,18 +85,12 @@ def main() -> None:
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit, with one line and without a traceback for a user's mistake."""
-    from tlt.errors import (
-        CheckpointFailed,
-        ConfigError,
-        EngineError,
-        LearnerLost,
-        Terminated,
-        TrainingFailed,
-    )
+    from tlt import errors as of
 
+    told = (of.CheckpointFailed, of.ConfigError, of.EngineError, of.LearnerLost, of.TrainingFailed)
     try:
         app(arguments)
-    except (CheckpointFailed, ConfigError, EngineError, LearnerLost, TrainingFailed) as error:
+    except told as error:
         _refuse(str(error))
     except OSError as error:
         if error.filename is None or not isinstance(error.filename, str | bytes | os.PathLike):
@@ -116,12 +104,13 @@ def run(arguments: list[str] | None = None) -> NoReturn:
             _refuse(f"this locale cannot write {error.object[error.start]!a}; set PYTHONUTF8=1")
         _refuse("a name holds bytes that are not UTF-8; rename the file or folder")
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        module = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, brought in EXTRAS.items() if module in brought), None)
         if extra is None:
             raise
         on_gpus = " (on GPUs [gpu,train])" if extra.startswith("cpu") else ""
         _refuse(f"this command needs {error.name}; run: pip install 'tlt-rl[{extra}]'{on_gpus}")
-    except Terminated as end:
+    except of.Terminated as end:
         typer.secho(str(end), fg=typer.colors.YELLOW, err=True)
         sys.exit(end.exit_code)
     sys.exit(0)

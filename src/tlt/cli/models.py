@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from tlt.cli.options import Seed, number
+from tlt.cli.options import Seed, number, option
 from tlt.cli.output import Output
 
 app = typer.Typer(no_args_is_help=True, help="Make model folders offline.")
 
-Out = Annotated[Path | None, typer.Option("--out", help="Folder to write.")]
+Out = Annotated[Path | None, option("Folder to write.", "--out")]
 
 
 @app.command()

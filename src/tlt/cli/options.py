@@ -17,9 +17,14 @@ if TYPE_CHECKING:
 LARGEST_SEED = 2**63 - 1
 
 
+def option(text: str, *names: str, **settings: Any) -> Any:
+    """Return an option with this help; without names, its parameter names it."""
+    return typer.Option(*names, help=text, **settings)
+
+
 def number(text: str, low: float, high: float | None = None) -> Any:
     """Return an option that takes numbers from `low` to `high`."""
-    return typer.Option(min=low, max=high, callback=_is_number, help=text)
+    return option(text, min=low, max=high, callback=_is_number)
 
 
 def _is_number(value: float | None) -> float | None:
@@ -28,8 +33,8 @@ def _is_number(value: float | None) -> float | None:
     return value
 
 
-Policy = Annotated[Path, typer.Option(help="Folder or Hub id of the policy.")]
-Task = Annotated[str, typer.Option(help="Task that provides the prompts.")]
+Policy = Annotated[Path, option("Folder or Hub id of the policy.")]
+Task = Annotated[str, option("Task that provides the prompts.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
 ]
@@ -44,31 +49,29 @@ Seed = Annotated[int, number("Seed of problems, lengths, samples and training.",
 
 Parameters = Annotated[
     list[str] | None,
-    typer.Option("--parameter", help="Parameter of the task, such as max_digits=1. Repeatable."),
+    option("Parameter of the task, such as max_digits=1. Repeatable.", "--parameter"),
 ]
 Sizes = Annotated[
     str | None,
-    typer.Option(help="Problem sizes as median,p95,longest; by default those of the task."),
+    option("Problem sizes as median,p95,longest; by default those of the task."),
 ]
 
-Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the weights.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], option("Dtype of the weights.")]
 Compute = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Dtype of matrix products; auto is bfloat16 if the CPU has it."),
+    option("Dtype of matrix products; auto is bfloat16 if the CPU has it."),
 ]
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON; progress goes to stderr.")
-]
+Json = Annotated[bool, option("Print the result as JSON; progress goes to stderr.", "--json")]
 
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
-    typer.Option(help="Lowest level of the lines in the log files of run.out."),
+    option("Lowest level of the lines in the log files of run.out."),
 ]
 
 Prompts = Annotated[
     Path | None,
-    typer.Option(help="File of your own prompts: .jsonl with a 'prompt', or one per line."),
+    option("File of your own prompts: .jsonl with a 'prompt', or one per line."),
 ]
 
 EXAMPLE = '{"prompt": "Is 7 prime?"}'

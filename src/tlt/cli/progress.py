@@ -27,8 +27,20 @@ def progress_bar(console: Console, log_file: Path | None = None) -> Iterator[Sho
     logger = logging.getLogger("tlt")
     logger.addHandler(warnings)
     try:
-        with _progress(console) as show:
-            yield show
+        with Progress(
+            TextColumn("{task.description:40}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        ) as progress:
+            bar = progress.add_task("starting", total=1)
+
+            def show(what: str, done: float, total: float) -> None:
+                progress.update(bar, description=what, completed=done, total=total)
+
+            yield show if console.is_terminal else _logged(console)
     finally:
         logger.removeHandler(warnings)
 
@@ -56,24 +68,6 @@ class _Warnings(logging.Handler):
             )
         except Exception:
             self.handleError(record)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[ShowProgress]:
-    if not console.is_terminal:
-        yield _logged(console)
-        return
-    with Progress(
-        TextColumn("{task.description:40}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    ) as progress:
-        bar = progress.add_task("starting", total=1)
-        yield lambda what, done, total: progress.update(
-            bar, description=what, completed=done, total=total
-        )
 
 
 def _logged(console: Console) -> ShowProgress:

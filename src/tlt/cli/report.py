@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from tlt.cli.options import option
 from tlt.cli.output import Output
 
 
@@ -16,13 +17,13 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Page to write; by default report.html in the last run."),
+        option("Page to write; by default report.html in the last run."),
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(help="Folder to also write every chart to, as SVG files.")
+        Path | None, option("Folder to also write every chart to, as SVG files.")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON, and write no page.")
+        bool, option("Print the numbers as JSON, and write no page.", "--json")
     ] = False,
 ) -> None:
     """Show where the time of runs went, what holds them back, and how they compare."""

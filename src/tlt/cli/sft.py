@@ -6,17 +6,15 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from tlt.cli import options as opt
 from tlt.cli.output import Output
 
 
 def sft(
-    model: Annotated[Path, typer.Option(help="Folder or Hub id of the model to start from.")],
-    out: Annotated[Path, typer.Option(help="Folder to write the policy to.")],
+    model: Annotated[Path, opt.option("Folder or Hub id of the model to start from.")],
+    out: Annotated[Path, opt.option("Folder to write the policy to.")],
     task: Annotated[
-        str, typer.Option(help="Task: chain_sum, gcd, letter_counting or word_problems.")
+        str, opt.option("Task: chain_sum, gcd, letter_counting or word_problems.")
     ] = "chain_sum",
     sizes: opt.Sizes = None,
     parameter: opt.Parameters = None,

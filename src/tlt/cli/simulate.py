@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tlt.cli.options import Json, Overrides
+from tlt.cli.options import Json, Overrides, option
 from tlt.cli.output import Output
 
 SCENARIO = (
@@ -20,7 +20,7 @@ SCENARIO = (
 
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs with a timeline.")],
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("calibration.json"),
+    out: Annotated[Path, option("File to write.")] = Path("calibration.json"),
     as_json: Json = False,
 ) -> None:
     """Model a machine from its runs, for `tlt simulate`."""
@@ -48,7 +48,7 @@ def simulate(
     ] = None,
     overrides: Overrides = None,
     from_run: Annotated[
-        Path | None, typer.Option(help="Folder of a run whose machine and lengths to simulate.")
+        Path | None, option("Folder of a run whose machine and lengths to simulate.")
     ] = None,
     gpus: Annotated[
         int | None,
@@ -56,14 +56,12 @@ def simulate(
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="Values to compare, as section.key=a,b,c. Repeatable, for a grid."),
+        option("Values to compare, as section.key=a,b,c. Repeatable, for a grid."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for simulation.json and simulation.svg.")
-    ] = None,
+    out: Annotated[Path | None, option("Folder for simulation.json and simulation.svg.")] = None,
     plot: Annotated[
         bool,
-        typer.Option(help="Draw simulation.svg, with curves over engines, drafters and tails."),
+        option("Draw simulation.svg, with curves over engines, drafters and tails."),
     ] = True,
     as_json: Json = False,
 ) -> None:
@@ -98,13 +96,13 @@ def simulate(
         config = completed(asked)
         records = play(config, lambda name, run: engine_ends.__setitem__(name, run.engine_ends))
         found = {name: figures(of) for name, of in records.items()}
+        fixed_arm = f"{config.static_drafter}:{config.static_draft_tokens}"
         trust = validity(config)
-        arm = f"{config.static_drafter}:{config.static_draft_tokens}"
         below.append(trust.lines())
         results.append(
             {
                 "point": list(point),
-                "fixed_arm": arm if "static" in config.modes else None,
+                "fixed_arm": fixed_arm if "static" in config.modes else None,
                 "modes": found,
                 "speed_up": speed_ups(found),
                 "contributions": contributions(found),
@@ -119,8 +117,8 @@ def simulate(
     output.table("modelled", ("", "|mode", *columns), _rows(results))
     if len(results) == 1:
         which = "the fixed arm" if asked.static_draft_tokens else "the best fixed arm"
-        fixed_arm = f"{which}, {results[0]['fixed_arm']}"
-        output.say(in_words(found, fixed_arm, begins_without_drafter(config)))
+        words = f"{which}, {results[0]['fixed_arm']}"
+        output.say(in_words(found, words, begins_without_drafter(config)))
     for line in _below([" ".join(result["point"]) for result in results], below):
         output.say(line, style="dim")
     output.wrote(str(folder / "simulation.json"))

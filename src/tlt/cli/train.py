@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlt.cli.options import Json, LogLevel, Overrides
+from tlt.cli.options import Json, LogLevel, Overrides, option
 from tlt.cli.output import Output, command_line
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ COLUMNS = (
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file of the run, such as one of configs/.")],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in run.out.")] = False,
+    resume: Annotated[bool, option("Resume the run in run.out.", "--resume")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", "--dry-run", help="Check settings, model and data; start nothing."),
+        option("Check settings, model and data; start nothing.", "--check", "--dry-run"),
     ] = False,
     log_level: LogLevel = "info",
     as_json: Json = False,

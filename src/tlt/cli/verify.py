@@ -19,14 +19,14 @@ SMOLLM2 = Path("models/smollm2")
 def verify(
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder or Hub id of the policy; by default models/smollm2 if it exists, else a "
+        opt.option(
+            "Folder or Hub id of the policy; by default models/smollm2 if it exists, else a "
             "tiny random model."
         ),
     ] = None,
     drafter: Annotated[
         Path | None,
-        typer.Option(help="Folder or Hub id of an EAGLE-3 drafter, for modes that use it."),
+        opt.option("Folder or Hub id of an EAGLE-3 drafter, for modes that use it."),
     ] = None,
     task: opt.Task = "chain_sum",
     prompts: opt.Prompts = None,

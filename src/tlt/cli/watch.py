@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tlt.cli.options import option
 from tlt.cli.output import Output
 
 if TYPE_CHECKING:
@@ -65,10 +66,8 @@ class Past:
 
 def watch(
     run: Annotated[Path, typer.Argument(help="Folder of a run in progress.")],
-    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the state once, as JSON, and exit.")
-    ] = False,
+    once: Annotated[bool, option("Print the state once and exit.", "--once")] = False,
+    as_json: Annotated[bool, option("Print the state once, as JSON, and exit.", "--json")] = False,
 ) -> None:
     """Watch a run: every worker, the end of the RL step, leases, the gain, what holds it back."""
     from rich.live import Live

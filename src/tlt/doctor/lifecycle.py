@@ -20,7 +20,6 @@ from tlt.doctor.engines import (
     work,
 )
 from tlt.rollout.client import Engine
-from tlt.rollout.offline import ChildEngine
 
 OFF = {"kind": "off"}
 EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 3}
@@ -60,17 +59,17 @@ def drafter_swap(place: Place) -> dict[str, Any]:
             seconds.append(engine.call(Engine.update_drafter, weights.manifest(), version))
         tokens = collect(engine, requests)
         differing = [expect_same(place, tokens, expected, "drafters swapped in mid-sample")]
-        rates = []
-        for version, weights in enumerate((untrained, trained), start=4):
+        accepted = {}
+        for name, weights in (("random", untrained), ("trained", trained)):
+            version += 1
             engine.call(Engine.update_drafter, weights.manifest(), version)
             before = engine.call(Engine.stats)
             tokens = tokens_of(engine, requests)
-            differing.append(expect_same(place, tokens, expected, f"drafter version {version}"))
+            differing.append(expect_same(place, tokens, expected, f"the {name} drafter"))
             counted = EngineStats.difference([before], [engine.call(Engine.stats)])
-            rates.append(counted.accepted_tokens / max(1, counted.draft_tokens))
+            accepted[name] = counted.accepted_tokens / max(1, counted.draft_tokens)
     if not in_mid_sample:
         raise AssertionError("all samples ended before the first swap: nothing was shown")
-    accepted = dict(zip(("random", "trained"), rates, strict=True))
     if not accepted["random"] < LEAST_ACCEPTED < accepted["trained"]:
         raise AssertionError(f"accepted shares do not follow the drafter: {accepted}")
     notes = {"swap_s": seconds, "swaps_in_mid_sample": in_mid_sample}
@@ -122,7 +121,11 @@ def sleep(place: Place) -> dict[str, Any]:
     ):
         expected = tokens_of(engine, requests)
         for policy in ("kept", "synced"):
-            freed = _freed_bytes(place, engine, keep_policy=policy == "kept")
+            free = _free_bytes(place)
+            engine.call(Engine.sleep, policy == "kept")
+            freed = _free_bytes(place) - free
+            if place.num_gpus and freed < KV_CACHE_BYTES / 2:
+                raise AssertionError(f"an engine that sleeps freed {freed} bytes")
             began_s = time.monotonic()
             if policy == "synced":
                 engine.call(Engine.wake_weights)
@@ -135,19 +138,11 @@ def sleep(place: Place) -> dict[str, Any]:
     return notes
 
 
-def _freed_bytes(place: Place, engine: ChildEngine, keep_policy: bool) -> int:
-    """Let an engine sleep, and return how much memory of the first GPU that freed."""
+def _free_bytes(place: Place) -> int:
+    """Return the free memory of the first GPU; 0 without one."""
     import torch
 
-    if not place.num_gpus:
-        engine.call(Engine.sleep, keep_policy)
-        return 0
-    before = torch.cuda.mem_get_info(0)[0]
-    engine.call(Engine.sleep, keep_policy)
-    freed = int(torch.cuda.mem_get_info(0)[0] - before)
-    if freed < KV_CACHE_BYTES / 2:
-        raise AssertionError(f"an engine that sleeps freed {freed} bytes")
-    return freed
+    return int(torch.cuda.mem_get_info(0)[0]) if place.num_gpus else 0
 
 
 def states(place: Place) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Response lengths, metrics of a rollout, and the names of modes."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import pytest
 
 from tlt.bench import charts
 from tlt.bench.metrics import measure
-from tlt.bench.rollout import Mode, summarize
-from tlt.bench.workload import read_lengths, requests
-from tlt.contracts import EngineStats, Sample, SampleRequest
+from tlt.bench.rollout import Mode, Plan, requests, summarize
+from tlt.bench.workload import read_lengths
+from tlt.config.rollout import EngineConfig
+from tlt.contracts import EngineStats, Sample
 from tlt.errors import ConfigError
 
 
@@ -37,17 +40,15 @@ def test_files_without_lengths_are_refused(tmp_path: Path, content: str) -> None
 
 def test_natural_responses_are_the_same_in_all_modes() -> None:
     """Modes of one repeat share the seeds; other requests and repeats have their own."""
-
-    def made(mode: str, repeat: str) -> list[SampleRequest]:
-        prompts = [(1, 2), (3,)]
-        return requests(prompts, [9, 9], run=mode, temperature=1.0, natural_seed=repeat)
-
-    off, drafted, again = made("off", "0"), made("ngram:4", "0"), made("off", "1")
+    engine = EngineConfig(model="m")
+    natural = Plan(engine, 1, (), 1, (9, 9), "natural", ((1, 2), (3,)), 1.0, 1.0)
+    of = partial(requests, natural, [9, 9])
+    off, drafted, again = of(0, "off"), of(0, "ngram:4"), of(1, "off")
     assert [each.sampling for each in off] == [each.sampling for each in drafted]
     assert len({each.sampling.seed for each in off + again}) == 4
     assert not any(each.sampling.ignore_eos for each in off)
-    forced = requests([(1,)], [9], run="off", temperature=1.0)
-    assert forced[0].sampling.ignore_eos
+    (forced,) = requests(replace(natural, length_source="file"), [9], 0, "off")
+    assert forced.sampling.ignore_eos
 
 
 def test_metrics_of_a_known_rollout() -> None:

@@ -51,10 +51,10 @@ def test_gsm8k_has_bare_numbers(tmp_path: Path) -> None:
     assert rows("data/gsm8k-train.jsonl") == [{"question": "2 boxes of 500?", "answer": "1000"}]
 
 
-def test_math_has_the_boxes_of_all_subjects() -> None:
-    code, output, _ = tlt("data", "math", "--split", "test", "--json")
+def test_math_has_boxes_of_its_subjects_up_to_the_limit() -> None:
+    code, output, _ = tlt("data", "math", "--split", "test", "--limit", "3", "--json")
     assert code == 0
-    assert json.loads(output) == {"path": "data/math-test.jsonl", "problems": 7, "left_out": 0}
+    assert json.loads(output) == {"path": "data/math-test.jsonl", "problems": 3, "left_out": 0}
     found = rows("data/math-test.jsonl")
     assert {row["answer"] for row in found} == {r"\frac{1}{2}"}
     assert found[0]["question"] == "algebra?"
@@ -66,20 +66,15 @@ def test_any_dataset_by_its_columns() -> None:
     assert rows("data/set-train.jsonl") == [{"question": "1 + 1?", "answer": "2"}]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_a_table_needs_no_library(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "_loader", failing(Elsewhere("not asked for")))
-    path = Path("mine").with_suffix(suffix)
-    text = {".csv": "problem,answer\n1 + 1?,2\n", ".jsonl": '{"problem": "1 + 1?", "answer": 2}\n'}
-    path.write_text(text[suffix])
-    code, _, errors = tlt("data", "jsonl", str(path), "--question", "problem", "--out", "o.jsonl")
-    assert code == 0, errors
-    assert rows("o.jsonl") == [{"question": "1 + 1?", "answer": "2"}]
-
-
-def test_the_number_of_problems_is_limited() -> None:
-    tlt("data", "math", "--limit", "3")
-    assert len(rows("data/math-train.jsonl")) == 3
+    Path("a.csv").write_text("problem,answer\n1 + 1?,2\n")
+    Path("a.jsonl").write_text('{"problem": "1 + 1?", "answer": 2}\n')
+    for path in ("a.csv", "a.jsonl"):
+        out = f"{path}.jsonl"
+        code, _, errors = tlt("data", "jsonl", path, "--question", "problem", "--out", out)
+        assert code == 0, errors
+        assert rows(out) == [{"question": "1 + 1?", "answer": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -149,19 +144,10 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         LOADER("openai/gsm8k")
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"$\boxed{1}$ and then $\boxed{\frac{a}{b}}$.", r"\frac{a}{b}"),
-        (r"\fbox{ 3 }", "3"),
-        (r"\boxed{1", None),
-    ],
-)
-def test_the_last_box_counts(text: str, answer: str | None) -> None:
-    assert boxed(text) == answer
-
-
-def test_hashes() -> None:
+def test_the_last_box_and_the_last_hashes_count() -> None:
+    assert boxed(r"$\boxed{1}$ and then $\boxed{\frac{a}{b}}$.") == r"\frac{a}{b}"
+    assert boxed(r"\fbox{ 3 }") == "3"
+    assert boxed(r"\boxed{1") is None
     assert after_hashes("x #### 1 #### 12,345 ") == "12345"
     assert after_hashes("12") is None
 

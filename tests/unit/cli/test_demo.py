@@ -13,7 +13,7 @@ from called import tlt
 from made_up import made_up_folder
 
 from tlt.cli import demo
-from tlt.config.load import check, load_config
+from tlt.config.load import load_config
 from tlt.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[3]
@@ -35,9 +35,8 @@ def test_the_demo_is_the_recipe_of_the_quickstart(tmp_path: Path) -> None:
     assert mine == recipe
 
 
-@pytest.mark.parametrize("name", ['a "b" [c]', "ä\\b"])
-def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
-    out = tmp_path / name
+def test_folders_may_have_any_name(tmp_path: Path) -> None:
+    out = tmp_path / 'a "b" [c] ä\\b'
     out.mkdir()
     path = demo._settings(out, out / "model")
     job = demo.Job("tlt", path, out / "tlt", 3, ("tlt.enabled=true",))
@@ -46,7 +45,6 @@ def test_folders_may_have_any_name(tmp_path: Path, name: str) -> None:
     assert settings.policy.model == str(out / "model")
     assert settings.run.num_steps == 3
     assert settings.tlt.enabled
-    check(TrainConfig, settings.model_dump(), "demo")
 
 
 @pytest.mark.parametrize(
@@ -111,26 +109,21 @@ class FakeRun:
         return subprocess.Popen([sys.executable, "-c", code], **_)
 
 
-@pytest.fixture
-def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_runs(monkeypatch: pytest.MonkeyPatch, runs: FakeRun) -> None:
+    """Let the demo make no model, and start these runs; everything else of `subprocess` stays."""
+
     def made(out: Path, deadline_s: float, show: Any) -> Path:
         out.mkdir(parents=True)
         return out / "model"
-
-    monkeypatch.setattr(demo, "_model", made)
-
-
-def with_runs(monkeypatch: pytest.MonkeyPatch, runs: FakeRun) -> None:
-    """Let the demo start these runs; everything else of `subprocess` stays."""
 
     class Subprocess:
         Popen = staticmethod(runs)
         TimeoutExpired = subprocess.TimeoutExpired
 
+    monkeypatch.setattr(demo, "_model", made)
     monkeypatch.setattr(demo, "subprocess", Subprocess)
 
 
-@pytest.mark.usefixtures("_no_model")
 def test_the_gain_and_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FakeRun({"off": 20.0, "tlt": 10.0})
     with_runs(monkeypatch, runs)
@@ -138,15 +131,17 @@ def test_the_gain_and_what_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, output, errors = tlt("demo", "--out", str(tmp_path / "d"), "--steps", "5")
     assert code == 0, errors
     text = " ".join(output.split())
-    assert "TLT made RL steps 1.73x as fast" in text
-    assert "The rollout alone: 2.00x" in text
-    assert "n-grams 40.0 1,000 4.00 100%" in text
-    assert "Samples: 3 of 3 are the same text in both runs." in text
+    for part in (
+        "TLT made RL steps 1.73x as fast",
+        "The rollout alone: 2.00x",
+        "n-grams 40.0 1,000 4.00 100%",
+        "Samples: 3 of 3 are the same text in both runs.",
+    ):
+        assert part in text
     assert (tmp_path / "d" / "report.html").read_text().startswith("<!doctype html>")
     assert [command[7:] for command in runs.commands] == [[], ["tlt.enabled=true"]]
 
 
-@pytest.mark.usefixtures("_no_model")
 def test_no_gain_is_called_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_runs(monkeypatch, FakeRun({"off": 10.0, "tlt": 10.0}))
     code, output, _ = tlt("demo", "--out", str(tmp_path / "d"), "--steps", "5", "--json")
@@ -157,7 +152,6 @@ def test_no_gain_is_called_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["samples"] == {"compared": 3, "same": 3}
 
 
-@pytest.mark.usefixtures("_no_model")
 def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_runs(monkeypatch, FakeRun({}, code=2))
     code, _, errors = tlt("demo", "--out", str(tmp_path / "d"))
@@ -166,7 +160,6 @@ def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "off.log" in errors
 
 
-@pytest.mark.usefixtures("_no_model")
 def test_a_slow_machine_makes_fewer_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that would not end are ended at their time, and what they did is compared."""
     runs = FakeRun({"off": 20.0, "tlt": 10.0}, endless=True)

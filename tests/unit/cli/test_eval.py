@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from tlt.errors import ConfigError
 from tlt.models import tiny
 from tlt.offline import evaluate
 from tlt.offline.evaluate import interval, ks, pass_at
+from tlt.rollout.client import Engine
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward
@@ -36,22 +36,15 @@ def test_pass_at_k_counts_all_draws_of_k_samples(num_samples: int, passed: int) 
         assert pass_at(num_samples, passed, k) == pytest.approx(expected)
 
 
-def test_single_passes_have_wilsons_interval() -> None:
+def test_intervals() -> None:
+    """Single passes have Wilson's interval; values that vary less have a narrower one."""
     found = interval([1.0] * 8 + [0.0] * 2)
-    assert found.value == 0.8
-    assert found.low == pytest.approx(0.4902, abs=1e-3)
-    assert found.high == pytest.approx(0.9433, abs=1e-3)
-
-
-def test_all_right_or_all_wrong_leaves_a_doubt() -> None:
+    bounds = [found.value, found.low, found.high]
+    assert bounds == pytest.approx([0.8, 0.4902, 0.9433], abs=1e-3)
     assert interval([1.0] * 10).low == pytest.approx(1 / (1 + 1.96**2 / 10), abs=1e-6)
     assert interval([0.0] * 10).high == pytest.approx(1 - 1 / (1 + 1.96**2 / 10), abs=1e-6)
     assert interval([1.0]).low < 0.3
-
-
-def test_values_that_vary_less_have_a_narrower_interval() -> None:
     wide, narrow = interval([0.0, 1.0] * 20), interval([0.4, 0.6] * 20, 20)
-    assert wide.value == narrow.value
     assert narrow.high - narrow.low < (wide.high - wide.low) / 3
 
 
@@ -106,8 +99,8 @@ class FakeEngine:
 
     def report(self) -> None: ...
 
-    def call(self, method: str, argument: Any) -> Any:
-        if method == "submit":
+    def call(self, command: Callable[..., Any], argument: Any) -> Any:
+        if command is Engine.submit:
             self._waiting += argument
             self.seen.extend(argument)
             return None
@@ -156,18 +149,17 @@ def test_a_model_on_a_file(model: Path) -> None:
     assert 0.7 < found["pass_at"]["2"]["low"] < 1.0
     assert found["faults"] == 0
     assert len({request.sampling.seed for request in FakeEngine.seen}) == 20
-    code, output, _ = tlt(*arguments, "--samples", "2")
+    output = tlt(*arguments, "--samples", "2")[1]
     assert "pass@k" in output
     assert "50.0%" in output
-    assert "sums.jsonl" in output
 
 
-def run_folder(model: Path, **changes: Any) -> Path:
+def run_folder(model: Path, name: str = "run", **changes: Any) -> None:
     """Write a run that has ended."""
-    folder = Path("run")
+    folder = Path(name)
     folder.mkdir()
     tree = {
-        "run": {"out": "run", "num_steps": 1},
+        "run": {"out": name, "num_steps": 1},
         "policy": {"model": str(model)},
         "task": {"name": "gcd", "parameters": {"max_value": 9}},
         "reward": {"function": "exact"},
@@ -175,31 +167,20 @@ def run_folder(model: Path, **changes: Any) -> Path:
     }
     (folder / "config.toml").write_text(tomli_w.dumps(tree | changes))
     (folder / "policy").symlink_to(model)
-    return folder
 
 
-def test_a_run_is_measured_on_what_it_held_out(model: Path) -> None:
-    run_folder(model, eval={"every_steps": 5, "num_problems": 12})
-    code, output, errors = tlt("eval", "run", "--samples", "1", "--json")
+@pytest.mark.parametrize(("options", "num_gpus"), [((), 2), (("--gpus", "0"), 0)])
+def test_a_run_is_measured_on_what_it_held_out(
+    model: Path, options: tuple[str, ...], num_gpus: int
+) -> None:
+    held_out = {"every_steps": 5, "num_problems": 12}
+    run_folder(model, eval=held_out, engine={"num_gpus": 2}, learner={"num_gpus": 1})
+    code, output, errors = tlt("eval", "run", "--samples", "1", "--json", *options)
     assert code == 0, errors
     found = json.loads(output)
     assert found["problems"] == "12 held-out problems of the run"
     assert found["temperature"] == 0.7
     assert FakeEngine.seen[0].sampling.max_tokens == 20
-
-
-@pytest.mark.parametrize(("options", "num_gpus"), [((), 2), (("--gpus", "0"), 0)])
-def test_engines_have_the_gpus_of_the_run(
-    model: Path, options: tuple[str, ...], num_gpus: int
-) -> None:
-    run_folder(
-        model,
-        engine={"num_gpus": 2},
-        learner={"num_gpus": 1},
-        eval={"every_steps": 5, "num_problems": 1},
-    )
-    code, _, errors = tlt("eval", "run", "--samples", "1", "--json", *options)
-    assert code == 0, errors
     assert FakeEngine.num_gpus == num_gpus
 
 
@@ -221,10 +202,6 @@ def test_usual_columns_of_a_file_are_found(model: Path) -> None:
     Path("p.jsonl").write_text('{"problem": "2 + 2?", "target": "4"}\n')
     code, _, errors = tlt("eval", str(model), "--task", "p.jsonl", "--samples", "1", "--json")
     assert code == 0, errors
-    Path("p.jsonl").write_text('{"x": "2 + 2?", "y": "4"}\n')
-    code, _, errors = tlt("eval", str(model), "--task", "p.jsonl", "--samples", "1", "--json")
-    assert code == 2
-    assert "--task p.jsonl has no column of the question, only x, y" in errors
 
 
 def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
@@ -232,8 +209,7 @@ def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
     run_folder(model, task=task, eval={"every_steps": 5, "num_problems": 3})
     code, _, errors = tlt("eval", "run", "--samples", "1", "--json")
     assert code == 0, errors
-    chat = Chat(str(model))
-    expected = {chat.prompt(f"{n} + {4 - n}?") for n in (6, 7, 8)}
+    expected = {Chat(str(model)).prompt(f"{n} + {4 - n}?") for n in (6, 7, 8)}
     assert {request.prompt_token_ids for request in FakeEngine.seen} == expected
 
 
@@ -244,6 +220,7 @@ def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
         (["."], "config.json"),
         (["M"], "e.g. --task gcd"),
         (["M", "--task", "gdc"], "--task: reasoning-gym has no task 'gdc'"),
+        (["M", "--task", "odd.jsonl"], "--task odd.jsonl has no column of the question"),
         (["M", "--task", "none.jsonl"], "--task: none.jsonl"),
         (["M", "--task", "gcd", "--parameter", "x=1"], "--parameter: x"),
         (["M", "--task", "gcd", "--sizes", "1"], "--sizes '1'"),
@@ -257,16 +234,10 @@ def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
 )
 def test_mistakes_name_the_option(model: Path, arguments: Sequence[str], words: str) -> None:
     run_folder(model)
-    settings = Path("run", "config.toml").read_text()
-    Path("unfinished").mkdir()
-    Path("unfinished", "config.toml").write_text(settings)
-    Path("all").mkdir()
-    Path("all", "policy").symlink_to(model)
-    no_task = settings.replace('name = "gcd"', f'path = "{problems(3)}"').partition(
-        "[task.parameters]"
-    )
-    rest = no_task[2].partition("\n[")
-    Path("all", "config.toml").write_text(no_task[0] + "[" + rest[2])
+    run_folder(model, "all", task={"path": problems(3)})
+    run_folder(model, "unfinished")
+    Path("unfinished", "policy").unlink()
+    Path("odd.jsonl").write_text('{"x": "2 + 2?", "y": "4"}\n')
     code, _, errors = tlt("eval", *(str(model) if a == "M" else a for a in arguments))
     assert code == 2, errors
     assert words in " ".join(errors.split())
@@ -274,7 +245,6 @@ def test_mistakes_name_the_option(model: Path, arguments: Sequence[str], words: 
 
 def test_a_context_too_short_for_the_prompt_is_refused() -> None:
     plan = evaluate.EvalPlan("m", [], lambda *_: 1.0, 1, 10)
-    with pytest.raises(ConfigError, match="use a model with a longer context"):
+    with pytest.raises(ConfigError, match="longer context"):
         evaluate.engine_config(plan, 100, 64)
     assert evaluate.engine_config(plan, 100, None).engine_args["max_model_len"] > 110
-    assert not math.isnan(interval([0.5]).low)

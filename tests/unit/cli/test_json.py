@@ -11,6 +11,7 @@ from made_up import made_up_folder
 from typer.main import get_command
 
 from tlt.cli.main import app
+from tlt.cli.output import Output
 
 WITHOUT_TABLE = {"models smollm2", "models tiny", "drafter export"}
 """Commands that only say which files they wrote."""
@@ -60,7 +61,16 @@ def test_the_findings_of_a_run(folder: Path) -> None:
 
 
 def test_what_is_not_finite_is_null(capsys: pytest.CaptureFixture[str]) -> None:
-    from tlt.cli.options import print_json
+    Output(as_json=True).result({"a": [float("nan"), 1.5], "b": {"c": float("inf")}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}
 
-    print_json({"a": [float("nan"), 1.5], "b": {"c": float("inf")}, "d": Path("x")})
-    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}, "d": "x"}
+
+def test_lines_and_tables_are_for_people_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for as_json in (False, True):
+        output = Output(as_json)
+        output.table("[title]", ("|name", ">number"), [["[/]", "1"]])
+        output.wrote("[/]")
+        output.note("[/]")
+        shown = capsys.readouterr()
+        assert shown.out.count("[/]") == (0 if as_json else 3)
+        assert shown.err.count("[/]") == (1 if as_json else 0)
