@@ -28,6 +28,7 @@ from damage import harm_file
 from tlt.cli.main import run
 from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError
+from tlt.rollout.client import Engine
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import Reward
 from tlt.train.folder import RunFolder
@@ -77,8 +78,8 @@ class LightEngine:
 
     def report(self) -> None: ...
 
-    def call(self, method: str, argument: Any) -> list[Sample]:
-        if method == "submit":
+    def call(self, command: object, argument: Any) -> list[Sample]:
+        if command is Engine.submit:
             self._waiting += argument
             return []
         done, self._waiting = self._waiting, []
