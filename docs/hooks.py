@@ -25,7 +25,9 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     pictures = sorted(
-        p.relative_to(ROOT).as_posix() for p in ROOT.glob("benchmarks/results/**/*.png")
+        path.relative_to(ROOT).as_posix()
+        for ending in ("png", "svg")
+        for path in ROOT.glob(f"benchmarks/results/**/*.{ending}")
     )
     for path in (*BESIDE, *pictures):
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
