@@ -241,11 +241,6 @@ class Arm:
         found = DRAFTERS.get(self.drafter)
         return found is not None and bool(found.module)
 
-    @property
-    def uses_ngrams(self) -> bool:
-        """Whether n-grams are looked up."""
-        return self.drafter == "ngram"
-
     @classmethod
     def parse(cls, text: str) -> Arm:
         """Return the arm that `str` wrote as this text."""

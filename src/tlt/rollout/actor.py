@@ -145,7 +145,7 @@ class PolicyRoute:
     """Engines that a learner sends its policy to, from GPU to GPU. The driver makes it."""
 
     backend: str
-    """`ipc` or `nccl`, see `tlt.vllm.device_transfer`."""
+    """`ipc` or `nccl`, see `tlt.vllm.send`."""
     engines: tuple[str, ...]
     actors: tuple[Any, ...] = field(compare=False)
     num_workers: tuple[int, ...] = field(compare=False)

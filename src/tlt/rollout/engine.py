@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import EngineStats, Recheck, SampleRequest, StepReport
+from tlt.contracts import DRAFTERS, OFF, EngineStats, Recheck, SampleRequest, StepReport
 from tlt.errors import ConfigError, EngineUnsafe
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Verdict
@@ -112,12 +112,12 @@ class RolloutEngine(EngineLoop):
                     f"arm {arm} drafts more than the {longest} tokens this engine was started for; "
                     f"set engine.max_draft_tokens = {arm.num_draft_tokens}"
                 )
-            if arm.drafter == "eagle3" and self.config.drafter is None:
-                raise ConfigError(f"arm {arm}: this engine was started without engine.drafter")
-            if arm.drafter == "ngram" and not self.core.has_ngrams:
+            if arm != OFF and arm.drafter not in self.core.drafters:
+                drafter = DRAFTERS[arm.drafter]
+                also = ", and engine_args.async_scheduling = false" if drafter.module else ""
                 raise ConfigError(
-                    f"arm {arm}: this engine was started without n-grams; set engine.ngram, and "
-                    "engine_args.async_scheduling = false"
+                    f"arm {arm}: this engine was started without the drafter {arm.drafter!r}; e.g. "
+                    f"engine.{drafter.setting} = {drafter.example}{also}"
                 )
         self.between_steps(lambda: self.core.controller.set_strategy(strategy))
 

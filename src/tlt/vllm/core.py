@@ -16,12 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import WHOLE, Finished, Recheck, SampleRequest, SamplingSpec
+from tlt.contracts import DRAFTERS, WHOLE, Finished, Recheck, SampleRequest, SamplingSpec
 from tlt.errors import EngineError, WeightMismatch
 from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
 from tlt.spans import Span
-from tlt.vllm.args import engine_args, max_draft_tokens
+from tlt.vllm.args import CONFIG_KEY, engine_args, max_draft_tokens
 from tlt.vllm.environment import RUNNER_VARIABLE, rounds_by_batch, uses_v2
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,13 @@ class VllmCore:
         self._args["seed"] = stream_seed(self._args.get("seed"), name)
         self.max_draft_tokens = max_draft_tokens(config)
         """Longest draft that this engine can verify; 0 for an engine that never drafts."""
-        self.has_ngrams = self._args["additional_config"]["tlt"]["ngram"] is not None
-        """Whether this engine can draft n-grams."""
+        lookups = self._args["additional_config"][CONFIG_KEY]
+        self.drafters = {
+            name
+            for name, drafter in DRAFTERS.items()
+            if (lookups[name] if drafter.module else config.drafter) is not None
+        }
+        """Drafters that this engine was started with."""
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
         self._cores: tuple[int, ...] = ()
