@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import tlt
-
-ROOT = Path(__file__).parents[2]
+from commands import ROOT, tlt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
@@ -30,7 +28,7 @@ def test_what_readers_type_works(tmp_path: Path) -> None:
         if "tiny_gcd" in command:
             command += " run.num_steps=2"  # test_train.py runs all of it
         if command == "demo":
-            command += " --steps 2"  # test_demo.py looks at what it says
+            command += " --steps 2"  # test_cli.py looks at what it says
         tlt(command, tmp_path)
     assert (tmp_path / "runs" / "tlt" / "report.html").exists()
     compared = json.loads(tlt("report runs/off runs/tlt --json", tmp_path))["comparisons"][0]
