@@ -18,6 +18,8 @@ import psutil
 from speed import limit
 
 ROOT = Path(__file__).parents[1]
+GCD = ROOT / "configs" / "tiny_gcd_cpu.toml"
+TAIL = ROOT / "configs" / "tiny_tail_cpu.toml"
 
 
 def command(arguments: str) -> list[str]:

@@ -9,14 +9,6 @@ from commands import tlt
 from tlt.hardware import compute_dtype
 
 
-@pytest.mark.gate
-def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
-    said = tlt("models tiny --hidden-size 100", tmp_path, code=2)
-    assert len(said.strip().splitlines()) == 1
-    assert "--hidden-size 100" in said
-    assert "128" in said
-
-
 @pytest.mark.vllm
 def test_drafts_do_not_change_samples(tmp_path: Path) -> None:
     """The command of the page on losslessness, with the tiny model that it makes itself."""
@@ -73,10 +65,10 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
+        pytest.param("models tiny --hidden-size 100", "128", marks=pytest.mark.gate),
         ("drafter train --model models/tiny --out x --prompts few.txt", "800"),
         ("drafter train --model models/tiny --out x --prompts bad.jsonl", "'prompt'"),
         ("drafter export x --model models/tiny --out y", "tlt drafter train"),
-        ("sft --model models/tiny --out x --task poetry", "chain_sum"),
     ],
 )
 def test_wrong_input_is_refused_with_a_way_out(tmp_path: Path, command: str, named: str) -> None:
@@ -84,7 +76,9 @@ def test_wrong_input_is_refused_with_a_way_out(tmp_path: Path, command: str, nam
     (tmp_path / "few.txt").write_text("What is 1 + 1?\nWhat is 2 + 2?\n")
     (tmp_path / "bad.jsonl").write_text('{"question": "What is 1 + 1?"}\n' * 800)
     said = tlt(command, tmp_path, code=2)
-    assert named in " ".join(said.split())
+    assert said.startswith("error: ")
+    assert "Traceback" not in said
+    assert named in said
 
 
 @pytest.mark.vllm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from commands import ROOT, command, records, started, wait_for_steps
+from commands import GCD, command, records, started, wait_for_steps
 from speed import limit
 from tlt.node.shared import remove_abandoned
 
-RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 NAME = "isolated"
 """The name of `run.out` of all runs here: their folders in shared memory begin with it."""
 SETTINGS = (
@@ -49,7 +48,7 @@ class Place:
 
     def started(self, num_steps: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
         settings = f"{SETTINGS} run.num_steps={num_steps} debug.core_group={self.name}"
-        words = [*self.around, *command(f"train {RECIPE} {settings}")]
+        words = [*self.around, *command(f"train {GCD} {settings}")]
         names = {"HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
         return started(words, self.home, self.log, **names)
 
@@ -59,41 +58,29 @@ class Place:
         return {path.name.removeprefix(f"{NAME}-").split("-")[0] for path in folders}
 
 
-def skip_unless_possible(around: Sequence[str]) -> None:
-    try:
-        subprocess.run([*around, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine does not allow {around[0]}: {error}")
+CONTAINER = [
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("sh", "-c", '"$@"; exit $?', "sh"),  # as in a container with a small init
+]
+"""A pid namespace, which dies with the process that made it."""
+AS_OTHER = [
+    *("setpriv", f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups"),
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+]
+"""A user who may read all files, such as Python, and write nobody's."""
 
 
 def new_place(name: str, policy: Path, tmp_path: Path, around: Sequence[str], user: int) -> Place:
     """Make a folder with the policy's models, on a disk that only this place sees."""
+    try:
+        subprocess.run([*around, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine does not allow {around[0]}: {error}")
     home = tmp_path / name
     home.mkdir()
     (home / "models").symlink_to(policy / "models")
     os.chown(home, user, user)
     return Place(name, around, user, home)
-
-
-def containers(policy: Path, tmp_path: Path) -> list[Place]:
-    """Return two pid namespaces; the second one dies with the process that made it."""
-    first = ["sh", "-c", '"$@"; exit $?', "sh"]  # as in a container with a small init
-    around = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *first]
-    skip_unless_possible(around)
-    names = ("container-1", "container-2")
-    return [new_place(name, policy, tmp_path, around, os.geteuid()) for name in names]
-
-
-def users(policy: Path, tmp_path: Path) -> list[Place]:
-    """Return this user, and one who may read all files, such as Python, and write nobody's."""
-    may = "+dac_read_search"
-    ids = [f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups"]
-    around = ["setpriv", *ids, f"--inh-caps={may}", f"--ambient-caps={may}"]
-    skip_unless_possible(around)
-    return [
-        new_place("user-1", policy, tmp_path, [], os.geteuid()),
-        new_place("user-2", policy, tmp_path, around, OTHER_USER),
-    ]
 
 
 def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
@@ -105,18 +92,23 @@ def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users or containers")
-@pytest.mark.parametrize("two", [containers, users], ids=lambda two: two.__name__)
+@pytest.mark.parametrize(
+    ("mine", "others", "user"),
+    [(CONTAINER, CONTAINER, 0), ([], AS_OTHER, OTHER_USER)],
+    ids=["containers", "users"],
+)
 def test_a_run_beside_others_is_undisturbed(
-    two: Callable[[Path, Path], list[Place]], policy: Path, tmp_path: Path
+    mine: list[str], others: list[str], user: int, policy: Path, tmp_path: Path
 ) -> None:
-    one, other = two(policy, tmp_path)
+    one = new_place("one", policy, tmp_path, mine, 0)
+    other = new_place("other", policy, tmp_path, others, user)
     with one.started(num_steps=10_000) as process:
         wait_for_steps(1, one.run, process)
-        mine = one.runs_in_memory()
-        assert len(mine) == 1
+        held = one.runs_in_memory()
+        assert len(held) == 1
         with other.started(num_steps=10_000) as killed:
             wait_for_steps(1, other.run, killed)
-            left = other.runs_in_memory() - mine
+            left = other.runs_in_memory() - held
             assert len(left) == 1
             for victim in psutil.Process(killed.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
@@ -126,7 +118,7 @@ def test_a_run_beside_others_is_undisturbed(
         with other.started(num_steps=2) as whole:  # removes what the killed one left
             assert whole.wait(timeout=limit(400)) == 0, other.log.read_text()[-3000:]
         assert not left & other.runs_in_memory()
-        assert mine <= one.runs_in_memory()
+        assert held <= one.runs_in_memory()
         wait_for_steps(max(before, 2) + 2, one.run, process)
         driver(process).send_signal(signal.SIGTERM)
         assert process.wait(timeout=limit(60)) == 143, one.log.read_text()[-3000:]

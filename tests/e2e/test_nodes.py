@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 import network
-from commands import ROOT, command, records, started, titled, wait_for, wait_for_steps
+from commands import TAIL, command, records, started, titled, wait_for, wait_for_steps
 from speed import limit
 
-RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS, PROMPTS, GROUP = 14, 4, 4
 PORT = 6399
 DELAY_S = 0.005
@@ -80,7 +79,7 @@ def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Pr
 def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
     run = policy / "runs" / "nodes"
     settings = (
-        f"train {RECIPE} run.out={run} policy.model={policy}/models/tiny-sft "
+        f"train {TAIL} run.out={run} policy.model={policy}/models/tiny-sft "
         f"run.num_steps={STEPS} tlt.enabled=true "
         f"sampling.prompts_per_step={PROMPTS} sampling.group_size={GROUP} "
         "sampling.max_tokens=1200 debug.forced_lengths={median=60,p95=500,longest=1200} "

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from commands import ROOT, records, tlt
+from commands import ROOT, TAIL, records, tlt
 
-RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS = 10
 NO_GAP = 1e-5
 """Upper bound of the gap between engines and learner with equal float32 weights."""
@@ -22,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 def train(run: Path, policy: Path, settings: str = "") -> list[dict[str, Any]]:
     """Return the records of a run with TLT: every RL step once."""
     own = f"run.num_steps={STEPS} debug.core_group=test-promises {settings}"
-    tlt(f"train {RECIPE} run.out={run} tlt.enabled=true {own}", policy)
+    tlt(f"train {TAIL} run.out={run} tlt.enabled=true {own}", policy)
     found = records(run)
     assert [r["step"] for r in found] == list(range(1, len(found) + 1))
     return found

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import ROOT, command, started, tlt
+from commands import GCD, command, started, tlt
 from trace_events import check_trace
-
-RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 
@@ -19,16 +17,16 @@ SMALL = (
     "run.num_steps=3 sampling.prompts_per_step=8 eval.every_steps=0 checkpoint.every_steps=100 "
     "pool.num_engines=1 debug.core_group=test-sight"
 )
-TAIL = (
+LONG_TAIL = (
     "sampling.max_tokens=400 debug.forced_lengths={median=15,p95=150,longest=400} "
     "engine.engine_args={enforce_eager=true,max_model_len=640,max_num_seqs=64}"
 )
 SLOW_RUNS = {
-    "no_speculation": TAIL,
+    "no_speculation": LONG_TAIL,
     "reward_bound": 'reward.function="slow_reward:score" reward.num_workers=1',
     "learner_bound": "learner.row_tokens=96 algorithm.kl_weight=0.01 learner.updates_per_step=4 "
     "run.num_steps=5",
-    "weak_drafter": f"{TAIL} tlt.enabled=true debug.publish_drafters=false "
+    "weak_drafter": f"{LONG_TAIL} tlt.enabled=true debug.publish_drafters=false "
     "engine.strategy.kind=fixed engine.strategy.drafter=eagle3 engine.strategy.num_draft_tokens=3",
 }
 """Settings that make a run slow in one way each, by the finding that must name it. Unit tests know
@@ -44,7 +42,7 @@ def test_what_holds_a_run_back_is_named(
         "    return float(len(text) % 2)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(policy))
-    tlt(f"train {RECIPE} run.out=runs/{kind} {SMALL} {SLOW_RUNS[kind]}", policy)
+    tlt(f"train {GCD} run.out=runs/{kind} {SMALL} {SLOW_RUNS[kind]}", policy)
     run = policy / "runs" / kind
     found = json.loads(tlt(f"report {run} --json", policy))["runs"][0]
     assert found["findings"][0]["kind"] == kind, found["findings"]
@@ -57,7 +55,7 @@ def test_what_holds_a_run_back_is_named(
 
 
 def test_watching_a_run(policy: Path) -> None:
-    arguments = f"train {RECIPE} run.out=runs/watched {SMALL} {TAIL} run.num_steps=4"
+    arguments = f"train {GCD} run.out=runs/watched {SMALL} {LONG_TAIL} run.num_steps=4"
     run = policy / "runs" / "watched"
     seen: set[str] = set()
     with started(command(arguments), policy, policy / "watched.log") as process:

@@ -13,12 +13,11 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from commands import ROOT, command, records, started, titled, tlt, wait_for, wait_for_steps
+from commands import GCD, command, records, started, titled, tlt, wait_for, wait_for_steps
 from listeners import beyond_loopback, listening, reached_from_outside
 from speed import by_size, limit
 from trace_events import check_trace
 
-RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 SEEDS = range(int(os.environ.get("TLT_SEEDS", "1")))
 """Seeds of the recipe that must learn; three take nine minutes."""
 ROUNDS = int(os.environ.get("TLT_KILL_ROUNDS", "1"))
@@ -57,7 +56,7 @@ def assert_same(found: Records, reference: Records) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reward_rises(policy: Path, seed: int) -> None:
-    tlt(f"train {RECIPE} run.out=runs/seed-{seed} run.seed={seed}", policy)
+    tlt(f"train {GCD} run.out=runs/seed-{seed} run.seed={seed}", policy)
     run = policy / "runs" / f"seed-{seed}"
     rewards = [r["reward/mean"] for r in records(run) if "reward/mean" in r]
     fifth = len(rewards) // 5
@@ -75,7 +74,7 @@ def test_reward_rises(policy: Path, seed: int) -> None:
 def test_separate_devices_stream_to_the_same_update(policy: Path, undisturbed: Records) -> None:
     """Gradients of complete groups, computed during rollout, add up to the same sum."""
     tlt(
-        f"train {RECIPE} run.out=runs/separate {SHORT} run.num_steps=3 pool.num_engines=1 "
+        f"train {GCD} run.out=runs/separate {SHORT} run.num_steps=3 pool.num_engines=1 "
         "placement.kind=separate learner.row_tokens=256",
         policy,
     )
@@ -90,7 +89,7 @@ def test_separate_devices_stream_to_the_same_update(policy: Path, undisturbed: R
 
 def test_everything_switched_on(policy: Path) -> None:
     tlt(
-        f"train {RECIPE} run.out=runs/all {SHORT} run.num_steps=3 learner.num_ranks=2 "
+        f"train {GCD} run.out=runs/all {SHORT} run.num_steps=3 learner.num_ranks=2 "
         "learner.updates_per_step=2 algorithm.kl_weight=0.01 algorithm.advantage=rloo "
         "sampling.temperature=0.8 capture.enabled=true capture.capacity_gib=0.1 "
         "eval.every_steps=2 eval.num_problems=8 metrics.tensorboard=true "
@@ -113,7 +112,7 @@ def test_everything_switched_on(policy: Path) -> None:
 
 def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy: Path) -> None:
     settings = (
-        f"{RECIPE} run.out=runs/harvest sampling.prompts_per_step=8 sampling.max_tokens=900 "
+        f"{GCD} run.out=runs/harvest sampling.prompts_per_step=8 sampling.max_tokens=900 "
         "debug.forced_lengths={median=20,p95=200,longest=900} debug.core_group=test-train "
         "engine.engine_args={enforce_eager=true,max_model_len=1024,max_num_seqs=64} "
         "eval.every_steps=0 checkpoint.every_steps=2 tlt.enabled=true tlt.min_lease_s=0.1 "
@@ -144,14 +143,14 @@ def test_idle_workers_train_the_drafter_and_a_resumed_run_goes_on_with_it(policy
 
 @pytest.fixture(scope="module")
 def undisturbed(policy: Path) -> Records:
-    tlt(f"train {RECIPE} run.out=runs/undisturbed {SHORT}", policy)
+    tlt(f"train {GCD} run.out=runs/undisturbed {SHORT}", policy)
     return records(policy / "runs" / "undisturbed")
 
 
 def running(
     policy: Path, name: str, flags: str = ""
 ) -> AbstractContextManager[subprocess.Popen[bytes]]:
-    arguments = f"train {RECIPE} run.out=runs/{name} {SHORT} {flags}"
+    arguments = f"train {GCD} run.out=runs/{name} {SHORT} {flags}"
     return started(command(arguments), policy, policy / f"{name}.log")
 
 
