@@ -1,7 +1,7 @@
 """Classes of vLLM that a value belongs to: by vLLM's own annotations, or by the name of the value.
 
 Most of our parameters that hold objects of vLLM are typed `Any`, because vLLM is not typed here:
-`ROLES` says what the names of such parameters, variables and keyword arguments stand for.
+`ROLES` says what the names of such parameters and variables stand for, and the elements of lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ ROLES: dict[str, tuple[str, ...]] = {
     "model_runner": _RUNNERS,
     "model_runner_output": ("vllm.v1.outputs.ModelRunnerOutput",),
     "output": ("vllm.outputs.RequestOutput",),
-    "request": ("vllm.v1.request.Request",),
+    "processor": (
+        "vllm.v1.sample.logits_processor.interface.LogitsProcessor",
+        "vllm.v1.sample.logits_processor.builtin.LogitBiasLogitsProcessor",
+        "vllm.v1.sample.logits_processor.builtin.MinPLogitsProcessor",
+        "vllm.v1.sample.logits_processor.builtin.MinTokensLogitsProcessor",
+    ),
+    "request": ("vllm.v1.request.Request", "vllm.v1.core.sched.output.NewRequestData"),
+    "requests[]": ("vllm.v1.worker.gpu_input_batch.CachedRequestState",),
     "runner": _RUNNERS,
     "_runner": _RUNNERS,
     "sampling": (_SAMPLING,),
@@ -46,8 +53,8 @@ ROLES: dict[str, tuple[str, ...]] = {
     ),
     "vllm_config": ("vllm.config.vllm.VllmConfig",),
 }
-"""Classes of vLLM by the names of ours that hold their instances. Where there are several, one for
-each of vLLM's model runners, an attribute must exist in one of them."""
+"""Classes of vLLM by the names of ours that hold their instances. Where there are several, such as
+one for each of vLLM's model runners, an attribute must exist in one of them."""
 
 SETTINGS: dict[str, dict[str, str]] = {
     "args.py": {
@@ -72,13 +79,13 @@ def types_of_members(vllm: Sources, owners: list[Definition], name: str) -> list
         member = vllm.member(owner, name)
         if member is None:
             continue
-        cls, node = member
+        node = member.node
         if isinstance(node, Function):
-            found += annotated(vllm, cls.module, node.returns) if is_property(node) else []
+            found += annotated(vllm, member.module, node.returns) if is_property(node) else []
         elif isinstance(node, ast.AnnAssign):
-            found += annotated(vllm, cls.module, node.annotation)
+            found += annotated(vllm, member.module, node.annotation)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            found += annotated(vllm, cls.module, node.value.func)
+            found += annotated(vllm, member.module, node.value.func)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name | ast.Attribute):
             found += _role_of(vllm, node.value)
     return [d for place, d in enumerate(found) if d not in found[:place]]

@@ -60,14 +60,7 @@ class Sources:
         if self._path(dotted) is not None:
             return Definition(dotted, None)
         module, _, name = dotted.rpartition(".")
-        found = self.module(module) if module else None
-        if found is None:
-            return None
-        if name in found.definitions:
-            return Definition(module, found.definitions[name])
-        if name in found.imports and found.imports[name] != dotted:
-            return self.find(found.imports[name])
-        return None
+        return self.named(module, name) if module else None
 
     def named(self, module: str, name: str) -> Definition | None:
         """Find what a name means inside a module."""
@@ -76,7 +69,8 @@ class Sources:
             return None
         if name in found.definitions:
             return Definition(module, found.definitions[name])
-        return self.find(found.imports[name]) if name in found.imports else None
+        imported = found.imports.get(name, f"{module}.{name}")
+        return self.find(imported) if imported != f"{module}.{name}" else None
 
     def _classes(self, owner: Definition) -> list[Definition]:
         """Return a class and its base classes inside the tree, nearest first."""
@@ -96,16 +90,16 @@ class Sources:
             for base in cls.node.bases
         )
 
-    def _members(self, owner: Definition) -> dict[str, tuple[Definition, ast.AST]]:
+    def _members(self, owner: Definition) -> dict[str, Definition]:
         """Return the methods, class variables and instance variables of a class."""
-        found: dict[str, tuple[Definition, ast.AST]] = {}
+        found: dict[str, Definition] = {}
         for cls in self.classes(owner):
             for name, node in own_members(cls.node).items():
-                found.setdefault(name, (cls, node))
+                found.setdefault(name, Definition(cls.module, node))
         return found
 
-    def member(self, owner: Definition, name: str) -> tuple[Definition, ast.AST] | None:
-        """Return the class that defines a member of a class, and the definition."""
+    def member(self, owner: Definition, name: str) -> Definition | None:
+        """Return the definition of a member of a class, which may be in a base class."""
         return self.members(owner).get(name)
 
     def fields(self, owner: Definition) -> list[ast.AnnAssign]:

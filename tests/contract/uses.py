@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract.infer import SETTINGS, annotated, by_role, classes, types_of_members
+from contract.infer import SETTINGS, by_role, classes, types_of_members
 from contract.sources import (
     Definition,
     Function,
@@ -102,7 +102,6 @@ class _Walk:
         self._bases: list[Definition] = []
         self._own: set[str] = set()
         self._locals: dict[str, list[Definition]] = {}
-        self._lists: dict[str, list[tuple[str, ast.expr | None]]] = {}
 
     def walk(self) -> None:
         for dotted in self._imports.values():
@@ -135,10 +134,10 @@ class _Walk:
         """List the method of vLLM that ours replaces; ours must take the same arguments."""
         for base in self._bases:
             member = self._vllm.member(base, method.name)
-            if member is None or not isinstance(member[1], Function):
+            if member is None or not isinstance(member.node, Function):
                 continue
-            self._list(f"{base.name}.{method.name}", Definition(member[0].module, member[1]))
-            ours, theirs = method.args, member[1].args
+            self._list(f"{base.name}.{method.name}", member)
+            ours, theirs = method.args, member.node.args
             if method.name == "__init__" or ours.vararg is not None:
                 continue
             names = [a.arg for a in [*ours.posonlyargs, *ours.args]]
@@ -154,7 +153,7 @@ class _Walk:
             for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
                 self._locals[argument.arg] = self._parameter(argument)
         elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
-            self._locals[node.target.id] = self._elements(node.iter)
+            self._locals[node.target.id] = by_role(self._vllm, node.target.id)
         for child in ast.iter_child_nodes(node):
             self._visit(child)
         if isinstance(node, Function):
@@ -163,8 +162,6 @@ class _Walk:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     self._locals[target.id] = self._types(node.value)
-                    if isinstance(node.value, ast.Attribute):
-                        self._lists[target.id] = self._annotations(node.value)
         elif isinstance(node, ast.Attribute):
             self._attribute(node)
         elif isinstance(node, ast.Call):
@@ -177,56 +174,20 @@ class _Walk:
             return by_role(self._vllm, argument.arg)
         return classes(self._vllm.find(self._imports.get(text, "no.module")))
 
-    def _elements(self, node: ast.expr) -> list[Definition]:
-        """Return the classes of the elements of a list or the values of a dict."""
-        annotations: list[tuple[str, ast.expr | None]] = []
-        if isinstance(node, ast.Call) and (callee := self._callee(node)) is not None:
-            annotations = [(callee.module, getattr(callee.node, "returns", None))]
-        elif isinstance(node, ast.Name) and node.id in self._lists:
-            annotations = self._lists[node.id]
-        elif isinstance(node, ast.Attribute):
-            annotations = self._annotations(node)
-        found = []
-        for module, annotation in annotations:
-            for part in ast.walk(annotation) if annotation is not None else ():
-                if isinstance(part, ast.Subscript):
-                    last = part.slice.elts[-1] if isinstance(part.slice, ast.Tuple) else part.slice
-                    found += annotated(self._vllm, module, last)
-        return found
-
-    def _annotations(self, node: ast.Attribute) -> list[tuple[str, ast.expr | None]]:
-        owners = self._bases if _is_self(node.value) else self._types(node.value)
-        members = [self._vllm.member(owner, node.attr) for owner in owners]
-        return [(m[0].module, getattr(m[1], "annotation", None)) for m in members if m]
-
     def _types(self, node: ast.expr) -> list[Definition]:
         """Return the classes of vLLM that an expression's value may belong to."""
         if isinstance(node, ast.Name):
             return self._locals.get(node.id, [])
-        if isinstance(node, ast.Subscript):
-            if isinstance(node.slice, ast.Constant):
-                return by_role(self._vllm, str(node.slice.value))
-            return self._elements(node.value)
         if isinstance(node, ast.Call):
-            return self._results(node)
+            return classes(self._callee(node))
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
+            return by_role(self._vllm, f"{node.value.attr}[]")
         if not isinstance(node, ast.Attribute):
             return []
-        if _is_self(node.value):
-            own = [] if node.attr in self._own else self._bases
-            return types_of_members(self._vllm, own, node.attr) or by_role(self._vllm, node.attr)
-        owners = self._types(node.value)
-        if not owners:
+        owners = self._owners(node)
+        if not owners and not _is_self(node.value):
             return []
         return types_of_members(self._vllm, owners, node.attr) or by_role(self._vllm, node.attr)
-
-    def _results(self, call: ast.Call) -> list[Definition]:
-        callee = self._callee(call)
-        if callee is None:
-            return []
-        if isinstance(callee.node, ast.ClassDef):
-            return [callee]
-        assert isinstance(callee.node, Function)
-        return annotated(self._vllm, callee.module, callee.node.returns)
 
     def _attribute(self, node: ast.Attribute) -> None:
         """List an attribute of a module, of `self`, of `super()` or of an object of vLLM."""
@@ -241,28 +202,27 @@ class _Walk:
                 elif owner.node is None:
                     self._fault(f"uses {dotted}, which vLLM does not have")
             return
-        if _is_self(node.value):
-            if self._bases and node.attr not in self._own:
-                self._member(self._bases, node)
-            return
-        if _is_super(node.value):
-            self._member(self._bases, node)
-            return
-        if owners := self._types(node.value):
+        if owners := self._owners(node):
             self._member(owners, node)
+
+    def _owners(self, node: ast.Attribute) -> list[Definition]:
+        """Return the classes of vLLM that an attribute may be a member of."""
+        if _is_super(node.value):
+            return self._bases
+        if _is_self(node.value):
+            return [] if node.attr in self._own else self._bases
+        return self._types(node.value)
 
     def _member(self, owners: list[Definition], node: ast.Attribute) -> None:
         if node.attr.startswith(("__", "tlt_")):
             return
-        having = [o for o in owners if self._vllm.member(o, node.attr)]
+        having = {o.name: m for o in owners if (m := self._vllm.member(o, node.attr))}
         is_known = all(self._vllm.is_whole(owner) for owner in owners)
         if not having and is_known and node.attr not in self._added:
             names = " or ".join(owner.name for owner in owners)
             self._fault(f"uses {node.attr!r}, which {names} does not have")
-        for owner in having:
-            member = self._vllm.member(owner, node.attr)
-            assert member is not None
-            self._list(f"{owner.name}.{node.attr}", Definition(member[0].module, member[1]))
+        for name, member in having.items():
+            self._list(f"{name}.{node.attr}", member)
 
     def _dotted(self, node: ast.Attribute) -> str | None:
         """Return the dotted name of an attribute of something that was imported from vLLM."""
@@ -277,23 +237,17 @@ class _Walk:
         """Return the class, function or method of vLLM that a call reaches, if it is known."""
         func = call.func
         if isinstance(func, ast.Name) and func.id in self._imports:
-            definition = self._vllm.find(self._imports[func.id])
-            is_callable = definition and isinstance(definition.node, ast.ClassDef | Function)
-            return definition if is_callable else None
+            return _callable(self._vllm.find(self._imports[func.id]))
         if not isinstance(func, ast.Attribute):
             return None
         dotted = self._dotted(func)
         if dotted is not None and (definition := self._vllm.find(dotted)) is not None:
-            return definition if isinstance(definition.node, ast.ClassDef | Function) else None
-        owners = self._types(func.value)
-        if dotted is not None:
-            owners = classes(self._vllm.find(dotted.rpartition(".")[0]))
-        elif _is_super(func.value) or (_is_self(func.value) and func.attr not in self._own):
-            owners = self._bases
-        for owner in owners:
+            return _callable(definition)
+        of_class = dotted and classes(self._vllm.find(dotted.rpartition(".")[0]))
+        for owner in of_class or self._owners(func):
             member = self._vllm.member(owner, func.attr)
-            if member is not None and isinstance(member[1], Function):
-                return Definition(member[0].module, member[1])
+            if member is not None and isinstance(member.node, Function):
+                return member
         return None
 
     def _call(self, call: ast.Call) -> None:
@@ -309,8 +263,8 @@ class _Walk:
             if init is None:
                 self._constructor(call, callee)
                 return
-            self._list(f"{callee.name}.__init__", Definition(init[0].module, init[1]))
-            callee = Definition(init[0].module, init[1])
+            self._list(f"{callee.name}.__init__", init)
+            callee = init
         is_method = isinstance(call.func, ast.Attribute) or callee.node.name == "__init__"
         assert isinstance(callee.node, Function)
         if not is_property(callee.node):
@@ -390,6 +344,11 @@ def _keys_of(tree: ast.Module, variable: str) -> set[str]:
             elif isinstance(each, ast.Subscript) and ast.unparse(each.value) == variable:
                 found.add(str(ast.literal_eval(each.slice)))
     return found
+
+
+def _callable(definition: Definition | None) -> Definition | None:
+    is_one = definition is not None and isinstance(definition.node, ast.ClassDef | Function)
+    return definition if is_one else None
 
 
 def _is_self(node: ast.expr) -> bool:

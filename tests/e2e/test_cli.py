@@ -9,14 +9,6 @@ from commands import tlt
 from tlt.hardware import compute_dtype
 
 
-@pytest.mark.gate
-def test_mistakes_are_one_line_and_not_a_traceback(tmp_path: Path) -> None:
-    said = tlt("models tiny --hidden-size 100", tmp_path, code=2)
-    assert said.startswith("error: --hidden-size 100 ")
-    assert len(said.strip().splitlines()) == 1
-    assert "128" in said
-
-
 @pytest.mark.vllm
 def test_drafts_do_not_change_samples(tmp_path: Path) -> None:
     """The command of the page on losslessness, with the tiny model that it makes itself."""
@@ -52,11 +44,8 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     )
     acceptance = json.loads((tmp_path / "runs/drafter/report.json").read_text())["acceptance"]
     assert acceptance["after"]["0"]["length"] > acceptance["before"]["0"]["length"] + 0.2
-    assert len(acceptance["after"]["1"]["by_position"]) == 4
-    assert (tmp_path / "runs/drafter/report.svg").stat().st_size > 2_000
     tlt("drafter export runs/drafter --model models/policy --out models/policy-eagle3", tmp_path)
     provenance = json.loads((tmp_path / "models/policy-eagle3/provenance.json").read_text())
-    assert provenance["training"]["steps"] > 0
     assert provenance["measured"]["acceptance"] == acceptance
 
     modes = ["off", "ngram:4", "eagle3:2", "tail:4@4"]
@@ -67,9 +56,7 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
         tmp_path,
     )
     result = json.loads((tmp_path / "bench/rollout.json").read_text())
-    assert result["engine_args"]["dtype"] == compute_dtype()
     assert [row["mode"] for row in result["summary"]] == modes
-    assert len(result["runs"]) == 4
     assert all(run["curve"][-1][1] == 0 for run in result["runs"])
     assert result["summary"][2]["acceptance_length"]["median"] > 1.0
     assert (tmp_path / "bench/rollout.svg").stat().st_size > 2_000
@@ -78,17 +65,10 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ("drafter train --model models/tiny --out x --task poetry", "chain_sum"),
-        ("drafter train --model models/tiny --out x --prompts none.txt", "none.txt"),
+        pytest.param("models tiny --hidden-size 100", "128", marks=pytest.mark.gate),
         ("drafter train --model models/tiny --out x --prompts few.txt", "800"),
         ("drafter train --model models/tiny --out x --prompts bad.jsonl", "'prompt'"),
         ("drafter export x --model models/tiny --out y", "tlt drafter train"),
-        ("sft --model models/tiny --out x --task poetry", "chain_sum"),
-        pytest.param(
-            "bench rollout --model models/tiny --mode eagle3:2",
-            "tlt drafter train",
-            marks=pytest.mark.vllm,
-        ),
     ],
 )
 def test_wrong_input_is_refused_with_a_way_out(tmp_path: Path, command: str, named: str) -> None:
@@ -97,4 +77,35 @@ def test_wrong_input_is_refused_with_a_way_out(tmp_path: Path, command: str, nam
     (tmp_path / "bad.jsonl").write_text('{"question": "What is 1 + 1?"}\n' * 800)
     said = tlt(command, tmp_path, code=2)
     assert said.startswith("error: ")
-    assert named in " ".join(said.split())
+    assert "Traceback" not in said
+    assert named in said
+
+
+@pytest.mark.vllm
+@pytest.mark.ray
+@pytest.mark.two_cores
+@pytest.mark.slow
+def test_the_demo_says_what_tlt_gains(tmp_path: Path) -> None:
+    """Works in an empty folder; both runs generate the same samples."""
+    found = json.loads(tlt("demo --steps 4 --json", tmp_path))
+    assert found["gain"]["num_pairs"] == 3
+    assert 0.2 < found["gain"]["step"]["median"] < 5
+    assert found["drafts"]["ngram"]["accepted"] > 0
+    assert found["samples"]["same"] == found["samples"]["compared"] == 4 * 64
+    assert found["leases"]["training_s"] > 0
+    demo = tmp_path / "runs" / "demo"
+    assert 'href="tlt/timeline.json"' in (demo / "report.html").read_text()
+    tlt(f"train {demo / 'demo.toml'} --check run.out=other", tmp_path)
+
+
+@pytest.mark.vllm
+def test_pass_at_k_of_a_model(tmp_path: Path) -> None:
+    tlt("models tiny", tmp_path)
+    arguments = "eval models/tiny --task gcd --problems 6 --samples 2 --max-tokens 16 --json"
+    found = json.loads(tlt(arguments, tmp_path))
+    assert list(found["pass_at"]) == ["1", "2"]
+    assert found["num_problems"] == 6
+    assert 0 < found["mean_tokens"] <= 16
+    if compute_dtype() == "float32":  # in bfloat16 a near-tie may fall differently
+        again = json.loads(tlt(arguments, tmp_path))
+        assert again["mean_tokens"] == found["mean_tokens"]  # a seed of its own for every sample

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from commands import command, records, wait_for
+from commands import GCD, command, records, started, wait_for_steps
 from speed import limit
 from tlt.node.shared import remove_abandoned
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
 NAME = "isolated"
 """The name of `run.out` of all runs here: their folders in shared memory begin with it."""
 SETTINGS = (
@@ -40,16 +38,19 @@ class Place:
     user: int
     home: Path
 
-    def command(self, num_steps: int) -> list[str]:
-        settings = f"{SETTINGS} run.num_steps={num_steps} debug.core_group={self.name}"
-        return [*self.around, *command(f"train {RECIPE} {settings}")]
+    @property
+    def run(self) -> Path:
+        return self.home / "runs" / NAME
 
     @property
     def log(self) -> Path:
         return self.home / "log"
 
-    def num_steps(self) -> int:
-        return len(records(self.home / "runs" / NAME))
+    def started(self, num_steps: int) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        settings = f"{SETTINGS} run.num_steps={num_steps} debug.core_group={self.name}"
+        words = [*self.around, *command(f"train {GCD} {settings}")]
+        names = {"HOME": str(self.home), "USER": self.name, "LOGNAME": self.name}
+        return started(words, self.home, self.log, **names)
 
     def runs_in_memory(self) -> set[str]:
         """Return the ids of runs of this place's user that have folders in shared memory."""
@@ -57,55 +58,29 @@ class Place:
         return {path.name.removeprefix(f"{NAME}-").split("-")[0] for path in folders}
 
 
-@contextmanager
-def running(place: Place, num_steps: int) -> Iterator[subprocess.Popen[bytes]]:
-    names = {"HOME": str(place.home), "USER": place.name, "LOGNAME": place.name}
-    with place.log.open("ab") as log:
-        process = subprocess.Popen(
-            place.command(num_steps), cwd=place.home, stdout=log, stderr=log, env=os.environ | names
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+CONTAINER = [
+    *("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("sh", "-c", '"$@"; exit $?', "sh"),  # as in a container with a small init
+]
+"""A pid namespace, which dies with the process that made it."""
+AS_OTHER = [
+    *("setpriv", f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups"),
+    *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
+]
+"""A user who may read all files, such as Python, and write nobody's."""
 
 
 def new_place(name: str, policy: Path, tmp_path: Path, around: Sequence[str], user: int) -> Place:
     """Make a folder with the policy's models, on a disk that only this place sees."""
+    try:
+        subprocess.run([*around, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine does not allow {around[0]}: {error}")
     home = tmp_path / name
     home.mkdir()
     (home / "models").symlink_to(policy / "models")
     os.chown(home, user, user)
     return Place(name, around, user, home)
-
-
-def containers(policy: Path, tmp_path: Path) -> list[Place]:
-    """Return two pid namespaces; the second one dies with the process that made it."""
-    first = ["sh", "-c", '"$@"; exit $?', "sh"]  # as in a container with a small init
-    around = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *first]
-    try:
-        subprocess.run([*around, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine allows no pid namespaces: {error}")
-    names = ("container-1", "container-2")
-    return [new_place(name, policy, tmp_path, around, os.geteuid()) for name in names]
-
-
-def users(policy: Path, tmp_path: Path) -> list[Place]:
-    """Return this user, and one who may read all files, such as Python, and write nobody's."""
-    may = "+dac_read_search"
-    ids = [f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups"]
-    around = ["setpriv", *ids, f"--inh-caps={may}", f"--ambient-caps={may}"]
-    try:
-        subprocess.run([*around, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"only root can be two users: {error}")
-    return [
-        new_place("user-1", policy, tmp_path, [], os.geteuid()),
-        new_place("user-2", policy, tmp_path, around, OTHER_USER),
-    ]
 
 
 def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
@@ -117,35 +92,39 @@ def driver(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users or containers")
-@pytest.mark.parametrize("two", [containers, users], ids=lambda two: two.__name__)
+@pytest.mark.parametrize(
+    ("mine", "others", "user"),
+    [(CONTAINER, CONTAINER, 0), ([], AS_OTHER, OTHER_USER)],
+    ids=["containers", "users"],
+)
 def test_a_run_beside_others_is_undisturbed(
-    two: Callable[[Path, Path], list[Place]], policy: Path, tmp_path: Path
+    mine: list[str], others: list[str], user: int, policy: Path, tmp_path: Path
 ) -> None:
-    one, other = two(policy, tmp_path)
-    with running(one, num_steps=10_000) as process:
-        wait_for(lambda: one.num_steps() >= 1, process, "RL step 1")
-        mine = one.runs_in_memory()
-        assert len(mine) == 1
-        with running(other, num_steps=10_000) as killed:
-            wait_for(lambda: other.num_steps() >= 1, killed, "RL step 1 of the other run")
-            left = other.runs_in_memory() - mine
+    one = new_place("one", policy, tmp_path, mine, 0)
+    other = new_place("other", policy, tmp_path, others, user)
+    with one.started(num_steps=10_000) as process:
+        wait_for_steps(1, one.run, process)
+        held = one.runs_in_memory()
+        assert len(held) == 1
+        with other.started(num_steps=10_000) as killed:
+            wait_for_steps(1, other.run, killed)
+            left = other.runs_in_memory() - held
             assert len(left) == 1
             for victim in psutil.Process(killed.pid).children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     victim.kill()
         (other.home / "runs").rename(other.home / "killed")
-        before = one.num_steps()
-        with running(other, num_steps=2) as whole:  # removes what the killed one left
+        before = len(records(one.run))
+        with other.started(num_steps=2) as whole:  # removes what the killed one left
             assert whole.wait(timeout=limit(400)) == 0, other.log.read_text()[-3000:]
         assert not left & other.runs_in_memory()
-        assert mine <= one.runs_in_memory()
-        wait_for(lambda: one.num_steps() >= max(before, 2) + 2, process, "more RL steps")
+        assert held <= one.runs_in_memory()
+        wait_for_steps(max(before, 2) + 2, one.run, process)
         driver(process).send_signal(signal.SIGTERM)
         assert process.wait(timeout=limit(60)) == 143, one.log.read_text()[-3000:]
-    found = [records(place.home / "runs" / NAME) for place in (one, other)]
+    found = [records(place.run) for place in (one, other)]
     assert [record["step"] for record in found[0]] == list(range(1, len(found[0]) + 1))
-    assert sum(record["rollout/engine_restarts"] for record in found[0]) == 0
-    assert sum(record["learner/restarts"] for record in found[0]) == 0
+    assert not any(r["rollout/engine_restarts"] + r["learner/restarts"] for r in found[0])
     for name in ("reward/mean", "learner/grad_norm", "learner/gap_mean"):
         assert [r[name] for r in found[0][:2]] == [r[name] for r in found[1]], name
     remove_abandoned()

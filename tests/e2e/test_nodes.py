@@ -7,19 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 import network
-from commands import command, records, wait_for
+from commands import TAIL, command, records, started, titled, wait_for, wait_for_steps
 from speed import limit
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS, PROMPTS, GROUP = 14, 4, 4
 PORT = 6399
 DELAY_S = 0.005
@@ -63,13 +61,7 @@ def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
     )
     try:
         assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if "Ray runtime started" in line:
-                break
-        else:
-            pytest.fail("no Ray node: " + "".join(said)[-2000:])
+        assert any("Ray runtime started" in line for line in process.stdout), "no Ray node"
         yield
     finally:
         for each in there(hosts, host):
@@ -81,62 +73,37 @@ def node(hosts: network.TwoHosts, host: int) -> Iterator[None]:
 
 def there(hosts: network.TwoHosts, host: int, title: str = "") -> list[psutil.Process]:
     """Return the processes of a kind on a host."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if title in " ".join(process.cmdline()) and hosts.host_of(process.pid) == host:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    return [p for p in titled(psutil.process_iter(), title) if hosts.host_of(p.pid) == host]
 
 
 def test_a_node_that_is_cut_off_and_comes_back(policy: Path) -> None:
     run = policy / "runs" / "nodes"
     settings = (
-        f"train {RECIPE} run.out={run} policy.model={policy}/models/tiny-sft "
+        f"train {TAIL} run.out={run} policy.model={policy}/models/tiny-sft "
         f"run.num_steps={STEPS} tlt.enabled=true "
         f"sampling.prompts_per_step={PROMPTS} sampling.group_size={GROUP} "
         "sampling.max_tokens=1200 debug.forced_lengths={median=60,p95=500,longest=1200} "
         "pool.health_timeout_s=8 pool.max_restarts=10 checkpoint.every_steps=1 "
         "debug.core_group=test-nodes"
     )
-    environment = os.environ | RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"}
-
-    def has_steps(count: int) -> Callable[[], bool]:
-        return lambda: len(records(run)) >= count
-
-    with (
-        network.TwoHosts(DELAY_S) as hosts,
-        node(hosts, 0),
-        (policy / "nodes.log").open("w") as log,
-    ):
-        training = None
-        try:
-            with node(hosts, 1):
-                training = subprocess.Popen(
-                    hosts.command(0, command(settings)),
-                    cwd=policy,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-                wait_for(has_steps(2), training, "two steps")
-                assert there(hosts, 0, "ray::EngineActor")
-                assert there(hosts, 1, "ray::EngineActor")
-                assert there(hosts, 0, "ray::LearnerActor"), "beside the driver"
-                time.sleep(1)  # into the middle of a rollout
-                hosts.cut()
-                wait_for(has_steps(len(records(run)) + 2), training, "steps without it")
-            hosts.mend()
-            with node(hosts, 1):
-                wait_for(
-                    lambda: bool(there(hosts, 1, "ray::EngineActor")), training, "an engine again"
-                )
-                assert training.wait(3 * LIMIT_S) == 0
-        finally:
-            if training is not None and training.poll() is None:
-                training.kill()
+    environment = RAY | {"RAY_ADDRESS": f"{network.ADDRESSES[0]}:{PORT}"}
+    with ExitStack() as stack:
+        hosts = stack.enter_context(network.TwoHosts(DELAY_S))
+        stack.enter_context(node(hosts, 0))
+        with node(hosts, 1):
+            words, log = hosts.command(0, command(settings)), policy / "nodes.log"
+            training = stack.enter_context(started(words, policy, log, **environment))
+            wait_for_steps(2, run, training)
+            assert there(hosts, 0, "ray::EngineActor")
+            assert there(hosts, 1, "ray::EngineActor")
+            assert there(hosts, 0, "ray::LearnerActor"), "beside the driver"
+            time.sleep(1)  # into the middle of a rollout
+            hosts.cut()
+            wait_for_steps(len(records(run)) + 2, run, training)
+        hosts.mend()
+        with node(hosts, 1):
+            wait_for(lambda: bool(there(hosts, 1, "ray::EngineActor")), training, "an engine again")
+            assert training.wait(3 * LIMIT_S) == 0
     found = records(run)
     assert [record["step"] for record in found] == list(range(1, STEPS + 1))
     lengths = [json.loads(line) for line in (run / "lengths.jsonl").read_text().splitlines()]

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from commands import records, tlt
+from commands import ROOT, TAIL, records, tlt
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "configs" / "tiny_tail_cpu.toml"
 STEPS = 10
-SETTINGS = f"{RECIPE} tlt.enabled=true run.num_steps={STEPS} debug.core_group=test-promises"
 NO_GAP = 1e-5
 """Upper bound of the gap between engines and learner with equal float32 weights."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.two_cores]
 
 
+def train(run: Path, policy: Path, settings: str = "") -> list[dict[str, Any]]:
+    """Return the records of a run with TLT: every RL step once."""
+    own = f"run.num_steps={STEPS} debug.core_group=test-promises {settings}"
+    tlt(f"train {TAIL} run.out={run} tlt.enabled=true {own}", policy)
+    found = records(run)
+    assert [r["step"] for r in found] == list(range(1, len(found) + 1))
+    return found
+
+
+def doctor(run: Path) -> str:
+    return " ".join(tlt(f"doctor --run {run}", run).split())
+
+
 @pytest.mark.gate
 def test_harvest_publishes_and_the_run_stays_on_its_policy(policy: Path) -> None:
     run = policy / "runs" / "promises"
-    tlt(f"train {SETTINGS} run.out={run}", policy)
-    found = records(run)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    found = train(run, policy)
     assert sum(r["harvest/published"] for r in found) >= 1
     assert max(r["drafter_version"] for r in found) >= 1
     assert max(r["learner/gap_mean"] for r in found) < NO_GAP
@@ -34,7 +44,7 @@ def test_harvest_publishes_and_the_run_stays_on_its_policy(policy: Path) -> None
     assert [len(each["tokens"]) for each in lengths] == [64] * STEPS
     report = json.loads(tlt(f"report {run} --json", policy))["runs"][0]
     assert report["num_steps"] == STEPS
-    assert tlt(f"doctor --run {run}", policy)
+    assert doctor(run)
 
 
 @pytest.mark.parametrize("skipped", ["sharing", "sharing,fingerprint"])
@@ -48,17 +58,31 @@ def test_a_policy_that_drafter_swaps_change_is_caught(
     """
     monkeypatch.setenv("TLT_COMPAT_SKIP", skipped)
     run = policy / "runs" / f"caught-{skipped.replace(',', '-')}"
-    tlt(f"train {SETTINGS} run.out={run}", policy)
-    found = records(run)
-    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    found = train(run, policy)
     first = next(r for r in found if r["drafter_version"])
-    says = " ".join(tlt(f"doctor --run {run}", policy).split())
     if "fingerprint" in skipped:
         assert first["learner/gap_mean"] > NO_GAP
         assert first["learner/gap_alarms"] == 1
-        assert "engines and learner disagreed" in says
+        assert "engines and learner disagreed" in doctor(run)
         assert sum(r["learner/gap_alarms"] for r in found if r["step"] < first["step"]) == 0
     else:
         assert first["rollout/policy_mismatches"] >= 1
         assert max(r["learner/gap_mean"] for r in found) < NO_GAP
-        assert "engines held another policy than the learner's" in says
+        assert "engines held another policy than the learner's" in doctor(run)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_run_whose_engines_change_samples_says_so(
+    policy: Path, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rechecks of a healthy run all pass."""
+    if broken:
+        tests = ROOT / "tests"
+        path = [tests / "e2e" / "broken_engine", tests, os.environ.get("PYTHONPATH", "")]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(p) for p in path if p))
+    run = policy / "runs" / f"recheck-{broken}"
+    settings = "tlt.harvest=false run.num_steps=4 alarm.recheck_share=0.5 alarm.then=warn"
+    found = train(run, policy, settings)
+    assert sum(r["recheck/samples"] for r in found) >= 4
+    assert bool(sum(r["recheck/faults"] for r in found)) == broken
+    assert ("came out different" in doctor(run)) == broken
