@@ -62,7 +62,7 @@ def test_what_leaves_the_device_has_the_size_that_the_time_is_derived_from() -> 
     trainer.park()
     assert all(p.grad is None for p in trainer.drafter.parameters()), "gradients stay behind"
     moved = sum(t.numel() * 4 for n, t in trainer.moving_tensors().items() if not n.endswith("d2t"))
-    assert moved == moved_bytes(CONFIG.num_parameters, averaged=True)
+    assert moved == moved_bytes(CONFIG.num_parameters)
 
 
 def test_host_memory_is_used_again_and_holds_the_latest_values() -> None:
@@ -79,14 +79,14 @@ def test_host_memory_is_used_again_and_holds_the_latest_values() -> None:
 
 
 def test_the_timeout_follows_from_the_size() -> None:
-    assert stop_timeout_s(10**9, averaged=True, embed_and_head_bytes=10**9, on_gpu=False) == STOP_S
+    assert stop_timeout_s(10**9, embed_and_head_bytes=10**9, on_gpu=False) == STOP_S
     whole = QWEN2_5_7B.num_parameters
-    size = moved_bytes(whole, averaged=True)
+    size = moved_bytes(whole)
     assert 13 * GB < size < 14 * GB, "7B, all tokens"
-    given_s = stop_timeout_s(whole, averaged=True, embed_and_head_bytes=int(2.2 * GB), on_gpu=True)
+    given_s = stop_timeout_s(whole, embed_and_head_bytes=int(2.2 * GB), on_gpu=True)
     assert given_s > STOP_S + size / COPY_BYTES_PER_S
     small = Eagle3Config.from_hf(QWEN2_5_7B.to_hf("float32") | {"draft_vocab_size": 32768})
-    assert moved_bytes(small.num_parameters, averaged=True) < size / 2
+    assert moved_bytes(small.num_parameters) < size / 2
 
 
 @pytest.mark.parametrize(

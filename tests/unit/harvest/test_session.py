@@ -24,9 +24,8 @@ from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
 from tlt.harvest.contract import TrainerGone  # noqa: E402
 from tlt.harvest.coordinator import CoordinatorSettings  # noqa: E402
 from tlt.harvest.leases import Leases, LeaseSettings  # noqa: E402
-from tlt.harvest.published import version_of  # noqa: E402
+from tlt.harvest.published import EMBEDDING, version_of  # noqa: E402
 from tlt.harvest.session import FETCH_S, HarvestSession  # noqa: E402
-from tlt.harvest.trainer import EMBEDDING  # noqa: E402
 
 SETTINGS = CoordinatorSettings(
     LeaseSettings(min_s=0.0, lease_s=30, stop_timeout_s=0.1, max_leases=8, resend_s=0.02),
@@ -135,9 +134,9 @@ class World:
 
     async def trains(self) -> None:
         """Idle workers train, then the run has them back."""
-        before = self.harvest.metrics()["trained_steps"]
+        before = self.harvest.coordinator.metrics()["trained_steps"]
         self.idle()
-        await self.until(lambda: self.harvest.metrics()["trained_steps"] > before)
+        await self.until(lambda: self.harvest.coordinator.metrics()["trained_steps"] > before)
         await self.all_needed()
 
     async def all_needed(self, within_s: float = 1.0) -> None:
@@ -148,7 +147,7 @@ class World:
     async def is_off(self) -> None:
         """Harvest is off for good, and the run has all it needs."""
         await self.all_needed()
-        assert not self.harvest.enabled
+        assert not self.harvest.coordinator.enabled
         assert self.harvest.record()["harvest/enabled"] == 0.0
         assert all(trainer.dead for trainer in self.trainers)
         assert len(self.trainers) == len(ENGINES)
@@ -211,7 +210,7 @@ def test_a_drafter_that_all_engines_refuse_turns_harvest_off(play: Play) -> None
         world.publishes()
         world.refusal = EngineError("another vocabulary")
         world.idle()
-        await world.until(lambda: not world.harvest.enabled)
+        await world.until(lambda: not world.harvest.coordinator.enabled)
         await world.is_off()
 
     play(scene)
@@ -245,10 +244,10 @@ def test_a_published_drafter_that_never_comes_is_skipped(play: Play) -> None:
         world.loses_blobs = True
         world.publishes()
         world.idle()
-        await world.until(lambda: world.harvest.metrics()["published"])
+        await world.until(lambda: world.harvest.coordinator.metrics()["published"])
         world.loses_blobs = False
         await world.until(lambda: world.swapped, FETCH_S + 5)
-        assert world.harvest.enabled
+        assert world.harvest.coordinator.enabled
         assert world.harvest.record()["harvest/faults"] == 1
         await world.all_needed()
 
@@ -266,7 +265,7 @@ def test_idle_is_told_only_once_the_worker_was_freed(play: Play) -> None:
         world.harvest.idle(ENGINES[0])
         assert not needed.done()
         await needed
-        assert world.harvest.enabled
+        assert world.harvest.coordinator.enabled
         await world.all_needed()
 
     play(scene)

@@ -19,17 +19,15 @@ from tlt.drafter.checkpoint import MOMENTS, save_drafter  # noqa: E402
 from tlt.drafter.evaluation import evaluate  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.harvest.contract import Weights  # noqa: E402
+from tlt.harvest.published import EMBEDDING, head_and_embedding  # noqa: E402
 from tlt.harvest.trainer import (  # noqa: E402
     DOUBT_TOKENS,
-    EMBEDDING,
     MIN_WINDOWS,
     WORSE,
     HarvestTrainer,
     HarvestTrainerSettings,
     averaged,
     difference,
-    head_and_embedding,
-    windows,
 )
 from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
 
@@ -305,17 +303,6 @@ def test_moments_of_the_head_are_dropped_with_the_vocabulary(
     resumed = make_trainer(settings).optimizer_state()
     dropped = moments.keys() - resumed.keys()
     assert dropped == {name for name in moments if ".lm_head." in name} != set()
-
-
-def test_windows_cover_a_sample_once() -> None:
-    sample = captured(25, 3)
-    parts = windows(sample, 10)
-    assert [len(part) for part in parts] == [10, 20, 25], "each with all that came before"
-    assert [part.loss_mask_T.nonzero()[:, 0].tolist() for part in parts] == [
-        list(range(3, 10)),
-        list(range(10, 20)),
-        list(range(20, 25)),
-    ]
 
 
 def test_a_head_may_be_tied() -> None:
