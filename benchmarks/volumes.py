@@ -204,7 +204,7 @@ def of_capture(c: Values, model: Model, given: Assumed) -> Values:
 def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
     drafter = FLOAT32 * model.drafter_parameters(given.draft_vocab)
     published = drafter * BFLOAT16 / FLOAT32
-    leaving = moved_bytes(drafter // FLOAT32, averaged=True)
+    leaving = moved_bytes(drafter // FLOAT32)
     trainers = max(0, min(TLT.max_trainers, c["engines"] - 1))  # somebody must still generate
     rounds = given.tail_s // TLT.session_s if trainers else 0
     leases = trainers * math.ceil(given.tail_s / TLT.lease_s)
@@ -221,7 +221,6 @@ def of_drafter(c: Values, model: Model, given: Assumed) -> Values:
         "leaving_bytes": leaving,
         "stop_s": stop_timeout_s(
             drafter // FLOAT32,
-            averaged=True,
             embed_and_head_bytes=int(c["ends_bytes"]),
             on_gpu=True,
         ),

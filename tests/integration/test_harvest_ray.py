@@ -21,7 +21,7 @@ from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.drafter.trainer import TrainerSettings
 from tlt.harvest.coordinator import CoordinatorSettings
 from tlt.harvest.leases import LeaseSettings
-from tlt.harvest.trainer import EMBEDDING, HarvestTrainerSettings
+from tlt.harvest.trainer import HarvestTrainerSettings
 from tlt.rollout.pool import RolloutPool
 from tlt.states.buffer import BufferSettings, SampleBuffer
 
@@ -98,13 +98,13 @@ class Run:
         await then()
 
     def trained_tokens(self) -> float:
-        return float(self.harvest.metrics().get("trained_tokens", 0.0))
+        return float(self.harvest.coordinator.metrics().get("trained_tokens", 0.0))
 
 
 @asynccontextmanager
 async def running(tiny: Path, spot: HarvestTrainerSettings) -> AsyncIterator[Run]:
+    from tlt.harvest.published import read_embed_and_head
     from tlt.harvest.session import HarvestSession
-    from tlt.harvest.trainer import read_tensors
     from tlt.rollout.actor import ray_spawner
 
     engine = EngineConfig(
@@ -122,12 +122,12 @@ async def running(tiny: Path, spot: HarvestTrainerSettings) -> AsyncIterator[Run
     pool.listen(harvest)
     async with pool:
         await harvest.start()
-        embedding = read_tensors(tiny, [EMBEDDING, "lm_head.weight"])
+        embedding = read_embed_and_head(tiny)
         harvest.policy_changed(list(embedding.items()), 1)
         run = Run(pool, harvest)
         try:
             async with asyncio.timeout(limit(60)):
-                while harvest.metrics()["ready"] < 2:
+                while harvest.coordinator.metrics()["ready"] < 2:
                     await asyncio.sleep(0.2)
             yield run
         finally:
@@ -186,7 +186,7 @@ async def killed_once(run: Run, title: str) -> None:
         num_killed += 1
 
     while num_killed == 0:
-        assert run.harvest.enabled
+        assert run.harvest.coordinator.enabled
         await run.rollout(strike)
     await run.pool.wait_ready(2)
 

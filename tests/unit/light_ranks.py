@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from fault_layer import Actor, Layer
 
-from tlt.harvest.trainer import EMBEDDING
+from tlt.harvest.published import EMBEDDING
 from tlt.learner.actor import LearnerPlan, Rows
 from tlt.learner.calls import InOrder, RankFailed, RankGone
 from tlt.node.weights import SharedWeights

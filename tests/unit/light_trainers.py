@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +34,7 @@ class Trainers:
     lease_of: dict[int, int] = field(default_factory=dict)
     """The lease under which the weights with a number were evaluated."""
 
-    def spawn(self, worker: str) -> Handle:
+    def spawn(self, worker: str) -> Any:
         self.all.append(Trainer(self, worker))
         return Handle(self.all[-1])
 
@@ -43,13 +44,12 @@ class Trainers:
 
 
 class Trainer(Actor):
-    """A trainer's process: one call after the other, `end` and `export` beside them."""
+    """A trainer's process."""
 
     def __init__(self, trainers: Trainers, worker: str) -> None:
         super().__init__(trainers.kill_s)
         self.trainers, self.worker = trainers, worker
         self.holder = Holder()
-        self.turn = asyncio.Lock()
         self.working = False
         self.weights = 0
 
@@ -82,7 +82,7 @@ class Trainer(Actor):
         better = self.trainers.layer.rng.random() < 0.5
         return Evaluation(better, 2.0, 1.9) if await self.work(lease, 0.2) else None
 
-    async def merge(self, lease: int) -> bool:
+    async def merge(self, lease: int, *others: object) -> bool:
         if not await self.work(lease, 0.2):
             return False
         self.weights = next(self.trainers.numbers)
@@ -94,69 +94,39 @@ class Trainer(Actor):
     async def release(self) -> None:
         self.holder.end_current()
 
-    async def nothing(self) -> None: ...
+    async def nothing(self, *weights: object) -> None: ...
+
+    start = take = optimizer_state = nothing
 
 
 class Handle:
-    """The coordinator's handle on a trainer, behind the layer."""
+    """The coordinator's handle on a trainer, behind the layer.
+
+    One call is made after the other; `start`, `end` and `export` are made beside them.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.trainers = trainer.trainers
+        self._trainer = trainer
+        self._turn = asyncio.Lock()
+        self.kill = trainer.kill
 
-    async def start(self) -> None:
-        await self._beside(self.trainer.nothing)
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        method = getattr(self._trainer, name)
+        turn = nullcontext() if name in ("start", "end", "export") else self._turn
 
-    async def begin(self, lease: int, seconds: float) -> bool:
-        self.trainers.expires_s[lease] = now_s() + seconds
-        return await self._call(lambda: self.trainer.begin(lease, seconds))
+        async def call(*args: Any) -> Any:
+            async def arrived() -> Any:
+                async with turn:
+                    return await method(*args)
 
-    async def end(self, lease: int) -> None:
-        self.trainers.called_back_s.setdefault(lease, now_s())
-        await self._beside(lambda: self.trainer.end(lease))
+            trainers = self._trainer.trainers
+            if name == "begin":
+                trainers.expires_s[args[0]] = now_s() + args[1]
+            if name == "end":
+                trainers.called_back_s.setdefault(args[0], now_s())
+            return await trainers.layer.call(self._trainer, arrived, TrainerFailed, TrainerGone)
 
-    async def take(
-        self, base: Weights | None, published: Weights | None, policy: Weights | None
-    ) -> None:
-        await self._call(self.trainer.nothing)
-
-    async def train(self, lease: int, seconds: float) -> Trained:
-        return await self._call(lambda: self.trainer.train(lease, seconds))
-
-    async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
-        return await self._call(lambda: self.trainer.evaluate(lease, seconds))
-
-    async def merge(
-        self, lease: int, others: list[tuple[Any, float]], own_weight: float, seconds: float
-    ) -> bool:
-        return await self._call(lambda: self.trainer.merge(lease))
-
-    async def export(self) -> Any:
-        return await self._beside(self.trainer.export)
-
-    async def optimizer_state(self) -> Any:
-        return await self._call(self.trainer.nothing)
-
-    async def release(self) -> None:
-        await self._call(self.trainer.release)
-
-    async def kill(self) -> None:
-        await self.trainer.kill()
-
-    async def _call(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Call the trainer behind its other calls."""
-
-        async def in_turn() -> Any:
-            async with self.trainer.turn:
-                return await work()
-
-        return await self._beside(in_turn)
-
-    async def _beside(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        async def arrived() -> Any:
-            return await work()
-
-        return await self.trainers.layer.call(self.trainer, arrived, TrainerFailed, TrainerGone)
+        return call
 
 
 class ScriptedTrainer:
@@ -167,28 +137,20 @@ class ScriptedTrainer:
         self.weights = 0.0
         self.has: int | None = 0
         self.ended = 0
-        self.working = False
-        self.dead = False
-        self.deaf = False
+        self.working = self.dead = False
+        self.deaf = self.breaks_off = self.cannot_be_killed = self.outlives_kills = False
         self.better = True
-        self.fails: Exception | None = None
-        self.starved = False
         self.at_evaluation: Callable[[], Awaitable[None]] | None = None
-        self.at_training: Callable[[], Awaitable[None]] | None = None
-        self.breaks_off = False
         self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
         self.taken: list[tuple[Any, ...]] = []
-        self.cannot_be_killed = self.outlives_kills = False
-        self._death = asyncio.Event()
 
     async def _alive(self) -> None:
         await asyncio.sleep(0)
         if self.dead:
             raise TrainerGone
 
-    async def start(self) -> None:
-        await self._alive()
+    start = release = _alive
 
     async def begin(self, lease: int, seconds: float) -> bool:
         await self._alive()
@@ -211,23 +173,10 @@ class ScriptedTrainer:
     async def train(self, lease: int, seconds: float) -> Trained:
         await self._alive()
         self.asked_s.append(seconds)
-        if self.at_training is not None:
-            await self.at_training()
-        if self.fails is not None:
-            raise self.fails
-        if self.starved:
-            return Trained(0, 0, 0.0, True)
         self.working = True
-        ends = asyncio.get_running_loop().time() + seconds
-        while self.deaf or (
-            asyncio.get_running_loop().time() < ends and lease > self.ended and not self.dead
-        ):
-            try:
-                async with asyncio.timeout(0.002):
-                    await self._death.wait()
-                break
-            except TimeoutError:
-                pass
+        ends_s = now_s() + seconds
+        while not self.dead and (self.deaf or (now_s() < ends_s and lease > self.ended)):
+            await asyncio.sleep(0.002)
         self.working = False
         await self._alive()
         self.weights += 1
@@ -238,9 +187,9 @@ class ScriptedTrainer:
         await self._alive()
         if self.at_evaluation is not None:
             await self.at_evaluation()
-        if self.breaks_off:
+        if self.breaks_off or lease <= self.ended:
             return None
-        return None if lease <= self.ended else Evaluation(self.better, 2.0 + self.weights, 2.0)
+        return Evaluation(self.better, 2.0 + self.weights, 2.0)
 
     async def merge(self, lease: int, others: list[Any], own_weight: float, seconds: float) -> bool:
         await self._alive()
@@ -257,14 +206,10 @@ class ScriptedTrainer:
         await self._alive()
         return f"state of {self.name}"
 
-    async def release(self) -> None:
-        await self._alive()
-
     async def kill(self) -> None:
         if self.cannot_be_killed:
             raise ZeroDivisionError("no cluster")
         if self.outlives_kills:
             await asyncio.sleep(1e9)
         self.dead, self.working = True, False
-        self._death.set()
         await asyncio.sleep(0)

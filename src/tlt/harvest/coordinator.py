@@ -75,17 +75,21 @@ def now_s() -> float:
     return asyncio.get_running_loop().time()
 
 
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
 def _log_failure(error: BaseException) -> None:
-    logger.error("harvest is off from now on: it failed", exc_info=error)
+    logger.error("harvest is off for the rest of the run (%r)", error, exc_info=error)
 
 
 @dataclass(eq=False, slots=True)
 class _Lease(Held):
     """A lease as the coordinator carries it out."""
 
-    started_s: float = 0.0
-    ending_since_s: float | None = None
-    called_back: asyncio.Event = field(default_factory=asyncio.Event)
+    started_s: float = field(default_factory=now_s)
+    called_back_s: asyncio.Future[float] = field(default_factory=_future)
+    """The time at which the lease is called back."""
     killed: bool = False
 
 
@@ -97,13 +101,14 @@ class Coordinator:
         settings: CoordinatorSettings,
         spawn: Callable[[str], TrainerHandle],
         on_failure: Callable[[BaseException], None] = _log_failure,
+        first_version: int = 0,
     ) -> None:
         self._spawn = spawn
         self._on_failure = on_failure
         self._free_s = settings.leases.stop_timeout_s + ANSWER_S
         self._leases = Leases(settings.leases)
         self._leases.enabled = False  # until there is something to learn from
-        self._rounds = Rounds(settings.session_s, settings.publish, self._leases)
+        self._rounds = Rounds(settings.session_s, settings.publish, self._leases, first_version)
         self._members: dict[str, Member] = {}
         self._held: dict[int, _Lease] = {}
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
@@ -133,10 +138,6 @@ class Coordinator:
         else:
             self._event(lambda: self._begin_trainer(worker))
 
-    def start_from(self, number: int, blob: Any) -> None:
-        """Set the drafter that the engines have; None is the one that they started with."""
-        self._event(lambda: self._rounds.start_from(number, blob))
-
     def idle(self, worker: str, for_s: float = math.inf) -> None:
         """Note that the worker has nothing to generate, probably for `for_s` seconds."""
         self._event(lambda: self._leases.idle(worker, now_s(), now_s() + for_s))
@@ -147,7 +148,7 @@ class Coordinator:
         A worker that is not free in time is a failure: all trainers are killed.
         """
         if self.enabled:
-            freed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            freed = _future()
             self._waiting.setdefault(worker, []).append(freed)
             try:
                 async with asyncio.timeout(self._free_s):
@@ -250,7 +251,7 @@ class Coordinator:
         for action in self._leases.actions(now_s()):
             match action:
                 case Begin():
-                    lease = _Lease(action.lease, self._members[action.worker], started_s=now_s())
+                    lease = _Lease(action.lease, self._members[action.worker])
                     self._held[action.lease] = lease
                     self._start(self._under(lease, partial(self._begin, lease, action.seconds)))
                 case End():
@@ -293,9 +294,8 @@ class Coordinator:
 
     def _call_back(self, action: End) -> None:
         if (lease := self._held.get(action.lease)) is not None:
-            if lease.ending_since_s is None:
-                lease.ending_since_s = now_s()
-                lease.called_back.set()
+            if not lease.called_back_s.done():
+                lease.called_back_s.set_result(now_s())
                 self._rounds.called_back(lease)
             self._start(self._tell_end(lease))
 
@@ -414,16 +414,13 @@ class Coordinator:
     async def _exported(self, source: Member, held: Held) -> Any:
         """Return a trainer's weights; None if they do not come soon, or the lease is over."""
         export = asyncio.create_task(source.trainer.export())
-        back = asyncio.create_task(self._held[held.lease].called_back.wait())
+        awaited = {export, self._held[held.lease].called_back_s}
         try:
-            await asyncio.wait(
-                {export, back}, timeout=EXPORT_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(awaited, timeout=EXPORT_S, return_when=asyncio.FIRST_COMPLETED)
             with suppress(TrainerFailed):
                 return export.result() if export.done() else None
             return None
         finally:
-            back.cancel()
             export.cancel()
 
     def _failed(self, held: Held) -> None:
@@ -433,8 +430,8 @@ class Coordinator:
     def _ended(self, held: Held, rest_s: float) -> None:
         """End a lease whose trainer has stopped for certain."""
         lease, ended_s, worker = self._held.pop(held.lease), now_s(), held.member.worker
-        if lease.ending_since_s is not None:
-            stop_s = ended_s - lease.ending_since_s
+        if lease.called_back_s.done():
+            stop_s = ended_s - lease.called_back_s.result()
             self.tally.stop_max_s = max(self.tally.stop_max_s, stop_s)
         self._leases.ended(worker, held.lease, ended_s, rest_s)
         self._spans.setdefault(worker, SpanLog()).add(Span("training", lease.started_s, ended_s))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -103,7 +103,6 @@ class _Worker:
     kill_s: float = math.inf
     wanted: bool = False
     """Whether the run waits for `Freed`."""
-    queued: bool = False
     ready: bool = False
     """Whether a trainer beside the worker can take a lease."""
 
@@ -126,7 +125,8 @@ class Leases:
     def __init__(self, settings: LeaseSettings) -> None:
         self._settings = settings
         self._workers: dict[str, _Worker] = {}
-        self._idle: deque[str] = deque()
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        """Idle workers that may get a lease, in order."""
         self._deadlines: list[tuple[float, str, int]] = []
         self._actions: list[Action] = []
         self._num_leases = 0
@@ -192,13 +192,7 @@ class Leases:
 
     def may_publish(self, worker: str, lease: int, now_s: float) -> bool:
         """Return whether the worker still holds this lease, and it has not run out."""
-        found = self._workers.get(worker)
-        return (
-            found is not None
-            and found.state is State.LEASED
-            and found.lease == lease
-            and now_s < found.expires_s
-        )
+        return self.lease_of(worker) == lease and now_s < self._workers[worker].expires_s
 
     # --- time and decisions -------------------------------------------------------------------
 
@@ -226,14 +220,14 @@ class Leases:
     def actions(self, now_s: float) -> list[Action]:
         """Return what to do now. Call it after every event, and carry out all of it."""
         while self.enabled and self._idle and self._num_leases < self._settings.max_leases:
-            worker = self._workers[self._idle.popleft()]
-            worker.queued = False
+            name, _ = self._idle.popitem(last=False)
+            worker = self._workers[name]
             if worker.state is not State.IDLE or not worker.ready:
                 continue
             if worker.idle_until_s - now_s < self._settings.min_s:
                 continue  # not worth it; the run will say when it is idle again
             if worker.rests_until_s > now_s:
-                self._deadline(worker.rests_until_s, worker.name, 0)
+                self._deadline(worker.rests_until_s, name, 0)
                 continue
             self._grant(worker, now_s)
         actions, self._actions = self._actions, []
@@ -257,7 +251,7 @@ class Leases:
 
     def lease_of(self, worker: str) -> int | None:
         """Return the lease under which the worker's trainer may work now."""
-        found = self._workers[worker]
+        found = self._found(worker)
         return found.lease if found.state is State.LEASED else None
 
     def leased(self) -> list[str]:
@@ -271,9 +265,8 @@ class Leases:
         self._queue(worker)
 
     def _queue(self, worker: _Worker) -> None:
-        if worker.state is State.IDLE and not worker.queued:
-            worker.queued = True
-            self._idle.append(worker.name)
+        if worker.state is State.IDLE:
+            self._idle.setdefault(worker.name)
 
     def _count_idle(self, worker: _Worker, now_s: float) -> None:
         idle_s = now_s - worker.idle_since_s
@@ -288,19 +281,17 @@ class Leases:
 # --- trainers -------------------------------------------------------------------------------------
 
 
-def moved_bytes(num_parameters: int, averaged: bool) -> int:
+def moved_bytes(num_parameters: int) -> int:
     """Return the bytes of a trainer that go from a GPU to the host when its lease ends.
 
     Between leases a trainer's float32 weights, both optimizer moments and the mean of its weights
     wait in host memory. Gradients are dropped, and the policy's head and embedding have a copy on
     the host anyway.
     """
-    return 4 * num_parameters * (3 + averaged)
+    return 4 * num_parameters * 4
 
 
-def stop_timeout_s(
-    num_parameters: int, averaged: bool, embed_and_head_bytes: int, on_gpu: bool
-) -> float:
+def stop_timeout_s(num_parameters: int, embed_and_head_bytes: int, on_gpu: bool) -> float:
     """Return the seconds that a trainer may take to stop before it is killed.
 
     A lease may be called back while the trainer still moves in, so the time covers both ways.
@@ -308,10 +299,8 @@ def stop_timeout_s(
     """
     if not on_gpu:
         return STOP_S
-    return (
-        STOP_S
-        + (2 * moved_bytes(num_parameters, averaged) + embed_and_head_bytes) / COPY_BYTES_PER_S
-    )
+    both_ways = 2 * moved_bytes(num_parameters) + embed_and_head_bytes
+    return STOP_S + both_ways / COPY_BYTES_PER_S
 
 
 class Holder:

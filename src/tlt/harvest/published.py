@@ -9,25 +9,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import safe_open
 
 from tlt.config.train import TrainConfig
-
-if TYPE_CHECKING:
-    import torch
+from tlt.drafter.checkpoint import (
+    adopt,
+    drafter_weights,
+    load_drafter,
+    save_drafter,
+    write_moments,
+)
+from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
+from tlt.drafter.trainer import fresh_drafter
 
 VERSION = "version.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-
-@dataclass(frozen=True, slots=True)
-class PublishedDrafter:
-    """The drafter that engines have."""
-
-    version: int
-    weights: Mapping[str, torch.Tensor] | None = None
-    """Weights, or None for those that the run began with."""
+Tensors = Mapping[str, torch.Tensor]
 
 
 def make_drafter(
@@ -37,15 +39,9 @@ def make_drafter(
 
     `size` is that of its vocabulary; None takes the default of the device.
     """
-    import torch
     from transformers import AutoConfig
 
-    from tlt.drafter.checkpoint import save_drafter
-    from tlt.drafter.eagle3.config import harvest_draft_vocabulary
-    from tlt.drafter.trainer import fresh_drafter
-    from tlt.harvest.trainer import EMBEDDING, HEAD, head_and_embedding, read_tensors
-
-    head, _ = head_and_embedding(read_tensors(policy, (HEAD, EMBEDDING)))
+    head, _ = head_and_embedding(read_embed_and_head(policy))
     model = AutoConfig.from_pretrained(policy)
     size = min(size or harvest_draft_vocabulary(model.vocab_size, on_gpu), model.vocab_size)
     drafter = fresh_drafter(model, head, torch.arange(size), seed)
@@ -69,10 +65,7 @@ def start_drafter(config: TrainConfig, out: Path, checkpoint: Path | None) -> in
         on_gpu = config.engine.num_gpus > 0
         make_drafter(policy, out, config.tlt.draft_vocab_size, on_gpu, dtype, config.run.seed)
         return 0
-    import torch
     from transformers import AutoConfig
-
-    from tlt.drafter.checkpoint import adopt
 
     num_layers = AutoConfig.from_pretrained(policy).num_hidden_layers
     adopt(Path(config.engine.drafter), out, getattr(torch, dtype), num_layers)
@@ -83,15 +76,11 @@ def start_drafter(config: TrainConfig, out: Path, checkpoint: Path | None) -> in
 def save_published(
     out: Path,
     start: Path,
-    weights: Mapping[str, torch.Tensor] | None,
+    weights: Tensors | None,
     version: int,
-    optimizer_state: Mapping[str, torch.Tensor] | None,
+    optimizer_state: Tensors | None,
 ) -> None:
     """Write the published drafter, which has the form of the drafter in `start`, or is that one."""
-    import torch
-
-    from tlt.drafter.checkpoint import load_drafter, save_drafter, write_moments
-
     drafter = load_drafter(start)
     if weights is not None:
         drafter.load_state_dict(weights)
@@ -126,12 +115,23 @@ def engine_dtype(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text()).get("dtype", "bfloat16"))
 
 
-def for_engines(weights: Mapping[str, torch.Tensor], start: Path) -> dict[str, torch.Tensor]:
+def for_engines(weights: Tensors, start: Path) -> dict[str, torch.Tensor]:
     """Return the weights of a drafter of the form in `start` as engines load them."""
-    import torch
-
-    from tlt.drafter.checkpoint import drafter_weights
-    from tlt.drafter.eagle3.config import Eagle3Config
-
     config = Eagle3Config.from_hf(json.loads((start / "config.json").read_text()))
     return drafter_weights(weights, config, getattr(torch, engine_dtype(start)))
+
+
+def head_and_embedding(policy: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a policy's head and embedding; the head may be tied to the embedding."""
+    embedding = policy[EMBEDDING]
+    return policy.get(HEAD, embedding), embedding
+
+
+def read_embed_and_head(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the embedding of a model folder, and its head if that is not tied."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in {EMBEDDING, HEAD}.intersection(opened.keys()):
+                found[name] = opened.get_tensor(name)
+    return found

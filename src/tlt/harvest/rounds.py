@@ -27,8 +27,6 @@ REST_S = 5.0
 """Seconds without a lease for a trainer that failed, or has nothing to learn from."""
 GRACE_S = 1.0
 """Seconds that a round waits after its end for members that have not answered."""
-EXPORT_S = 1.0
-"""Seconds to wait for another trainer's weights: its core may be busy with other things."""
 MAX_BROKEN_OFF = 2
 """Evaluations broken off in a row until more training comes first: leases may be too short."""
 EVALUATED_SHARE = 0.15
@@ -95,8 +93,8 @@ class Train:
     published: Weights | None
     policy: Weights | None
     until_s: float
-    source: Member | None = None
-    source_version: int = 0
+    source: Member | None
+    source_version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +130,6 @@ class Publish:
 RoundAction = Train | Settle | Release | Publish
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The newest version, the trainer that learned it, and its weights if they are known here."""
-
-    member: Member
-    version: int
-    weights: Weights | None = None
-
-
 class _Round:
     def __init__(self, started_s: float, ends_s: float) -> None:
         self.started_s = started_s
@@ -158,7 +147,9 @@ class _Round:
 class Rounds:
     """Feed it events, then carry out `actions()`; call `tick` when `next_s()` has come."""
 
-    def __init__(self, session_s: float, publish: bool, leases: Leases) -> None:
+    def __init__(
+        self, session_s: float, publish: bool, leases: Leases, first_version: int = 0
+    ) -> None:
         self._session_s = session_s
         self._publish = publish
         self._leases = leases
@@ -171,19 +162,16 @@ class Rounds:
         self._evaluation_left_s = 0.0
         """Seconds of evaluating that the training so far has earned, less those spent."""
         self._versions = itertools.count(1)
-        self._head: _Head | None = None
+        self.head: Member | None = None
+        """The trainer that has the newest weights; None if nothing was learned yet."""
+        self._head_version = 0
         self._known = Weights(0)
         """The newest weights of a head that are known here."""
         self._policy = Weights(0)
-        self._published_number, self._published = 0, Weights(0)
+        self._published_number, self._published = first_version, Weights(0)
         self._arrived = Weights(0)
         """The last published drafter whose weights reached the run."""
         self.tally = Tally()
-
-    @property
-    def head(self) -> Member | None:
-        """The trainer that has the newest weights; None if nothing was learned yet."""
-        return None if self._head is None else self._head.member
 
     def actions(self) -> list[RoundAction]:
         """Return what to do now. Call it after every event, and carry out all of it."""
@@ -191,12 +179,6 @@ class Rounds:
         return actions
 
     # --- what the run says --------------------------------------------------------------------
-
-    def start_from(self, number: int, blob: Any) -> None:
-        """Set the drafter that the engines have; None is the one that they started with."""
-        self._published_number = number
-        if blob is not None:
-            self._published = self._known = self._arrived = Weights(next(self._versions), blob)
 
     def follow(self, policy: Weights) -> None:
         """Set the policy that samples come from."""
@@ -211,14 +193,14 @@ class Rounds:
         self.tally.faults += 1
         if self._published.version == version.weights.version:
             self._published = self._known = self._arrived
-            self._head = None
+            self.head = None
 
     # --- what is heard of trainers ------------------------------------------------------------
 
     def replaced(self, member: Member) -> None:
         """Note that a trainer is gone, and with it the head that only it had."""
-        if self._head is not None and self._head.member is member:
-            self._head = None  # its weights may still be known
+        if self.head is member:
+            self.head = None  # its weights may still be known
         if (current := self._round) is not None:
             for held in [held for held in current.results if held.member is member]:
                 del current.results[held]
@@ -238,8 +220,7 @@ class Rounds:
     def head_arrived(self, version: int, blob: Any) -> Weights:
         """Note the weights of a head, and return them."""
         weights = Weights(version, blob)
-        if self._head is not None and self._head.version == version:
-            self._head = _Head(self._head.member, version, weights)
+        if self.head is not None and self._head_version == version:
             self._known = weights
         return weights
 
@@ -288,8 +269,7 @@ class Rounds:
 
     def _keep(self, held: Held, evaluation: Evaluation, blob: Any, now_s: float) -> None:
         """Remember the weights of a new head, and publish them if they are better."""
-        assert self._head is not None
-        weights = self.head_arrived(self._head.version, blob)
+        weights = self.head_arrived(self._head_version, blob)
         if not evaluation.better:
             self.tally.refused += 1
         # Since the evaluation began, the lease may have been called back or have run out, and
@@ -332,20 +312,18 @@ class Rounds:
 
     def _train(self, held: Held) -> None:
         """Let a trainer train until the round ends, with the weights that it does not have."""
-        member, head = held.member, self._head
+        member, source = held.member, None
         assert held.round is not None
-        source, version, base = None, 0, _news(member.base, self._known)
-        if head is not None:
-            if head.member is member or member.base == head.version:
+        base = _news(member.base, self._known)
+        if self.head is not None:
+            if self.head is member or member.base == self._head_version:
                 base = None
-            elif head.weights is not None:
-                base = head.weights
-            else:
-                source, version = head.member, head.version
+            elif self._known.version != self._head_version:
+                source = self.head
         policy = _news(member.policy, self._policy)
         published = self._news_of_published(member)
         member.base, member.policy = None, self._policy.version
-        until_s = held.round.ends_s
+        until_s, version = held.round.ends_s, self._head_version
         self._actions.append(Train(held, base, published, policy, until_s, source, version))
 
     def _news_of_published(self, member: Member) -> Weights | None:
@@ -354,8 +332,8 @@ class Rounds:
         return _news(has, self._published)
 
     def _set_head(self, member: Member) -> None:
-        member.base = version = next(self._versions)
-        self._head = _Head(member, version)
+        self.head, self._head_version = member, next(self._versions)
+        member.base = self._head_version
 
     # --- the end of a round -------------------------------------------------------------------
 

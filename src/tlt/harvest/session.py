@@ -27,10 +27,13 @@ from tlt.harvest.actor import Packed, RayTrainer, TrainerPlace, pack, unpack
 from tlt.harvest.contract import Engines, Record, RunHarvest, TrainerHandle, Version
 from tlt.harvest.coordinator import ANSWER_S, Coordinator, CoordinatorSettings, now_s
 from tlt.harvest.forecast import TailForecast
-from tlt.harvest.published import PublishedDrafter, for_engines, save_published
+from tlt.harvest.published import EMBEDDING, HEAD, for_engines, save_published
+from tlt.node.weights import SharedWeights, read_weights
 from tlt.rollout.client import SWAP_S, place_of
 
 if TYPE_CHECKING:
+    import torch
+
     from tlt.harvest.trainer import HarvestTrainerSettings
     from tlt.rollout.weights import NewWeights
     from tlt.spans import Span
@@ -60,7 +63,6 @@ class IdlePeriod:
     """A time in which an engine is idle."""
 
     engine: str
-    worker: str
     remaining_s: float
 
 
@@ -79,18 +81,20 @@ class HarvestSession(RunHarvest):
         spawn: Callable[[HarvestTrainerSettings, TrainerPlace], TrainerHandle] = RayTrainer,
         share: Callable[[Packed], Any] = ray.put,
     ) -> None:
-        self._settings = settings
+        self._leases = settings.leases
         self._trainer = trainer
+        self._start_folder = Path(trainer.drafter)
+        """Folder of the drafter that the run began with."""
         self._pool = pool
         self._place = place
         self._on_gpu = on_gpu
         self._colocated = colocated
         self._spawn = spawn
         self._share = share
-        self._coordinator = Coordinator(settings, self._spawn_trainer, _log_off)
+        self.coordinator = Coordinator(settings, self._spawn_trainer, first_version=first_version)
         self._started = False
-        self._engines: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """The engine at every worker, and its cores."""
+        self.workers: dict[str, tuple[int, ...]] = {}
+        """Workers with an engine, and their cores."""
         self._idle: dict[str, IdlePeriod] = {}
         """Workers that the coordinator may lease."""
         self._freeing: dict[str, asyncio.Task[None]] = {}
@@ -102,7 +106,9 @@ class HarvestSession(RunHarvest):
         """Engines whose memory is the trainers'."""
         self._moving: dict[str, asyncio.Lock] = {}
         """Held while an engine falls asleep or wakes."""
-        self._published = PublishedDrafter(first_version)
+        self._published: Mapping[str, torch.Tensor] | None = None
+        """Weights of the drafter that engines have; None for those that the run began with."""
+        self._version = first_version
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self._rollout = asyncio.Event()
@@ -112,29 +118,15 @@ class HarvestSession(RunHarvest):
         self._alarms = 0
         self._release_max_s = 0.0
 
-    @property
-    def enabled(self) -> bool:
-        """Whether harvest is on: an error turns it off for the rest of the run."""
-        return self._coordinator.enabled
-
-    @property
-    def workers(self) -> dict[str, tuple[int, ...]]:
-        """Workers with an engine, and their cores."""
-        return {worker: cores for worker, (_, cores) in self._engines.items()}
-
-    def metrics(self) -> Record:
-        """Return the coordinator's totals."""
-        return self._coordinator.metrics()
-
     # --- what the pool says -------------------------------------------------------------------
 
     def ready(self, engine: str, report: Mapping[str, Any]) -> None:
         """Start a trainer beside a new engine."""
         worker, cores = place_of(engine), tuple(report.get("cores", ()))
-        known = self._engines.get(worker)
-        self._engines[worker] = engine, cores
-        if self._started and (known is None or known[1] != cores):
-            self._coordinator.join(worker)
+        moved = self.workers.get(worker) != cores
+        self.workers[worker] = cores
+        if self._started and moved:
+            self.coordinator.join(worker)
 
     def idle(self, engine: str) -> None:
         """Note that an engine has nothing to generate while others have."""
@@ -143,24 +135,23 @@ class HarvestSession(RunHarvest):
     def _leave_idle(self, engine: str, for_s: float) -> None:
         """Let the coordinator lease an engine's worker, probably for `for_s` seconds."""
         worker = place_of(engine)
-        period = IdlePeriod(engine, worker, for_s)
-        self._idle[worker] = period
+        self._idle[worker] = period = IdlePeriod(engine, for_s)
         if self._on_gpu or worker in self._freeing:
-            self._task(self._make_idle(period))
+            self._task(self._make_idle(worker, period))
         else:
-            self._coordinator.idle(worker, for_s)
+            self.coordinator.idle(worker, for_s)
 
-    async def _make_idle(self, period: IdlePeriod) -> None:
+    async def _make_idle(self, worker: str, period: IdlePeriod) -> None:
         """Let a worker be leased once it is free, and on a GPU once its engine's memory is free."""
-        if (freeing := self._freeing.get(period.worker)) is not None:
+        if (freeing := self._freeing.get(worker)) is not None:
             await asyncio.shield(freeing)
         if self._on_gpu:
             async with self._moving.setdefault(period.engine, asyncio.Lock()):
-                if self._idle.get(period.worker) is period:
+                if self._idle.get(worker) is period:
                     self._asleep.add(period.engine)
                     await self._pool.sleep_engine(period.engine)
-        if self._idle.get(period.worker) is period:  # not needed again meanwhile
-            self._coordinator.idle(period.worker, period.remaining_s)
+        if self._idle.get(worker) is period:  # not needed again meanwhile
+            self.coordinator.idle(worker, period.remaining_s)
 
     async def needed(self, engine: str, wake: bool = True) -> None:
         """Call an engine's worker back; return when its device is free, and the engine awake."""
@@ -179,7 +170,7 @@ class HarvestSession(RunHarvest):
 
     async def _free(self, worker: str) -> None:
         try:
-            await self._coordinator.needed(worker)
+            await self.coordinator.needed(worker)
         finally:
             self._freeing.pop(worker, None)
 
@@ -211,10 +202,10 @@ class HarvestSession(RunHarvest):
             return
         self._update_since_s = now_s()
         expected_s = median(self._update_s) if self._update_s else math.inf
-        if not self.enabled or expected_s < self._settings.leases.min_s:
+        if not self.coordinator.enabled or expected_s < self._leases.min_s:
             return
         # A lost engine's successor may be starting on its device: its worker is not idle.
-        for engine in self._pool.engines[: self._settings.leases.max_leases]:
+        for engine in self._pool.engines[: self._leases.max_leases]:
             self._leave_idle(engine, expected_s)
 
     async def update_ended(self) -> None:
@@ -238,15 +229,15 @@ class HarvestSession(RunHarvest):
     async def _hand_on(self, weights: NewWeights, version: int) -> None:
         try:
             packed = await asyncio.to_thread(_pack_embed_and_head, weights)
-            self._coordinator.policy_changed(version, self._share(packed))
+            self.coordinator.policy_changed(version, self._share(packed))
         except Exception as error:
             logger.warning("the policy's head did not reach the trainers (%r)", error)
 
     def record(self) -> Record:
         """Return what harvest did since the last call."""
-        before, now = self._before, self.metrics()
+        before, now = self._before, self.coordinator.metrics()
         record = {
-            "harvest/enabled": float(self.enabled),
+            "harvest/enabled": float(self.coordinator.enabled),
             "harvest/swap_s": self._swap_s,
             "harvest/release_s": self._release_max_s,
             "harvest/alarms": self._alarms,
@@ -262,14 +253,14 @@ class HarvestSession(RunHarvest):
 
     def leased(self) -> list[str]:
         """Return the workers that train now."""
-        return self._coordinator.leased()
+        return self.coordinator.leased()
 
     def take_spans(self) -> dict[str, list[Span]]:
         """Return when every worker trained since the last call, in wall-clock time."""
         shift_s = time.time() - asyncio.get_running_loop().time()
         return {
             worker: [span.shifted(shift_s) for span in spans]
-            for worker, spans in self._coordinator.take_spans().items()
+            for worker, spans in self.coordinator.take_spans().items()
         }
 
     def alarm(self, drafts: int, accepted: int) -> None:
@@ -297,44 +288,38 @@ class HarvestSession(RunHarvest):
         """Return the optimizer's state; None if there is none, or it does not come in time."""
         try:
             async with asyncio.timeout(OPTIMIZER_S):
-                state: Packed | None = await self._coordinator.optimizer_state()
+                state: Packed | None = await self.coordinator.optimizer_state()
                 return state
         except Exception as error:
             logger.warning("the checkpoint lacks the state of the drafter's optimizer (%r)", error)
             return None
 
     def _save(self, folder: Path, packed: Packed | None) -> None:
-        drafter = self._published
         state = None if packed is None else unpack(packed)
-        save_published(folder, self._start_folder, drafter.weights, drafter.version, state)
-
-    @property
-    def _start_folder(self) -> Path:
-        """Folder of the drafter that the run began with."""
-        return Path(self._trainer.drafter)
+        save_published(folder, self._start_folder, self._published, self._version, state)
 
     # --- life ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start trainers beside all engines, which have nothing to do yet."""
         self._started = True
-        self._coordinator.start_from(self._published.version, None)
-        for worker in self._engines:
-            self._coordinator.join(worker)
+        for worker in self.workers:
+            self.coordinator.join(worker)
         self._task(self._publish_versions())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                while self.enabled and self.metrics()["ready"] < len(self._engines):
+                while self.coordinator.enabled and self.coordinator.metrics()["ready"] < len(
+                    self.workers
+                ):
                     await asyncio.sleep(0.1)
 
     def _spawn_trainer(self, worker: str) -> TrainerHandle:
-        engine, cores = self._engines[worker]
+        cores, options = self.workers[worker], dict(self._place(worker))
         name = worker.replace("engine", "trainer")
-        place = TrainerPlace(cores, self._on_gpu, dict(self._place(engine)), name)
-        return self._spawn(self._trainer, place)
+        return self._spawn(self._trainer, TrainerPlace(cores, self._on_gpu, options, name))
 
     async def stop(self) -> None:
-        await self._coordinator.shutdown()
+        await self.coordinator.shutdown()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -348,29 +333,29 @@ class HarvestSession(RunHarvest):
 
     async def _publish_versions(self) -> None:
         """Publish drafters as they come, but only while engines generate."""
-        while (version := await self._coordinator.next_version()) is not None:
+        while (version := await self.coordinator.next_version()) is not None:
             try:
                 async with asyncio.timeout(FETCH_S):
                     packed: Packed = await version.weights.blob
             except Exception as error:
                 logger.warning("drafter %d was lost with its trainer (%r)", version.number, error)
-                self._coordinator.lost(version)
+                self.coordinator.lost(version)
                 continue
             try:
                 await self._swap(version, packed)
             except Exception as error:
-                self._coordinator.fail(error)
+                self.coordinator.fail(error)
 
     async def _swap(self, version: Version, packed: Packed) -> None:
         """Hand a drafter to all engines, between two of their steps."""
         weights = await asyncio.to_thread(unpack, packed)
         tensors = await asyncio.to_thread(for_engines, weights, self._start_folder)
         shared = await asyncio.to_thread(lambda: self._share(pack(weights)))
-        self._coordinator.arrived(version, shared)
+        self.coordinator.arrived(version, shared)
         while True:
             await self._rollout.wait()
             async with self._swapping:
-                if not self.enabled:
+                if not self.coordinator.enabled:
                     return
                 if not self._rollout.is_set():
                     continue  # it ended while we waited
@@ -378,20 +363,13 @@ class HarvestSession(RunHarvest):
                     seconds = await self._pool.update_drafter(
                         tensors.items(), version.number, skip=frozenset(self._asleep)
                     )
-                self._published = PublishedDrafter(version.number, weights)
+                self._published, self._version = weights, version.number
                 break
         self._swap_s += max(seconds, default=0.0)
         logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)
 
 
-def _log_off(error: BaseException) -> None:
-    logger.error("harvest is off for the rest of the run (%r)", error, exc_info=error)
-
-
 def _pack_embed_and_head(weights: NewWeights) -> Packed:
     """Return a policy's embedding and head, packed."""
-    from tlt.harvest.trainer import EMBEDDING, HEAD
-    from tlt.node.weights import SharedWeights, read_weights
-
     tensors = read_weights(str(weights.path)) if isinstance(weights, SharedWeights) else weights
     return pack({name: tensor for name, tensor in tensors if name in (EMBEDDING, HEAD)})

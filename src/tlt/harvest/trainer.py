@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from safetensors import safe_open
 
 from tlt.config.train import TltConfig
 from tlt.drafter.checkpoint import load_drafter, read_moments
@@ -26,12 +25,11 @@ from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.hardware import compute_dtype
 from tlt.harvest.contract import Evaluation, Trained, Weights
 from tlt.harvest.leases import Holder
-from tlt.harvest.published import is_new
+from tlt.harvest.published import Tensors, head_and_embedding, is_new, read_embed_and_head
 from tlt.logs import LogSettings
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
 AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
 """Learning rate and averaged steps of trained drafters, and of new ones, which learn more."""
@@ -53,8 +51,6 @@ MIN_WINDOWS = 4
 """Held-out windows that every evaluation takes, however little time it has."""
 WINDOWS_AT_ONCE = 2
 """Held-out windows between two looks at the clock and at the difference so far."""
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ class HarvestTrainer:
         self._buffer = SampleBuffer(settings.buffer)
         self._trainer = DrafterTrainer(
             load_drafter(Path(settings.drafter)),
-            *head_and_embedding(read_tensors(Path(settings.policy), (HEAD, EMBEDDING))),
+            *head_and_embedding(read_embed_and_head(Path(settings.policy))),
             settings.trainer,
         )
         if (state := read_moments(Path(settings.drafter))) is not None:
@@ -187,11 +183,9 @@ class HarvestTrainer:
             if self._own is not None and self._own.same_as(blob):
                 self._published = self._own
             else:
-                weights = {name: tensor.clone() for name, tensor in blob.items()}
-                self._published = _Scored(weights)
+                self._published = _Scored({name: t.clone() for name, t in blob.items()})
         if base is not None:
-            self._own = None
-            self._trainer.load(base.blob if base.version else self._initial)
+            self._load(base.blob if base.version else self._initial)
 
     def train(self, lease: int, seconds: float) -> Trained:
         """Train on the node's buffer for `seconds`, or until the lease ends."""
@@ -294,7 +288,11 @@ class HarvestTrainer:
         until_s = time.monotonic() + seconds
         if self._parts is None:
             samples = self._buffer.held_out(self._settings.held_out_tokens)
-            parts = [part for sample in samples for part in windows(sample, HELD_OUT_WINDOW)]
+            parts = [
+                sample.focused(begin, begin + HELD_OUT_WINDOW)
+                for sample in samples
+                for begin in range(0, len(sample), HELD_OUT_WINDOW)
+            ]
             self._parts = [part for part in parts if part.num_chains]
         count, sizes = 0, [part.num_chains for part in self._parts]
         while count < len(sizes):
@@ -361,11 +359,6 @@ class HarvestTrainer:
                 self._own = None
 
 
-def windows(sample: Captured, size: int) -> list[Captured]:
-    """Return a sample's windows, each with all tokens before it."""
-    return [sample.focused(begin, begin + size) for begin in range(0, len(sample), size)]
-
-
 def difference(
     new: Sequence[float], old: Sequence[float], weights: Sequence[float]
 ) -> tuple[float, float]:
@@ -399,19 +392,3 @@ def averaged(members: Sequence[tuple[Tensors, float]]) -> dict[str, torch.Tensor
         else torch.stack([weights[name] * (share / total) for weights, share in fitting]).sum(0)
         for name, tensor in first.items()
     }
-
-
-def head_and_embedding(policy: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a policy's head and embedding; the head may be tied to the embedding."""
-    embedding = policy[EMBEDDING]
-    return policy.get(HEAD, embedding), embedding
-
-
-def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return the named tensors of a model folder, as far as it has them."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in set(opened.keys()).intersection(names):
-                found[name] = opened.get_tensor(name)
-    return found

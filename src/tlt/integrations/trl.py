@@ -25,9 +25,16 @@ from tlt.config.train import CaptureConfig, TltConfig
 from tlt.drafter.checkpoint import load_drafter
 from tlt.errors import ConfigError
 from tlt.harvest.contract import Weights
-from tlt.harvest.published import engine_dtype, is_new, save_published, version_of
+from tlt.harvest.published import (
+    EMBEDDING,
+    HEAD,
+    engine_dtype,
+    is_new,
+    save_published,
+    version_of,
+)
 from tlt.harvest.rounds import EVALUATED_SHARE
-from tlt.harvest.trainer import EMBEDDING, HEAD, HarvestTrainer, trainer_settings
+from tlt.harvest.trainer import HarvestTrainer, trainer_settings
 from tlt.integrations.hosted import HostedEngine
 from tlt.integrations.training import new_drafter
 from tlt.models.hub import local_folder

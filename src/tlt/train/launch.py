@@ -223,7 +223,6 @@ class _Run:
         shape = Eagle3Config.from_hf(json.loads((drafter / "config.json").read_text()))
         stop_s = stop_timeout_s(
             shape.num_parameters,
-            averaged=True,
             embed_and_head_bytes=2 * shape.vocab_size * shape.hidden_size * BFLOAT16,
             on_gpu=on_gpu,
         )

@@ -312,7 +312,7 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
     loading = (("ranks load the policy in float32", ranks * FLOAT32 * shape.parameters),)
     saved = RESTING_BYTES * shape.parameters * ranks // config.learner.num_ranks
     # Pinned memory comes in powers of two: up to twice the size.
-    parked = 2 * moved_bytes(sizes.drafter_parameters, averaged=True)
+    parked = 2 * moved_bytes(sizes.drafter_parameters)
     parked += 2 * BFLOAT16 * shape.vocab * shape.hidden
     running = (
         ("checkpoint on its way to disk", saved),

@@ -10,7 +10,7 @@ comes, the learner frees its caches again, and the engines take the memory of th
 from __future__ import annotations
 
 from tlt.config.train import TrainConfig
-from tlt.harvest.trainer import EMBEDDING, HEAD
+from tlt.harvest.published import EMBEDDING, HEAD
 from tlt.learner.group import LearnerGroup
 from tlt.node.weights import SharedWeights
 from tlt.rollout.actor import policy_route

@@ -8,14 +8,8 @@ from typing import Any
 import pytest
 from light_trainers import ScriptedTrainer
 
-from tlt.harvest.contract import TrainerFailed
-from tlt.harvest.coordinator import (
-    ANSWER_S,
-    RETRY_S,
-    START_S,
-    Coordinator,
-    CoordinatorSettings,
-)
+from tlt.harvest.contract import TrainerFailed, Version
+from tlt.harvest.coordinator import ANSWER_S, RETRY_S, START_S, Coordinator, CoordinatorSettings
 from tlt.harvest.leases import Leases, LeaseSettings
 from tlt.harvest.rounds import REST_S
 from tlt.simulate import clock
@@ -31,13 +25,19 @@ Scene = Callable[["Setting"], Coroutine[Any, Any, None]]
 
 
 class Setting:
-    def __init__(self, settings: CoordinatorSettings = SETTINGS, workers: str = "ab") -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings = SETTINGS,
+        workers: str = "ab",
+        policy: bool = True,
+    ) -> None:
         self.trainers: dict[str, list[ScriptedTrainer]] = {}
         self.errors: list[BaseException] = []
         self.coordinator = Coordinator(settings, self._spawn, self.errors.append)
         for worker in workers:
             self.coordinator.join(worker)
-        self.coordinator.policy_changed(1, "policy")
+        if policy:
+            self.coordinator.policy_changed(1, "policy")
 
     def _spawn(self, worker: str) -> ScriptedTrainer:
         trainer = ScriptedTrainer(worker)
@@ -54,6 +54,12 @@ class Setting:
         async with asyncio.timeout(within_s):
             await self.coordinator.needed(worker)
         assert not self[worker].working
+
+    async def version(self) -> Version:
+        """Return the next drafter that is published."""
+        version = await self.coordinator.next_version(2.0)
+        assert version is not None
+        return version
 
     async def __aenter__(self) -> "Setting":
         await asyncio.sleep(0.01)  # trainers get ready
@@ -79,10 +85,8 @@ def simulated(*args: Any, **kwargs: Any) -> Callable[[Scene], Callable[[], None]
 @simulated()
 async def test_an_idle_worker_trains_and_what_is_better_is_published(s: Setting) -> None:
     s.idle("a")
-    first = await s.coordinator.next_version(2.0)
-    second = await s.coordinator.next_version(2.0)
-    assert first is not None
-    assert second is not None
+    first = await s.version()
+    second = await s.version()
     assert (first.number, second.number) == (1, 2)
     assert second.weights.blob > first.weights.blob
     await s.needed("a")
@@ -140,85 +144,36 @@ async def test_the_optimizer_state_is_that_of_the_newest_weights(s: Setting) -> 
     assert await s.coordinator.optimizer_state() == "state of b"
 
 
-@simulated()
-async def test_what_is_not_better_is_not_published(s: Setting) -> None:
-    s["a"].better = False
-    s.idle("a")
-    assert await s.coordinator.next_version(0.2) is None
-    assert s.coordinator.tally.refused > 0
+@pytest.mark.parametrize("publish", [True, False])
+def test_what_is_not_better_or_not_wanted_is_not_published(publish: bool) -> None:
+    @simulated(replace(SETTINGS, publish=publish))
+    async def scene(s: Setting) -> None:
+        s["a"].better = not publish
+        s.idle("a")
+        assert await s.coordinator.next_version(0.2) is None
+        assert s.coordinator.tally.trained_steps > 1
+        assert bool(s.coordinator.tally.refused) == publish
+
+    scene()
 
 
-@simulated(replace(SETTINGS, publish=False))
-async def test_without_publishing_there_is_training_all_the_same(s: Setting) -> None:
-    s.idle("a")
-    assert await s.coordinator.next_version(0.2) is None
-    assert s.coordinator.tally.trained_steps > 1
-
-
-@simulated()
-async def test_a_trainer_that_does_not_stop_is_killed_and_the_run_has_its_worker(
-    s: Setting,
-) -> None:
-    s["a"].deaf = True
-    s.idle("a")
-    await asyncio.sleep(0.05)
-    assert s["a"].working
-    await s.needed("a", within_s=0.4)
-    assert s.trainers["a"][0].dead
-    assert len(s.trainers["a"]) == 2, "another one took its place"
-    assert s.coordinator.metrics()["kills"] >= 1
-
-
-@simulated()
-async def test_a_trainer_that_dies_or_fails_costs_nothing_but_its_work(s: Setting) -> None:
-    s.idle("a")
-    await asyncio.sleep(0.02)
-    await s["a"].kill()
-    await asyncio.sleep(0.05)
-    assert s.coordinator.tally.faults == 1
-    assert s.coordinator.tally.trainer_restarts == 1
-    s["b"].fails = TrainerFailed("disk full")
-    s.idle("b")
-    await asyncio.sleep(0.05)
-    assert s.coordinator.tally.faults == 2
-    assert s.coordinator.tally.trainer_restarts == 2
-    await s.needed("a")
-    await s.needed("b")
-
-
-@simulated()
-async def test_with_nothing_to_learn_nothing_is_leased_for_a_while(s: Setting) -> None:
-    s["a"].starved = True
-    s.idle("a")
-    await asyncio.sleep(0.2)
-    assert s.coordinator.metrics()["leases"] == 1
-    await s.needed("a")
-
-
-@simulated()
+@simulated(workers="", policy=False)
 async def test_no_lease_before_there_are_states_to_learn_from(s: Setting) -> None:
-    coordinator = Coordinator(SETTINGS, ScriptedTrainer)
-    coordinator.join("a")
-    await asyncio.sleep(0.01)
-    coordinator.idle("a")
+    s.coordinator.join("a")
+    s.idle("a")
     await asyncio.sleep(0.05)
-    assert coordinator.metrics()["leases"] == 0
-    coordinator.policy_changed(1, "policy")
-    await asyncio.sleep(0.02)
-    assert coordinator.metrics()["leases"] == 1
-    await coordinator.shutdown()
+    assert s.coordinator.metrics()["leases"] == 0
+    s.coordinator.policy_changed(1, "policy")
+    assert s.coordinator.metrics()["leases"] == 1
 
 
 @simulated()
 async def test_results_of_several_are_merged_by_what_they_learned(s: Setting) -> None:
     s.idle("a")
     s.idle("b")
-    version = await s.coordinator.next_version(2.0)
-    assert version is not None
+    await s.version()
     assert s["a"].merged_with == [[(1.0, 100.0)]]
     assert s.coordinator.tally.merges == 1
-    await s.needed("a")
-    await s.needed("b")
 
 
 @simulated(workers="abc")
@@ -228,27 +183,9 @@ async def test_the_dead_and_the_called_back_are_left_out_of_a_merge(s: Setting) 
     await asyncio.sleep(0.01)
     await s["b"].kill()
     await s.needed("c")
-    version = await s.coordinator.next_version(2.0)
-    assert version is not None
+    version = await s.version()
     assert version.weights.blob == 1.0
     assert s["a"].merged_with == []
-
-
-@simulated()
-async def test_what_was_called_back_while_it_was_evaluated_is_not_published(s: Setting) -> None:
-    asked: list[asyncio.Task[None]] = []
-
-    async def called_back() -> None:
-        if not asked:
-            asked.append(asyncio.create_task(s.needed("a")))
-            s["a"].ended = -1  # it has not heard of it, and evaluates as if nothing was
-            await asyncio.sleep(0.02)
-
-    s["a"].at_evaluation = called_back
-    s.idle("a")
-    assert await s.coordinator.next_version(0.3) is None
-    assert s.coordinator.tally.published == 0
-    await asked[0]
 
 
 @simulated()
@@ -262,20 +199,6 @@ async def test_another_worker_goes_on_where_the_last_one_stopped(s: Setting) -> 
     s.idle("b")
     await asyncio.sleep(0.03)
     assert s["b"].taken[0] == (learned, None, "policy"), "not only what was evaluated"
-    await s.needed("b")
-
-
-@simulated()
-async def test_after_a_death_training_goes_on_from_the_published_drafter(s: Setting) -> None:
-    s.idle("a")
-    version = await s.coordinator.next_version(2.0)
-    assert version is not None
-    await s.needed("a")
-    await s["a"].kill()
-    s.idle("b")
-    await asyncio.sleep(0.03)
-    assert s["b"].taken[0][0] == version.weights.blob
-    await s.needed("b")
 
 
 @simulated()
@@ -293,10 +216,8 @@ async def test_a_worker_called_back_while_others_evaluate_is_free_at_once(s: Set
 @simulated()
 async def test_weights_that_do_not_come_are_not_waited_for(s: Setting) -> None:
     """The core of whoever learned last may be busy: others go on from what is known."""
-
     s.idle("a")
-    version = await s.coordinator.next_version(2.0)
-    assert version is not None
+    version = await s.version()
     await asyncio.sleep(0.02)
     await s.needed("a")  # in the middle: what it has now, only it has
 
@@ -312,98 +233,25 @@ async def test_weights_that_do_not_come_are_not_waited_for(s: Setting) -> None:
     await asyncio.sleep(1.3)
     assert version.weights.blob in [base for base, _, _ in s["b"].taken]
     assert not s["b"].dead
-    await s.needed("b")
-
-
-@simulated()
-async def test_a_drafter_is_compared_with_the_one_published_meanwhile(s: Setting) -> None:
-    async def slowly() -> None:
-        await asyncio.sleep(0.2)
-
-    s["a"].at_evaluation = slowly
-    s.idle("a")
-    await asyncio.sleep(0.08)
-    s.idle("b")  # its round begins while a's is being evaluated
-    first = await s.coordinator.next_version(2.0)
-    second = await s.coordinator.next_version(2.0)
-    assert first is not None
-    assert second is not None
-    told = [published for _, published, _ in s["b"].taken if published is not None]
-    assert told[:1] == [first.weights.blob]
-    await s.needed("a", within_s=0.5)
-    await s.needed("b")
 
 
 @simulated()
 async def test_a_trainer_that_fails_while_it_evaluates_is_replaced(s: Setting) -> None:
     """Its successor compares itself with the published drafter, not with an older one."""
+
+    async def fails() -> None:
+        raise TrainerFailed("out of memory")
+
     s["a"].at_evaluation = fails
     s.idle("a")
     await asyncio.sleep(0.2)
     assert s.trainers["a"][0].dead
     assert s.coordinator.tally.faults == s.coordinator.tally.trainer_restarts == 1
     s.idle("b")
-    version = await s.coordinator.next_version(2.0)
-    assert version is not None
+    version = await s.version()
     await s.needed("b")
     await asyncio.sleep(REST_S)
     assert s["a"].taken[0][1] == version.weights.blob
-    await s.needed("a")
-
-
-async def fails() -> None:
-    raise TrainerFailed("out of memory")
-
-
-@simulated()
-async def test_a_drafter_compared_with_an_older_one_than_published_waits(s: Setting) -> None:
-    s.idle("a")
-    await asyncio.sleep(1.0)  # earns time to evaluate in
-    may_end = asyncio.Event()
-
-    async def until_published() -> None:
-        await may_end.wait()
-
-    s["b"].at_evaluation = until_published
-    s["a"].better = False
-    await asyncio.sleep(0.1)
-    await s.needed("a")
-    s.idle("b")
-    await asyncio.sleep(0.1)  # b evaluates
-    published = s.coordinator.tally.published
-    s["a"].better = True
-    s.idle("a")
-    while s.coordinator.tally.published == published:
-        await asyncio.sleep(0.01)
-    await s.needed("a")
-    s["b"].at_evaluation = None
-    may_end.set()
-    await asyncio.sleep(0.01)
-    assert s.coordinator.tally.published == published + 1
-    await asyncio.sleep(0.2)
-    assert s.coordinator.tally.published > published + 1, "compared with the new one"
-    await s.needed("b")
-
-
-@simulated()
-async def test_training_continues_without_a_published_drafter_whose_weights_are_lost(
-    s: Setting,
-) -> None:
-    s.idle("a")
-    first = await s.coordinator.next_version(2.0)
-    assert first is not None
-    s.coordinator.arrived(first, 70.0)
-    second = await s.coordinator.next_version(2.0)
-    assert second is not None
-    await s.needed("a")
-    s.coordinator.lost(second)
-    s.idle("b")
-    await asyncio.sleep(0.02)
-    assert s["b"].taken[0] == (70.0, 70.0, "policy")
-    third = await s.coordinator.next_version(2.0)
-    assert third is not None
-    assert third.number > second.number
-    await s.needed("b")
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -443,7 +291,7 @@ async def test_a_worker_that_does_not_come_back_in_time_turns_harvest_off(s: Set
     assert len(s.errors) == 1
 
 
-@pytest.mark.parametrize("method", ["idle", "needed", "tick", "actions", "set_ready"])
+@pytest.mark.parametrize("method", ["idle", "needed", "tick", "actions"])
 def test_an_error_in_a_decision_turns_harvest_off_and_frees_all_workers(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@
 """
 
 import math
-import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,21 +24,27 @@ def ready(*workers: str) -> Leases:
     return leases
 
 
+def leased() -> tuple[Leases, int]:
+    """Return leases of which "a" has one since 0 s, and its number."""
+    leases = ready("a")
+    leases.idle("a", 0.0)
+    begin = only(leases.actions(0.0))
+    assert isinstance(begin, Begin)
+    return leases, begin.lease
+
+
 def only(actions: list[Any]) -> Any:
     assert len(actions) == 1, actions
     return actions[0]
 
 
 def test_an_idle_worker_is_leased_and_given_back_when_needed() -> None:
-    leases = ready("a")
-    leases.idle("a", 0.0)
-    begin = only(leases.actions(0.0))
-    assert isinstance(begin, Begin)
-    assert leases.may_publish("a", begin.lease, 1.0)
+    leases, lease = leased()
+    assert leases.may_publish("a", lease, 1.0)
     leases.needed("a", 5.0)
-    assert leases.actions(5.0) == [End("a", begin.lease)]
-    assert not leases.may_publish("a", begin.lease, 5.0)
-    leases.ended("a", begin.lease, 5.1)
+    assert leases.actions(5.0) == [End("a", lease)]
+    assert not leases.may_publish("a", lease, 5.0)
+    leases.ended("a", lease, 5.1)
     assert leases.actions(5.1) == [Freed("a")]
     assert leases.counts.leased_s == pytest.approx(5.1)
     assert leases.counts.coverable_s == pytest.approx(5.1)
@@ -76,21 +80,17 @@ def test_no_lease_without_a_trainer_or_anything_to_learn() -> None:
 
 
 def test_a_lease_runs_out_and_a_worker_that_is_still_idle_gets_another() -> None:
-    leases = ready("a")
-    leases.idle("a", 0.0)
-    first = only(leases.actions(0.0))
+    leases, first = leased()
     leases.tick(SETTINGS.lease_s)
-    assert leases.actions(20.0) == [End("a", first.lease)]
-    leases.ended("a", first.lease, 20.1)
+    assert leases.actions(20.0) == [End("a", first)]
+    leases.ended("a", first, 20.1)
     second = only(leases.actions(20.1))
     assert isinstance(second, Begin)
-    assert second.lease > first.lease
+    assert second.lease > first
 
 
 def test_who_does_not_answer_is_told_again_and_then_killed() -> None:
-    leases = ready("a")
-    leases.idle("a", 0.0)
-    lease = only(leases.actions(0.0)).lease
+    leases, lease = leased()
     leases.needed("a", 1.0)
     seen = leases.actions(1.0)
     now = 1.0
@@ -106,9 +106,7 @@ def test_who_does_not_answer_is_told_again_and_then_killed() -> None:
 
 
 def test_a_trainer_with_nothing_to_do_rests() -> None:
-    leases = ready("a")
-    leases.idle("a", 0.0)
-    lease = only(leases.actions(0.0)).lease
+    leases, lease = leased()
     leases.ended("a", lease, 1.0, rest_s=5.0)
     assert leases.actions(1.0) == []
     assert leases.next_s() == 6.0
@@ -140,31 +138,6 @@ def test_a_lease_that_was_called_back_before_it_came_is_not_taken_up() -> None:
     holder.end_current()
     assert not holder.holds(9, 6.0), "the trainer gave it back"
     assert holder.begin(10, 10, 6.0)
-
-
-def test_four_thousand_workers() -> None:
-    """Events cost the same however many workers there are, within a logarithm."""
-
-    def seconds_per_event(num_workers: int) -> float:
-        leases = Leases(replace(SETTINGS, max_leases=num_workers))
-        for index in range(num_workers):
-            leases.set_ready(str(index), True)
-        started, events = time.thread_time(), 0
-        for turn in range(1, 4, 2):
-            for index in range(num_workers):
-                leases.idle(str(index), float(turn))
-                for action in leases.actions(float(turn)):
-                    assert isinstance(action, Begin)
-                leases.needed(str(index), turn + 0.5)
-                end = only(leases.actions(turn + 0.5))
-                leases.ended(str(index), end.lease, turn + 0.6)
-                leases.actions(turn + 0.6)
-                events += 3
-        return (time.thread_time() - started) / events
-
-    small, large = seconds_per_event(64), seconds_per_event(4096)
-    assert large < 1e-3
-    assert large < 20 * small
 
 
 # --- forecasts ------------------------------------------------------------------------------------

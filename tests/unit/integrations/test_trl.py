@@ -21,8 +21,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tlt.config.train import CaptureConfig, TltConfig  # noqa: E402
 from tlt.drafter.checkpoint import MOMENTS, load_drafter, save_drafter  # noqa: E402
 from tlt.errors import ConfigError, WeightMismatch  # noqa: E402
-from tlt.harvest.published import VERSION, is_new, version_of  # noqa: E402
-from tlt.harvest.trainer import EMBEDDING  # noqa: E402
+from tlt.harvest.published import EMBEDDING, VERSION, is_new, version_of  # noqa: E402
 from tlt.integrations.trl import TLTCallback, new_drafter  # noqa: E402
 from tlt.node.weights import read_weights  # noqa: E402
 from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
