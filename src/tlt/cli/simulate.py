@@ -168,15 +168,15 @@ def _like(run: Path, folder: Path, with_engines: bool) -> list[str]:
 
     view = look_at(run)
     learn([view]).save(folder / "calibration.json")
-    own = as_scenario(view)
-    engines = own.pop("num_engines")
-    return [
-        *[f"cluster.num_engines={engines}"] * with_engines,
-        # A string of JSON is one of TOML, whatever the folders are called.
-        f"cluster.calibration={json.dumps(str(folder / 'calibration.json'))}",
-        f"workload.trace={json.dumps(str(run / 'lengths.jsonl'))}",
-        *(f"workload.{key}={value}" for key, value in own.items()),
-    ]
+    # A string of JSON is one of TOML, whatever the folders are called.
+    own = {
+        "cluster.calibration": json.dumps(str(folder / "calibration.json")),
+        "workload.trace": json.dumps(str(run / "lengths.jsonl")),
+        **{f"workload.{key}": value for key, value in as_scenario(view).items()},
+    }
+    if with_engines:
+        own["cluster.num_engines"] = int(view.setting("pool.num_engines", 1))
+    return [f"{key}={value}" for key, value in own.items()]
 
 
 def _values(text: str) -> list[str]:

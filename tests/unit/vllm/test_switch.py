@@ -196,7 +196,7 @@ def test_arguments_that_change_samples(key: str) -> None:
 
 
 def test_a_drafter_must_be_a_folder(drafter: str) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         wired(f"drafter={drafter}-not")
 
 
