@@ -46,42 +46,6 @@ def test_a_sibling_is_found_while_it_runs_and_when_it_has_ended() -> None:
     assert draft(history, {"later": (PROMPT, [])}) == {"later": [1, 2, 3, 4]}
 
 
-def test_a_name_may_come_back_for_another_request() -> None:
-    history = History(100, 2, 4)
-    draft(history, {"a": (PROMPT, [1, 2, 3, 4, 5])})
-    history.forget("a")
-    assert draft(history, {"a": (PROMPT, [1, 2])}) == {"a": [3, 4, 5]}
-    draft(history, {"a": (PROMPT, [1, 2, 3])})
-    end(history, "a", PROMPT, [1, 2, 3, 6, 7])
-    assert draft(history, {"a": (PROMPT, [3, 6])}) == {"a": [7]}
-
-
-def test_the_oldest_samples_are_dropped_and_memory_stays() -> None:
-    history = History(60, 2, 4)
-    num_bytes = history.num_bytes
-    for number in range(1000):
-        first = 10 * number + 100
-        end(history, "sample", [first], list(range(first + 1, first + 10)))
-    assert history.num_bytes == num_bytes
-    assert draft(history, {"new": ([9985, 9986], [])}) == {"new": []}
-    assert draft(history, {"old": ([10_034, 10_035], [])}) == {"old": []}
-    assert draft(history, {"kept": ([10_064, 10_065], [])}) == {
-        "kept": [10_066, 10_067, 10_068, 10_069]
-    }
-
-
-def test_cleared() -> None:
-    history = History(100, 2, 4)
-    end(history, "ended", PROMPT, [1, 2, 3])
-    draft(history, {"a": (PROMPT, [4, 5, 6])})
-    history.clear()
-    assert draft(history, {"b": (PROMPT, [])}) == {"b": []}
-    assert draft(history, {"a": (PROMPT, [4, 5, 6, 4, 5]), "b": (PROMPT, [1, 6, 4])}) == {
-        "a": [],
-        "b": [5],
-    }
-
-
 class Reference:
     """The rules of `History` over plain lists, with a comparison of every occurrence."""
 
@@ -91,7 +55,7 @@ class Reference:
         self.numbers: list[list[int]] = []  # of each text's tokens, in the order of learning
         self.prompts: list[tuple[int, ...]] = []
         self.running: dict[str, int] = {}
-        self.newest = 0
+        self.newest = self.cleared = 0
 
     def learn(self, name: str, prompt: list[int], response: list[int]) -> None:
         if name not in self.running:
@@ -119,7 +83,8 @@ class Reference:
                         numbers = self.numbers[sample]
                         # A token links to the previous one only if the ring buffer still holds it.
                         tied = numbers[index] - numbers[index - 1] < self.capacity
-                        if tied and other[index - length : index] == text[-length:]:
+                        found = tied and other[index - length : index] == text[-length:]
+                        if found and numbers[index] > self.cleared:
                             last = max(last or (0, 0, 0), (numbers[index], sample, index))
                 if last and self.kept(last[1], last[2] - length):
                     return last[1], last[2]
@@ -154,6 +119,7 @@ def test_like_comparing_everything(
 ) -> None:
     rng = random.Random(seed)
     history = History(capacity, lengths[0], lengths[-1])
+    num_bytes = history.num_bytes
     reference = Reference(capacity, lengths)
     running: dict[str, tuple[list[int], list[int]]] = {}
     for _ in range(40):
@@ -162,10 +128,17 @@ def test_like_comparing_everything(
                 running[name] = ([rng.randrange(2), 0, 1], [])
             for _ in range(rng.randrange(4)):
                 running[name][1].append(rng.randrange(num_tokens))
-            if rng.random() < 0.05 or len(running[name][1]) > WIDTH - 10:
+            if rng.random() < 0.02:  # a later request may have the name
+                history.forget(name)
+                del running[name]
+                reference.running.pop(name, None)
+            elif rng.random() < 0.05 or len(running[name][1]) > WIDTH - 10:
                 end(history, name, *running[name])
                 reference.learn(name, *running.pop(name))
                 del reference.running[name]
+        if rng.random() < 0.05:
+            history.clear()
+            reference.cleared = reference.newest
         order = rng.sample(sorted(running), len(running))
         asked = {name: running[name] for name in order[: rng.randint(0, 3)]}
         num_wanted = rng.randint(0, 6)
@@ -175,3 +148,4 @@ def test_like_comparing_everything(
         for name, (prompt, response) in asked.items():
             expected = reference.draft(prompt + response, tuple(prompt), num_wanted)
             assert drafts[name] == expected
+    assert history.num_bytes == num_bytes
