@@ -1,9 +1,6 @@
 """The dispatcher with fake engines, which it cannot look into."""
 
 import random
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -93,18 +90,6 @@ def test_first_come_first_served_by_the_least_loaded_engine() -> None:
     assert world.started[:3] == ["0", "1", "2"]
 
 
-def test_waiting_requests_move_to_an_idle_engine() -> None:
-    world = World(Dispatcher(prefetch=4))
-    world.add("a", 2)
-    world.dispatcher.submit([request(i) for i in range(6)])
-    world.settle()
-    assert len(world.engines["a"].waiting) == 4
-    world.add("b", 8)
-    world.settle()
-    assert world.engines["a"].waiting == []
-    assert len(world.engines["b"].running) == 4
-
-
 def test_one_idle_engine_is_not_enough() -> None:
     world = World(Dispatcher(prefetch=4))
     world.add("a", 1)
@@ -183,33 +168,3 @@ def test_exactly_once_whatever_happens(seed: int, num_engines: int, prefetch: in
         world.step()
         assert not world.idle_beside_queued()
     assert sorted(map(int, world.delivered)) == list(range(submitted))
-
-
-def test_ten_thousand_samples_over_64_engines() -> None:
-    rng = random.Random(0)
-    world = World(Dispatcher(prefetch=4))
-    for index in range(64):
-        world.add(f"e{index}", 64)
-    batch = [request(i, min(400, int(rng.lognormvariate(3, 1)) + 1)) for i in range(10_000)]
-    spent = 0.0
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            nonlocal spent
-            started = time.thread_time()
-            result = function(*args)
-            spent += time.thread_time() - started
-            return result
-
-        return call
-
-    for name in ("submit", "actions", "finished", "recalled"):
-        setattr(world.dispatcher, name, timed(getattr(world.dispatcher, name)))
-    world.dispatcher.submit(batch)
-    world.settle()
-    while world.dispatcher.num_unfinished:
-        assert not world.idle_beside_queued()
-        world.step()
-    assert len(world.delivered) == len(set(world.delivered)) == 10_000
-    per_sample_ms = 1000 * spent / 10_000
-    assert per_sample_ms < 1.0, f"{per_sample_ms:.3f} ms a sample"

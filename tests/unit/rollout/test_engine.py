@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,11 +25,14 @@ def request(sample_id: str, max_tokens: int = 1) -> SampleRequest:
     return SampleRequest(sample_id, (1,), SamplingSpec(max_tokens=max_tokens))
 
 
+def recheck_of(token: int = 7, max_tokens: int = 1, policy_version: int = 0) -> Recheck:
+    return Recheck(request("again", max_tokens), (token,), policy_version)
+
+
 class FakeCore:
     """Generates one token per request and engine step, once the test permits the step."""
 
-    def __init__(self, slots: int = 2) -> None:
-        self.slots = slots
+    def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.admitted: list[str] = []
         self.rechecks: list[str] = []
@@ -46,7 +48,7 @@ class FakeCore:
     def start(self) -> dict[str, Any]:
         if self.start_error:
             raise self.start_error
-        return {"slots": self.slots}
+        return {"slots": 2}
 
     def admit(self, request: SampleRequest) -> None:
         self.admitted.append(request.sample_id)
@@ -83,13 +85,47 @@ class FakeCore:
         assert self.in_step.wait(LIMIT_S)
 
 
-@contextmanager
-def running(core: FakeCore, clock: Callable[[], float] = lambda: 0.0) -> Iterator[EngineLoop]:
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def core() -> FakeCore:
+    return FakeCore()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(3) as executor:
+        yield executor
+
+
+@pytest.fixture
+def loop(core: FakeCore, clock: Clock, threads: ThreadPoolExecutor) -> Iterator[EngineLoop]:
+    """Start a loop; its shutdown frees the threads that wait for it."""
     loop = EngineLoop("engine-0", core, stall_timeout_s=5.0, clock=clock)
-    assert loop.start()["slots"] == core.slots
+    assert loop.start()["slots"] == 2
     yield loop
     core.may_step.release(MANY)
     loop.shutdown()
+
+
+@pytest.fixture
+def verdict(
+    core: FakeCore, loop: EngineLoop, threads: ThreadPoolExecutor
+) -> Future[Verdict | None]:
+    """Let the engine be in the first engine step of a recheck that takes very long."""
+    verdict = threads.submit(loop.recheck, recheck_of(max_tokens=MANY**2))
+    core.wait_in_step()
+    return verdict
 
 
 def collect(loop: EngineLoop, count: int) -> list[Sample]:
@@ -111,81 +147,84 @@ def call_while_stepping(core: FakeCore, function: Callable[[], T]) -> T:
         return future.result()
 
 
-def test_every_request_ends_as_one_sample() -> None:
-    core = FakeCore(slots=2)
+def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        threading.Event().wait(0.001)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def test_every_request_ends_as_one_sample(core: FakeCore, loop: EngineLoop) -> None:
     core.may_step.release(100)
-    with running(core) as loop:
-        loop.submit([request(str(index), max_tokens=1 + index % 3) for index in range(9)])
-        samples = collect(loop, 9)
-        assert sorted(s.sample_id for s in samples) == [str(index) for index in range(9)]
-        assert core.admitted == [str(index) for index in range(9)], "first come, first served"
-        assert {s.engine for s in samples} == {"engine-0"}
-        assert {(s.token_ids, s.logprobs, s.finish_reason) for s in samples} == {
-            ((7,), (-0.5,), "length")
-        }
-        assert loop.num_running == loop.num_queued == 0
-        assert loop.take_finished(timeout_s=0) == []
-
-
-def test_samples_that_end_by_an_error_are_delivered_as_such() -> None:
-    core = FakeCore()
+    loop.submit([request(str(index), max_tokens=1 + index % 3) for index in range(9)])
+    samples = collect(loop, 9)
+    assert sorted(s.sample_id for s in samples) == [str(index) for index in range(9)]
+    assert core.admitted == [str(index) for index in range(9)], "first come, first served"
+    assert {(s.engine, s.token_ids, s.logprobs, s.finish_reason) for s in samples} == {
+        ("engine-0", (7,), (-0.5,), "length")
+    }
+    assert loop.num_running == loop.num_queued == 0
+    assert loop.take_finished(timeout_s=0) == []
     core.reason = "error"
+    loop.submit([request("broken")])
+    assert [s.finish_reason for s in collect(loop, 1)] == ["error"]
+
+
+def test_only_queued_requests_can_be_withdrawn(core: FakeCore, loop: EngineLoop) -> None:
+    loop.submit([request(name) for name in "abcd"])
+    core.wait_in_step()
+    assert (loop.num_running, loop.num_queued) == (2, 2)
+    assert loop.withdraw(["a", "c", "x"]) == ["c"]
+    assert loop.withdraw(["c"]) == []
     core.may_step.release(100)
-    with running(core) as loop:
-        loop.submit([request("a")])
-        assert [s.finish_reason for s in collect(loop, 1)] == ["error"]
+    assert sorted(s.sample_id for s in collect(loop, 3)) == ["a", "b", "d"]
+    assert "c" not in core.admitted
 
 
-def test_only_queued_requests_can_be_withdrawn() -> None:
-    core = FakeCore(slots=2)
-    with running(core) as loop:
-        loop.submit([request(name) for name in "abcd"])
-        core.wait_in_step()
-        assert (loop.num_running, loop.num_queued) == (2, 2)
-        assert loop.withdraw(["a", "c", "x"]) == ["c"]
-        assert loop.withdraw(["c"]) == []
-        core.may_step.release(100)
-        assert sorted(s.sample_id for s in collect(loop, 3)) == ["a", "b", "d"]
-        assert "c" not in core.admitted
+def test_a_request_that_arrives_twice_runs_once(core: FakeCore, loop: EngineLoop) -> None:
+    loop.submit([request("a", 2)])
+    core.wait_in_step()
+    loop.submit([request("b")])
+    loop.submit([request("a", 2), request("b")])
+    assert sorted(loop.held()) == ["a", "b"]
+    core.may_step.release(MANY)
+    assert sorted(s.sample_id for s in collect(loop, 2)) == ["a", "b"]
+    assert core.admitted == ["a", "b"]
+    assert loop.held() == []
 
 
-def test_commands_run_between_steps_and_their_errors_go_to_the_caller() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        loop.submit([request("a", max_tokens=MANY)])
-        core.wait_in_step()
-        assert not call_while_stepping(core, lambda: loop.between_steps(core.in_step.is_set))
-        with pytest.raises(ZeroDivisionError):
-            call_while_stepping(core, lambda: loop.between_steps(lambda: 1 / 0))
-        core.may_step.release(MANY)
-        assert len(collect(loop, 1)) == 1, "the loop goes on"
+# --- commands -----------------------------------------------------------------------------------
 
 
-def test_no_policy_update_while_samples_are_unfinished() -> None:
+def test_commands_run_between_steps_and_their_errors_go_to_the_caller(
+    core: FakeCore, loop: EngineLoop
+) -> None:
+    loop.submit([request("a", max_tokens=MANY)])
+    core.wait_in_step()
+    assert not call_while_stepping(core, lambda: loop.between_steps(core.in_step.is_set))
+    with pytest.raises(ZeroDivisionError):
+        call_while_stepping(core, lambda: loop.between_steps(lambda: 1 / 0))
+    core.may_step.release(MANY)
+    assert len(collect(loop, 1)) == 1, "the loop goes on"
+
+
+def test_no_policy_update_while_samples_are_unfinished(core: FakeCore, loop: EngineLoop) -> None:
     """A command between rollouts is refused for running and for queued requests."""
-    core = FakeCore(slots=1)
-    with running(core) as loop:
-        loop.submit([request("a", max_tokens=MANY), request("b")])
-        core.wait_in_step()
-
-        def update_policy() -> None:
-            loop.policy_version = 3
-
-        def update() -> None:
-            loop.between_rollouts(update_policy, "two policies in one sample")
-
-        with pytest.raises(EngineError, match="1 samples are running and 1 queued: two policies"):
-            call_while_stepping(core, update)
-        core.may_step.release(2 * MANY)
-        assert {s.policy_version for s in collect(loop, 2)} == {0}
-        update()
-        loop.submit([request("c")])
-        assert [s.policy_version for s in collect(loop, 1)] == [3]
+    loop.submit([request("a", MANY), request("b", MANY), request("c")])
+    core.wait_in_step()
+    update = partial(loop.between_rollouts, partial(setattr, loop, "policy_version", 3), "not now")
+    with pytest.raises(EngineError, match="2 samples are running and 1 queued: not now"):
+        call_while_stepping(core, update)
+    core.may_step.release(2 * MANY)
+    assert {s.policy_version for s in collect(loop, 3)} == {0}
+    update()
+    loop.submit([request("d")])
+    assert [s.policy_version for s in collect(loop, 1)] == [3]
 
 
-def test_a_tainted_engine_takes_not_one_step_more() -> None:
+def test_a_tainted_engine_takes_not_one_step_more(core: FakeCore, loop: EngineLoop) -> None:
     """A caller that hears of the fault finds the engine closed already."""
-    core = FakeCore()
     steps = 0
 
     def taint() -> None:
@@ -193,54 +232,102 @@ def test_a_tainted_engine_takes_not_one_step_more() -> None:
         steps = core.num_steps
         raise WeightMismatch("not the learner's policy")
 
-    with running(core) as loop:
-
-        def swap() -> None:
-            with pytest.raises(WeightMismatch):
-                loop.between_steps(taint)
-            with pytest.raises(EngineError, match="has failed"):
-                loop.submit([request("b")])
-
-        loop.submit([request("a", max_tokens=MANY)])
-        core.wait_in_step()
-        call_while_stepping(core, swap)
-        assert core.stopped.wait(LIMIT_S)
-        with pytest.raises(EngineError, match="not the learner's policy"):
-            loop.take_finished(LIMIT_S)
+    def swap() -> None:
+        with pytest.raises(WeightMismatch):
+            loop.between_steps(taint)
         with pytest.raises(EngineError, match="has failed"):
-            loop.between_steps(lambda: None)
-        assert core.num_steps == steps
+            loop.submit([request("b")])
+
+    loop.submit([request("a", max_tokens=MANY)])
+    core.wait_in_step()
+    call_while_stepping(core, swap)
+    assert core.stopped.wait(LIMIT_S)
+    with pytest.raises(EngineError, match="not the learner's policy"):
+        loop.take_finished(LIMIT_S)
+    with pytest.raises(EngineError, match="has failed"):
+        loop.between_steps(lambda: None)
+    assert core.num_steps == steps
 
 
-def test_a_hung_step_is_noticed() -> None:
-    now_s = 100.0
-    core = FakeCore()
-    with running(core, clock=lambda: now_s) as loop:
-        loop.submit([request("a")])
-        core.wait_in_step()
-        assert loop.take_finished(timeout_s=0) == []
-        now_s += 6.0
-        with pytest.raises(EngineError, match="one step or command for 6 s"):
-            loop.take_finished(timeout_s=0)
-        core.may_step.release(100)
-        assert len(collect(loop, 1)) == 1
-        now_s += 6.0  # an idle engine is not hung
-        assert loop.take_finished(timeout_s=0) == []
+def test_a_command_that_exits_fails_the_engine_and_all_commands(loop: EngineLoop) -> None:
+    with pytest.raises(SystemExit):
+        loop.between_steps(lambda: exit(3))
+    with pytest.raises(EngineError, match="SystemExit"):
+        loop.between_steps(lambda: None)
 
 
-def test_a_failed_engine_says_why() -> None:
-    core = FakeCore()
+def test_a_command_that_is_queued_at_the_shutdown_hears_of_it(
+    core: FakeCore, loop: EngineLoop, threads: ThreadPoolExecutor
+) -> None:
+    loop.submit([request("a", MANY)])
+    core.wait_in_step()
+    queued = threads.submit(loop.between_steps, lambda: None)
+    until(lambda: loop.num_commands)
+    ended = threads.submit(loop.shutdown)
+    until(lambda: loop.is_stopping)
+    core.may_step.release()
+    with pytest.raises(EngineError, match="is shut down"):
+        queued.result(LIMIT_S)
+    ended.result(LIMIT_S)
+
+
+def test_a_command_hears_of_an_engine_that_fails_before_it_runs(
+    core: FakeCore, loop: EngineLoop, threads: ThreadPoolExecutor, verdict: Future[Verdict | None]
+) -> None:
+    queued = threads.submit(loop.between_steps, lambda: None)
+    until(lambda: loop.num_commands)
+    core.end_error = RuntimeError("lost in the end of a recheck")
+    core.may_step.release()
+    with pytest.raises(EngineError, match="lost in the end"):
+        queued.result(LIMIT_S)
+    assert verdict.result(LIMIT_S) is None
+
+
+# --- engines that hang or fail ------------------------------------------------------------------
+
+
+def test_a_hung_step_is_noticed(core: FakeCore, loop: EngineLoop, clock: Clock) -> None:
+    loop.submit([request("a")])
+    core.wait_in_step()
+    assert loop.take_finished(timeout_s=0) == []
+    clock.now_s += 6.0
+    with pytest.raises(EngineError, match="for 6 s"):
+        loop.take_finished(timeout_s=0)
+    core.may_step.release(100)
+    assert len(collect(loop, 1)) == 1
+
+
+def test_a_hung_command_is_noticed_without_any_request(
+    loop: EngineLoop, clock: Clock, threads: ThreadPoolExecutor
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        may_end.wait(LIMIT_S)
+
+    threads.submit(loop.between_steps, hang)
+    assert begun.wait(LIMIT_S)
+    assert loop.take_finished(timeout_s=0) == []
+    clock.now_s += 6.0
+    with pytest.raises(EngineError, match="for 6 s"):
+        loop.take_finished(timeout_s=0)
+    may_end.set()
+    loop.between_steps(lambda: None)
+    clock.now_s += 6.0
+    assert loop.take_finished(timeout_s=0) == [], "an engine with nothing to do is no fault"
+
+
+def test_a_failed_engine_says_why(core: FakeCore, loop: EngineLoop) -> None:
     core.error = RuntimeError("out of memory")
     core.may_step.release(100)
-    with running(core) as loop:
-        loop.submit([request("a")])
-        with pytest.raises(EngineError, match="out of memory"):
-            loop.take_finished(LIMIT_S)
-        assert core.stopped.wait(LIMIT_S)
+    loop.submit([request("a")])
+    with pytest.raises(EngineError, match="out of memory"):
+        loop.take_finished(LIMIT_S)
+    assert core.stopped.wait(LIMIT_S)
 
 
-def test_an_engine_that_cannot_start_says_why() -> None:
-    core = FakeCore()
+def test_an_engine_that_cannot_start_says_why(core: FakeCore) -> None:
     core.start_error = ValueError("no such model")
     loop = EngineLoop("engine-0", core, stall_timeout_s=5.0)
     with pytest.raises(ValueError, match="no such model"):
@@ -249,209 +336,102 @@ def test_an_engine_that_cannot_start_says_why() -> None:
         loop.submit([request("a")])
 
 
-def test_a_shut_down_engine_takes_nothing() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        loop.shutdown()
-        assert core.stopped.is_set()
-        with pytest.raises(EngineError, match="is shut down"):
-            loop.submit([request("a")])
-        with pytest.raises(EngineError, match="is shut down"):
-            loop.take_finished(timeout_s=0)
-
-
-# --- commands that hang, or that nobody runs ----------------------------------------------------
-
-
-def test_a_hung_command_is_noticed_without_any_request() -> None:
-    now_s = 100.0
-    core, begun, may_end = FakeCore(), threading.Event(), threading.Event()
-
-    def hang() -> None:
-        begun.set()
-        may_end.wait(LIMIT_S)
-
-    with running(core, clock=lambda: now_s) as loop, ThreadPoolExecutor(1) as executor:
-        executor.submit(loop.between_steps, hang)
-        assert begun.wait(LIMIT_S)
-        assert loop.take_finished(timeout_s=0) == []
-        now_s += 6.0
-        with pytest.raises(EngineError, match="one step or command for 6 s"):
-            loop.take_finished(timeout_s=0)
-        may_end.set()
-        loop.between_steps(lambda: None)
-        now_s += 6.0
-        assert loop.take_finished(timeout_s=0) == [], "an engine with nothing to do is no fault"
-
-
-def test_a_command_that_is_queued_at_the_shutdown_hears_of_it() -> None:
-    core = FakeCore()
-    with running(core) as loop, ThreadPoolExecutor(2) as executor:
-        loop.submit([request("a", MANY)])
-        core.wait_in_step()
-        queued = executor.submit(loop.between_steps, lambda: None)
-        while not loop.num_commands:
-            threading.Event().wait(0.001)
-        ended = executor.submit(loop.shutdown)
-        while not loop.is_stopping:
-            threading.Event().wait(0.001)
-        core.may_step.release()
-        with pytest.raises(EngineError, match="is shut down"):
-            queued.result(LIMIT_S)
-        ended.result(LIMIT_S)
-
-
-def test_a_command_hears_of_an_engine_that_fails_before_it_runs() -> None:
-    core = FakeCore()
-    with running(core) as loop, ThreadPoolExecutor(2) as executor:
-        verdict = executor.submit(loop.recheck, recheck_of(max_tokens=MANY))
-        core.wait_in_step()
-        queued = executor.submit(loop.between_steps, lambda: None)
-        while not loop.num_commands:
-            threading.Event().wait(0.001)
-        core.end_error = RuntimeError("lost in the end of a recheck")
-        core.may_step.release()
-        with pytest.raises(EngineError, match="lost in the end"):
-            queued.result(LIMIT_S)
-        assert verdict.result(LIMIT_S) is None
-
-
-def test_a_command_that_exits_fails_the_engine_and_all_commands() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        with pytest.raises(SystemExit):
-            loop.between_steps(lambda: exit(3))
-        with pytest.raises(EngineError, match="has failed: SystemExit"):
-            loop.between_steps(lambda: None)
+def test_a_shut_down_engine_takes_nothing(core: FakeCore, loop: EngineLoop) -> None:
+    loop.shutdown()
+    assert core.stopped.is_set()
+    with pytest.raises(EngineError, match="is shut down"):
+        loop.submit([request("a")])
+    with pytest.raises(EngineError, match="is shut down"):
+        loop.take_finished(timeout_s=0)
 
 
 # --- rechecks -----------------------------------------------------------------------------------
 
 
-def recheck_of(token: int = 7, max_tokens: int = 1, policy_version: int = 0) -> Recheck:
-    return Recheck(request("again", max_tokens), (token,), policy_version)
-
-
-def test_an_idle_engine_generates_a_sample_again_and_delivers_nothing() -> None:
-    core = FakeCore()
+def test_an_idle_engine_generates_a_sample_again_and_delivers_nothing(
+    core: FakeCore, loop: EngineLoop
+) -> None:
     core.may_step.release(100)
-    with running(core) as loop:
-        assert loop.recheck(recheck_of(7)) == Verdict(None, 0.0)
-        assert loop.recheck(recheck_of(8)) == Verdict(0, 0.25)
-        assert loop.take_finished(timeout_s=0) == []
-        assert loop.num_running == loop.num_queued == 0
-        assert core.rechecks == ["begun", "ended"] * 2
-        core.reason = "abort"
-        assert loop.recheck(recheck_of(8)) is None
+    assert loop.recheck(recheck_of(7)) == Verdict(None, 0.0)
+    assert loop.recheck(recheck_of(8)) == Verdict(0, 0.25)
+    assert loop.take_finished(timeout_s=0) == []
+    assert loop.num_running == loop.num_queued == 0
+    assert core.rechecks == ["begun", "ended"] * 2
+    core.reason = "abort"
+    assert loop.recheck(recheck_of(8)) is None
 
 
-@contextmanager
-def rechecking(loop: EngineLoop, core: FakeCore) -> Iterator[Future[Verdict | None]]:
-    """Let the engine be in the first engine step of a recheck that takes very long."""
-    with ThreadPoolExecutor(1) as executor:
-        verdict = executor.submit(loop.recheck, recheck_of(max_tokens=MANY**2))
-        core.wait_in_step()
-        yield verdict
+def test_a_request_ends_a_recheck_before_the_next_engine_step(
+    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None]
+) -> None:
+    loop.submit([request("a")])
+    core.may_step.release(2)
+    assert verdict.result(LIMIT_S) is None
+    assert [s.sample_id for s in collect(loop, 1)] == ["a"]
+    assert (core.num_steps, core.rechecks) == (2, ["begun", "aborted"])
 
 
-def test_a_request_ends_a_recheck_before_the_next_engine_step() -> None:
-    core = FakeCore()
-    with running(core) as loop, rechecking(loop, core) as verdict:
-        loop.submit([request("a")])
-        core.may_step.release(2)
-        assert verdict.result(LIMIT_S) is None
-        assert [s.sample_id for s in collect(loop, 1)] == ["a"]
-        assert (core.num_steps, core.rechecks) == (2, ["begun", "aborted"])
+def test_a_policy_update_ends_a_recheck(
+    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None]
+) -> None:
+    update = partial(core.rechecks.append, "updated")
+    call_while_stepping(core, lambda: loop.between_rollouts(update, "never refused"))
+    assert verdict.result(LIMIT_S) is None
+    assert core.rechecks == ["begun", "aborted", "updated"]
 
 
-def test_a_policy_update_ends_a_recheck() -> None:
-    core = FakeCore()
-    with running(core) as loop, rechecking(loop, core) as verdict:
-        update = partial(core.rechecks.append, "updated")
-        call_while_stepping(core, lambda: loop.between_rollouts(update, "never refused"))
-        assert verdict.result(LIMIT_S) is None
-        assert core.rechecks == ["begun", "aborted", "updated"]
+def test_a_recheck_is_called_off_also_before_it_arrives(
+    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None]
+) -> None:
+    loop.end_recheck("again")
+    core.may_step.release()
+    assert verdict.result(LIMIT_S) is None
+    assert core.num_steps == 1
+    assert loop.recheck(recheck_of()) is None
+    loop.end_recheck("another")
+    core.may_step.release()
+    assert loop.recheck(recheck_of()) is not None
 
 
-def test_a_recheck_is_called_off_also_before_it_arrives() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        with rechecking(loop, core) as verdict:
-            loop.end_recheck("again")
-            core.may_step.release()
-            assert verdict.result(LIMIT_S) is None
-        assert core.num_steps == 1
-        assert loop.recheck(recheck_of()) is None
-        loop.end_recheck("another")
-        core.may_step.release()
-        assert loop.recheck(recheck_of()) is not None
+def test_no_recheck_beside_requests_or_under_another_policy(
+    core: FakeCore, loop: EngineLoop
+) -> None:
+    assert loop.recheck(recheck_of(policy_version=3)) is None
+    loop.submit([request("a", max_tokens=2)])
+    core.wait_in_step()
+    assert loop.recheck(recheck_of()) is None
+    core.may_step.release(2)
+    assert len(collect(loop, 1)) == 1
+    assert core.rechecks == []
 
 
-def test_no_recheck_beside_requests_or_under_another_policy() -> None:
-    core = FakeCore()
-    with running(core) as loop:
-        assert loop.recheck(recheck_of(policy_version=3)) is None
-        loop.submit([request("a", max_tokens=2)])
-        core.wait_in_step()
-        assert loop.recheck(recheck_of()) is None
-        core.may_step.release(2)
-        assert len(collect(loop, 1)) == 1
-        assert core.rechecks == []
-
-
-def test_a_lost_or_ended_engine_leaves_nobody_waiting_for_a_recheck() -> None:
-    core = FakeCore()
-    with running(core) as loop, rechecking(loop, core) as verdict:
-        core.error = RuntimeError("out of memory")
-        core.may_step.release()
-        assert verdict.result(LIMIT_S) is None
-        with pytest.raises(EngineError, match="out of memory"):
-            loop.recheck(recheck_of())
-    core = FakeCore()
-    with running(core) as loop, rechecking(loop, core) as verdict:
-        core.may_step.release(MANY)
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_lost_or_ended_engine_leaves_nobody_waiting_for_a_recheck(
+    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None], is_lost: bool
+) -> None:
+    core.error = RuntimeError("out of memory") if is_lost else None
+    core.may_step.release(MANY)
+    if not is_lost:
         loop.shutdown()
-        assert verdict.result(LIMIT_S) is None
+    assert verdict.result(LIMIT_S) is None
+    with pytest.raises(EngineError, match="out of memory" if is_lost else "shut down"):
+        loop.recheck(recheck_of())
 
 
-def test_a_hung_recheck_is_noticed() -> None:
-    now_s = 100.0
-    core = FakeCore()
-    with running(core, clock=lambda: now_s) as loop, rechecking(loop, core):
-        now_s += 6.0
-        with pytest.raises(EngineError, match="one step or command for 6 s"):
-            loop.take_finished(timeout_s=0)
-        loop.end_recheck("again")
-        core.may_step.release()
+# --- the engine ---------------------------------------------------------------------------------
 
 
 def test_a_strategy_that_the_engine_was_not_started_for_is_refused() -> None:
     engine = RolloutEngine(EngineConfig(model="m"))
-    with pytest.raises(ConfigError, match=r"set engine\.max_draft_tokens = 4"):
+    with pytest.raises(ConfigError, match=r"engine\.max_draft_tokens = 4"):
         engine.set_strategy({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4})
-    with pytest.raises(ConfigError, match=r"without engine\.drafter"):
+    with pytest.raises(ConfigError, match=r"engine\.drafter"):
         engine.update_drafter({"path": "/nowhere"}, 1)
 
 
 def test_no_two_engines_draw_the_same_numbers() -> None:
     """vLLM's default seed is the same for all: groups spread over engines would repeat samples."""
     names = [f"engine-{index}" for index in range(64)]
-    assert len({stream_seed(None, name) for name in names}) == 64
-    seeds = [stream_seed(7, name) for name in names]
-    assert len(set(seeds)) == 64
-    assert seeds == [stream_seed(7, name) for name in names]
-    assert all(0 <= seed < 2**32 for seed in seeds)
-
-
-def test_a_request_that_arrives_twice_runs_once() -> None:
-    core = FakeCore(slots=1)
-    with running(core) as loop:
-        loop.submit([request("a", 2)])
-        core.wait_in_step()
-        loop.submit([request("b")])
-        loop.submit([request("a", 2), request("b")])
-        assert sorted(loop.held()) == ["a", "b"]
-        core.may_step.release(MANY)
-        assert sorted(s.sample_id for s in collect(loop, 2)) == ["a", "b"]
-        assert core.admitted == ["a", "b"]
-        assert loop.held() == []
+    for seed in (None, 7):
+        assert len({stream_seed(seed, name) for name in names}) == 64
+    assert stream_seed(7, "engine-0") == stream_seed(7, "engine-0") < 2**32

@@ -29,21 +29,9 @@ def drafter(tmp_path: Path) -> str:
 # --- settings ---------------------------------------------------------------------------------
 
 
-def test_settings_come_from_words() -> None:
-    settings = read_settings("drafter=models/d strategy.kind=beg_mab ngram.min_match=3")
-    assert settings.drafter == "models/d"
-    assert settings.strategy == {"kind": "beg_mab"}
-    assert settings.ngram is not None
-    assert settings.ngram.min_match == 3
-
-
-def test_a_learning_strategy_is_the_default() -> None:
-    assert read_settings("drafter=models/d").strategy == {"kind": "adaptive"}
-
-
 def test_words_keep_quotes_and_blanks_within_them() -> None:
     text = 'drafter="my models/d" strategy={kind="random",arms=[["ngram", 2], ["off", 0]]}'
-    with pytest.raises(ConfigError, match="write lists without blanks"):
+    with pytest.raises(ConfigError, match="without blanks"):
         read_settings(text)
     settings = read_settings(text.replace(", ", ","))
     assert settings.drafter == "my models/d"
@@ -60,15 +48,14 @@ def test_settings_come_from_a_file_and_words_change_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nowhere.toml", "no file 'nowhere.toml'"),
-        ("draftr=models/d", "did you mean drafter?"),
-        ("num_cores=2", "not a setting"),
+        ("nowhere.toml", "nowhere.toml"),
+        ("draftr=models/d", "drafter"),
+        ("num_cores=2", "num_cores"),
         ("max_draft_tokens=99", "max_draft_tokens"),
-        ("strategy.kind=fast", "one of"),
     ],
 )
 def test_wrong_settings_are_explained(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+    with pytest.raises(ConfigError, match=said):
         wired(text)
 
 
@@ -90,16 +77,14 @@ def test_an_engine_gets_scheduler_worker_and_drafts() -> None:
 
 
 def test_a_gpu_engine_drafts_with_its_drafter(drafter: str) -> None:
-    found = wired(
+    changes = wired(
         f"drafter={drafter}",
         on_gpu=True,
         tensor_parallel_size=2,
         max_num_seqs=8,
         sleep_preserve_parameter_names=["mine.*"],
-    )
-    changes = found.changes
+    ).changes
     assert changes["worker_cls"].endswith(".AdaptiveGPUWorker")
-    assert changes["scheduler_cls"].endswith(".AdaptiveAsyncScheduler")
     assert changes["speculative_config"]["model"] == drafter
     assert changes["sleep_preserve_parameter_names"] == ["mine.*", "draft.*"]
     assert "compilation_config" in changes
@@ -133,9 +118,7 @@ def test_the_programs_additional_config_stays() -> None:
 
 
 def test_cpu_engines_schedule_synchronously_whatever_the_program_asks_for() -> None:
-    changes = wired(NGRAMS, async_scheduling=True).changes
-    assert changes["async_scheduling"] is False
-    assert changes["scheduler_cls"].endswith(".AdaptiveScheduler")
+    assert wired(NGRAMS, async_scheduling=True).changes["async_scheduling"] is False
 
 
 def test_a_strategy_without_drafts_still_measures() -> None:
@@ -145,8 +128,9 @@ def test_a_strategy_without_drafts_still_measures() -> None:
 
 
 def test_the_message_says_what_is_on() -> None:
-    assert "n-grams" in wired(NGRAMS).message
-    assert "'fixed' chooses from ngram:4" in wired(NGRAMS).message
+    message = wired(NGRAMS).message
+    assert "n-grams" in message
+    assert "ngram:4" in message
 
 
 def test_the_default_strategy_chooses_among_all_arms() -> None:
@@ -157,13 +141,9 @@ def test_the_default_strategy_chooses_among_all_arms() -> None:
 # --- what is left alone -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "  "])
-def test_nothing_changes_without_the_variable(text: str) -> None:
-    assert wire(text, {"model": "m"}, False, lambda: "generate") is None
-
-
-def test_engines_of_tlt_and_engines_for_pooling_are_left_alone() -> None:
+def test_engines_are_left_alone_without_the_variable_and_if_ours_or_for_pooling() -> None:
     ours = {"model": "m", "additional_config": {"tlt": {}}}
+    assert wire(" ", {"model": "m"}, False, lambda: "generate") is None
     assert wire(NGRAMS, ours, False, lambda: "generate") is None
     assert wire(NGRAMS, {"model": "m"}, False, lambda: "pooling") is None
 
@@ -174,13 +154,13 @@ def test_engines_of_tlt_and_engines_for_pooling_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"scheduler_cls": "my.Scheduler"}, "leave scheduler_cls out"),
-        ({"worker_cls": "my.Worker"}, "leave worker_cls out"),
+        ({"scheduler_cls": "my.Scheduler"}, "scheduler_cls"),
+        ({"worker_cls": "my.Worker"}, "worker_cls"),
         ({"speculative_config": {"method": "ngram"}}, 'TLT_CONFIG="strategy.kind=adaptive"'),
         ({"speculative_config": {"model": "models/d"}}, 'TLT_CONFIG="drafter=models/d"'),
         ({"spec_model": "models/d"}, 'TLT_CONFIG="drafter=models/d"'),
         ({"data_parallel_size": 2}, "use 1"),
-        ({"additional_config": "mine"}, "should be a dict"),
+        ({"additional_config": "mine"}, "additional_config"),
     ],
 )
 def test_arguments_that_tlt_cannot_work_with(given: dict[str, Any], said: str) -> None:
@@ -188,7 +168,7 @@ def test_arguments_that_tlt_cannot_work_with(given: dict[str, Any], said: str) -
         wired(NGRAMS, **given)
 
 
-@pytest.mark.parametrize("key", ["logits_processors", "watermark_config", "diffusion_config"])
+@pytest.mark.parametrize("key", ["logits_processors", "watermark_config"])
 def test_arguments_that_change_samples(key: str) -> None:
     given: dict[str, Any] = {key: ["mine"]}
     with pytest.raises(LossyError, match=key):
@@ -196,7 +176,7 @@ def test_arguments_that_change_samples(key: str) -> None:
 
 
 def test_a_drafter_must_be_a_folder(drafter: str) -> None:
-    with pytest.raises(ConfigError, match="is not a folder"):
+    with pytest.raises(ConfigError, match=f"{drafter}-not"):
         wired(f"drafter={drafter}-not")
 
 
@@ -211,19 +191,17 @@ def test_a_drafter_of_another_model(drafter: str, tmp_path: Path) -> None:
         return str(wiring.changes["speculative_config"]["model"])
 
     assert names(hidden_size=64) == names(hidden_size=32, target_hidden_size=64) == drafter
-    with pytest.raises(ConfigError, match="of another model: hidden_size is 32, of the policy 64"):
+    with pytest.raises(ConfigError, match=r"hidden_size.*32.*64"):
         names(hidden_size=32)
 
 
 def test_a_drafter_by_its_id_on_the_hub(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: {"me/eagle3": drafter}[name])
-    found = wired("drafter=me/eagle3")
-    assert found.changes["speculative_config"]["model"] == drafter
-    assert "the drafter me/eagle3" in found.message
+    assert wired("drafter=me/eagle3").changes["speculative_config"]["model"] == drafter
 
 
 def test_a_drafter_in_place_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "eagle3"}))
-    with pytest.raises(ConfigError, match="name the policy as the model"):
+    with pytest.raises(ConfigError, match=f"drafter={tmp_path}"):
         wired(NGRAMS, model=str(tmp_path))
