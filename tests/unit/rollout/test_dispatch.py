@@ -90,18 +90,6 @@ def test_first_come_first_served_by_the_least_loaded_engine() -> None:
     assert world.started[:3] == ["0", "1", "2"]
 
 
-def test_one_idle_engine_is_not_enough() -> None:
-    world = World(Dispatcher(prefetch=4))
-    world.add("a", 1)
-    world.dispatcher.submit([request(i) for i in range(5)])
-    world.settle()
-    for name in "bcd":
-        world.add(name, 1)
-    world.settle()
-    assert all(len(e.running) == 1 for e in world.engines.values())
-    assert not world.idle_beside_queued()
-
-
 def test_a_lost_engine_gives_everything_back_once() -> None:
     dispatcher = Dispatcher(prefetch=2)
     dispatcher.engine_ready("a", 4)

@@ -92,40 +92,36 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture
-def core() -> FakeCore:
-    return FakeCore()
+class Loop(EngineLoop):
+    """The loop of an engine over a fake core, and threads to call it from."""
+
+    def __init__(self) -> None:
+        self.core, self.clock, self.threads = FakeCore(), Clock(), ThreadPoolExecutor(3)
+        super().__init__("engine-0", self.core, stall_timeout_s=5.0, clock=self.clock)
+
+    def long_recheck(self) -> Future[Verdict | None]:
+        """Let the engine be in the first engine step of a recheck that takes very long."""
+        verdict = self.threads.submit(self.recheck, recheck_of(max_tokens=MANY**2))
+        self.core.wait_in_step()
+        return verdict
+
+    def call_while_stepping(self, function: Callable[[], T]) -> T:
+        """Call from another thread, and let engine steps go by until the call returns."""
+        future = self.threads.submit(function)
+        while not future.done():
+            self.core.may_step.release()
+            wait([future], timeout=0.01)
+        return future.result()
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(3) as executor:
-        yield executor
-
-
-@pytest.fixture
-def loop(core: FakeCore, clock: Clock, threads: ThreadPoolExecutor) -> Iterator[EngineLoop]:
-    """Start a loop; its shutdown frees the threads that wait for it."""
-    loop = EngineLoop("engine-0", core, stall_timeout_s=5.0, clock=clock)
+def loop() -> Iterator[Loop]:
+    loop = Loop()
     assert loop.start()["slots"] == 2
     yield loop
-    core.may_step.release(MANY)
+    loop.core.may_step.release(MANY)
     loop.shutdown()
-
-
-@pytest.fixture
-def verdict(
-    core: FakeCore, loop: EngineLoop, threads: ThreadPoolExecutor
-) -> Future[Verdict | None]:
-    """Let the engine be in the first engine step of a recheck that takes very long."""
-    verdict = threads.submit(loop.recheck, recheck_of(max_tokens=MANY**2))
-    core.wait_in_step()
-    return verdict
+    loop.threads.shutdown()
 
 
 def collect(loop: EngineLoop, count: int) -> list[Sample]:
@@ -137,16 +133,6 @@ def collect(loop: EngineLoop, count: int) -> list[Sample]:
     return samples
 
 
-def call_while_stepping(core: FakeCore, function: Callable[[], T]) -> T:
-    """Call from another thread, and let engine steps go by until the call returns."""
-    with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(function)
-        while not future.done():
-            core.may_step.release()
-            wait([future], timeout=0.01)
-        return future.result()
-
-
 def until(condition: Callable[[], Any]) -> None:
     while not condition():
         threading.Event().wait(0.001)
@@ -155,81 +141,79 @@ def until(condition: Callable[[], Any]) -> None:
 # --- requests -----------------------------------------------------------------------------------
 
 
-def test_every_request_ends_as_one_sample(core: FakeCore, loop: EngineLoop) -> None:
-    core.may_step.release(100)
+def test_every_request_ends_as_one_sample(loop: Loop) -> None:
+    loop.core.may_step.release(100)
     loop.submit([request(str(index), max_tokens=1 + index % 3) for index in range(9)])
     samples = collect(loop, 9)
     assert sorted(s.sample_id for s in samples) == [str(index) for index in range(9)]
-    assert core.admitted == [str(index) for index in range(9)], "first come, first served"
+    assert loop.core.admitted == [str(index) for index in range(9)], "first come, first served"
     assert {(s.engine, s.token_ids, s.logprobs, s.finish_reason) for s in samples} == {
         ("engine-0", (7,), (-0.5,), "length")
     }
     assert loop.num_running == loop.num_queued == 0
     assert loop.take_finished(timeout_s=0) == []
-    core.reason = "error"
+    loop.core.reason = "error"
     loop.submit([request("broken")])
     assert [s.finish_reason for s in collect(loop, 1)] == ["error"]
 
 
-def test_only_queued_requests_can_be_withdrawn(core: FakeCore, loop: EngineLoop) -> None:
+def test_only_queued_requests_can_be_withdrawn(loop: Loop) -> None:
     loop.submit([request(name) for name in "abcd"])
-    core.wait_in_step()
+    loop.core.wait_in_step()
     assert (loop.num_running, loop.num_queued) == (2, 2)
     assert loop.withdraw(["a", "c", "x"]) == ["c"]
     assert loop.withdraw(["c"]) == []
-    core.may_step.release(100)
+    loop.core.may_step.release(100)
     assert sorted(s.sample_id for s in collect(loop, 3)) == ["a", "b", "d"]
-    assert "c" not in core.admitted
+    assert "c" not in loop.core.admitted
 
 
-def test_a_request_that_arrives_twice_runs_once(core: FakeCore, loop: EngineLoop) -> None:
+def test_a_request_that_arrives_twice_runs_once(loop: Loop) -> None:
     loop.submit([request("a", 2)])
-    core.wait_in_step()
+    loop.core.wait_in_step()
     loop.submit([request("b")])
     loop.submit([request("a", 2), request("b")])
     assert sorted(loop.held()) == ["a", "b"]
-    core.may_step.release(MANY)
+    loop.core.may_step.release(MANY)
     assert sorted(s.sample_id for s in collect(loop, 2)) == ["a", "b"]
-    assert core.admitted == ["a", "b"]
+    assert loop.core.admitted == ["a", "b"]
     assert loop.held() == []
 
 
 # --- commands -----------------------------------------------------------------------------------
 
 
-def test_commands_run_between_steps_and_their_errors_go_to_the_caller(
-    core: FakeCore, loop: EngineLoop
-) -> None:
+def test_commands_run_between_steps_and_their_errors_go_to_the_caller(loop: Loop) -> None:
     loop.submit([request("a", max_tokens=MANY)])
-    core.wait_in_step()
-    assert not call_while_stepping(core, lambda: loop.between_steps(core.in_step.is_set))
+    loop.core.wait_in_step()
+    assert not loop.call_while_stepping(lambda: loop.between_steps(loop.core.in_step.is_set))
     with pytest.raises(ZeroDivisionError):
-        call_while_stepping(core, lambda: loop.between_steps(lambda: 1 / 0))
-    core.may_step.release(MANY)
+        loop.call_while_stepping(lambda: loop.between_steps(lambda: 1 / 0))
+    loop.core.may_step.release(MANY)
     assert len(collect(loop, 1)) == 1, "the loop goes on"
 
 
-def test_no_policy_update_while_samples_are_unfinished(core: FakeCore, loop: EngineLoop) -> None:
+def test_no_policy_update_while_samples_are_unfinished(loop: Loop) -> None:
     """A command between rollouts is refused for running and for queued requests."""
     loop.submit([request("a", MANY), request("b", MANY), request("c")])
-    core.wait_in_step()
+    loop.core.wait_in_step()
     update = partial(loop.between_rollouts, partial(setattr, loop, "policy_version", 3), "not now")
     with pytest.raises(EngineError, match="2 samples are running and 1 queued: not now"):
-        call_while_stepping(core, update)
-    core.may_step.release(2 * MANY)
+        loop.call_while_stepping(update)
+    loop.core.may_step.release(2 * MANY)
     assert {s.policy_version for s in collect(loop, 3)} == {0}
     update()
     loop.submit([request("d")])
     assert [s.policy_version for s in collect(loop, 1)] == [3]
 
 
-def test_a_tainted_engine_takes_not_one_step_more(core: FakeCore, loop: EngineLoop) -> None:
+def test_a_tainted_engine_takes_not_one_step_more(loop: Loop) -> None:
     """A caller that hears of the fault finds the engine closed already."""
     steps = 0
 
     def taint() -> None:
         nonlocal steps
-        steps = core.num_steps
+        steps = loop.core.num_steps
         raise WeightMismatch("not the learner's policy")
 
     def swap() -> None:
@@ -239,45 +223,45 @@ def test_a_tainted_engine_takes_not_one_step_more(core: FakeCore, loop: EngineLo
             loop.submit([request("b")])
 
     loop.submit([request("a", max_tokens=MANY)])
-    core.wait_in_step()
-    call_while_stepping(core, swap)
-    assert core.stopped.wait(LIMIT_S)
+    loop.core.wait_in_step()
+    loop.call_while_stepping(swap)
+    assert loop.core.stopped.wait(LIMIT_S)
     with pytest.raises(EngineError, match="not the learner's policy"):
         loop.take_finished(LIMIT_S)
     with pytest.raises(EngineError, match="has failed"):
         loop.between_steps(lambda: None)
-    assert core.num_steps == steps
+    assert loop.core.num_steps == steps
 
 
-def test_a_command_that_exits_fails_the_engine_and_all_commands(loop: EngineLoop) -> None:
+def test_a_command_that_exits_fails_the_engine_and_all_commands(loop: Loop) -> None:
     with pytest.raises(SystemExit):
         loop.between_steps(lambda: exit(3))
     with pytest.raises(EngineError, match="SystemExit"):
         loop.between_steps(lambda: None)
 
 
-def test_a_command_that_is_queued_at_the_shutdown_hears_of_it(
-    core: FakeCore, loop: EngineLoop, threads: ThreadPoolExecutor
-) -> None:
+def test_a_command_that_is_queued_at_the_shutdown_hears_of_it(loop: Loop) -> None:
     loop.submit([request("a", MANY)])
-    core.wait_in_step()
-    queued = threads.submit(loop.between_steps, lambda: None)
+    loop.core.wait_in_step()
+    queued = loop.threads.submit(loop.between_steps, lambda: None)
     until(lambda: loop.num_commands)
-    ended = threads.submit(loop.shutdown)
+    ended = loop.threads.submit(loop.shutdown)
     until(lambda: loop.is_stopping)
-    core.may_step.release()
+    loop.core.may_step.release()
     with pytest.raises(EngineError, match="is shut down"):
         queued.result(LIMIT_S)
     ended.result(LIMIT_S)
+    assert loop.core.stopped.is_set()
+    with pytest.raises(EngineError, match="is shut down"):
+        loop.submit([request("a")])
 
 
-def test_a_command_hears_of_an_engine_that_fails_before_it_runs(
-    core: FakeCore, loop: EngineLoop, threads: ThreadPoolExecutor, verdict: Future[Verdict | None]
-) -> None:
-    queued = threads.submit(loop.between_steps, lambda: None)
+def test_a_command_hears_of_an_engine_that_fails_before_it_runs(loop: Loop) -> None:
+    verdict = loop.long_recheck()
+    queued = loop.threads.submit(loop.between_steps, lambda: None)
     until(lambda: loop.num_commands)
-    core.end_error = RuntimeError("lost in the end of a recheck")
-    core.may_step.release()
+    loop.core.end_error = RuntimeError("lost in the end of a recheck")
+    loop.core.may_step.release()
     with pytest.raises(EngineError, match="lost in the end"):
         queued.result(LIMIT_S)
     assert verdict.result(LIMIT_S) is None
@@ -286,131 +270,105 @@ def test_a_command_hears_of_an_engine_that_fails_before_it_runs(
 # --- engines that hang or fail ------------------------------------------------------------------
 
 
-def test_a_hung_step_is_noticed(core: FakeCore, loop: EngineLoop, clock: Clock) -> None:
+def test_a_hung_step_is_noticed(loop: Loop) -> None:
     loop.submit([request("a")])
-    core.wait_in_step()
+    loop.core.wait_in_step()
     assert loop.take_finished(timeout_s=0) == []
-    clock.now_s += 6.0
+    loop.clock.now_s += 6.0
     with pytest.raises(EngineError, match="for 6 s"):
         loop.take_finished(timeout_s=0)
-    core.may_step.release(100)
+    loop.core.may_step.release(100)
     assert len(collect(loop, 1)) == 1
 
 
-def test_a_hung_command_is_noticed_without_any_request(
-    loop: EngineLoop, clock: Clock, threads: ThreadPoolExecutor
-) -> None:
+def test_a_hung_command_is_noticed_without_any_request(loop: Loop) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def hang() -> None:
         begun.set()
         may_end.wait(LIMIT_S)
 
-    threads.submit(loop.between_steps, hang)
+    loop.threads.submit(loop.between_steps, hang)
     assert begun.wait(LIMIT_S)
     assert loop.take_finished(timeout_s=0) == []
-    clock.now_s += 6.0
+    loop.clock.now_s += 6.0
     with pytest.raises(EngineError, match="for 6 s"):
         loop.take_finished(timeout_s=0)
     may_end.set()
     loop.between_steps(lambda: None)
-    clock.now_s += 6.0
+    loop.clock.now_s += 6.0
     assert loop.take_finished(timeout_s=0) == [], "an engine with nothing to do is no fault"
 
 
-def test_a_failed_engine_says_why(core: FakeCore, loop: EngineLoop) -> None:
-    core.error = RuntimeError("out of memory")
-    core.may_step.release(100)
-    loop.submit([request("a")])
-    with pytest.raises(EngineError, match="out of memory"):
-        loop.take_finished(LIMIT_S)
-    assert core.stopped.wait(LIMIT_S)
-
-
-def test_an_engine_that_cannot_start_says_why(core: FakeCore) -> None:
-    core.start_error = ValueError("no such model")
-    loop = EngineLoop("engine-0", core, stall_timeout_s=5.0)
+def test_an_engine_that_cannot_start_says_why() -> None:
+    loop = Loop()
+    loop.core.start_error = ValueError("no such model")
     with pytest.raises(ValueError, match="no such model"):
         loop.start()
     with pytest.raises(EngineError, match="no such model"):
         loop.submit([request("a")])
 
 
-def test_a_shut_down_engine_takes_nothing(core: FakeCore, loop: EngineLoop) -> None:
-    loop.shutdown()
-    assert core.stopped.is_set()
-    with pytest.raises(EngineError, match="is shut down"):
-        loop.submit([request("a")])
-    with pytest.raises(EngineError, match="is shut down"):
-        loop.take_finished(timeout_s=0)
-
-
 # --- rechecks -----------------------------------------------------------------------------------
 
 
-def test_an_idle_engine_generates_a_sample_again_and_delivers_nothing(
-    core: FakeCore, loop: EngineLoop
-) -> None:
-    core.may_step.release(100)
+def test_an_idle_engine_generates_a_sample_again_and_delivers_nothing(loop: Loop) -> None:
+    loop.core.may_step.release(100)
     assert loop.recheck(recheck_of(7)) == Verdict(None, 0.0)
     assert loop.recheck(recheck_of(8)) == Verdict(0, 0.25)
     assert loop.take_finished(timeout_s=0) == []
     assert loop.num_running == loop.num_queued == 0
-    assert core.rechecks == ["begun", "ended"] * 2
-    core.reason = "abort"
+    assert loop.core.rechecks == ["begun", "ended"] * 2
+    loop.core.reason = "abort"
     assert loop.recheck(recheck_of(8)) is None
 
 
-def test_a_request_ends_a_recheck_before_the_next_engine_step(
-    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None]
-) -> None:
+def test_a_request_ends_a_recheck_before_the_next_engine_step(loop: Loop) -> None:
+    verdict = loop.long_recheck()
     loop.submit([request("a")])
-    core.may_step.release(2)
+    loop.core.may_step.release(2)
     assert verdict.result(LIMIT_S) is None
     assert [s.sample_id for s in collect(loop, 1)] == ["a"]
-    assert (core.num_steps, core.rechecks) == (2, ["begun", "aborted"])
+    assert (loop.core.num_steps, loop.core.rechecks) == (2, ["begun", "aborted"])
 
 
-def test_a_policy_update_ends_a_recheck(
-    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None]
-) -> None:
-    update = partial(core.rechecks.append, "updated")
-    call_while_stepping(core, lambda: loop.between_rollouts(update, "never refused"))
+def test_a_policy_update_ends_a_recheck(loop: Loop) -> None:
+    verdict = loop.long_recheck()
+    update = partial(loop.core.rechecks.append, "updated")
+    loop.call_while_stepping(lambda: loop.between_rollouts(update, "never refused"))
     assert verdict.result(LIMIT_S) is None
-    assert core.rechecks == ["begun", "aborted", "updated"]
+    assert loop.core.rechecks == ["begun", "aborted", "updated"]
 
 
-def test_a_recheck_is_called_off_also_before_it_arrives(
-    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None]
-) -> None:
+def test_a_recheck_is_called_off_also_before_it_arrives(loop: Loop) -> None:
+    verdict = loop.long_recheck()
     loop.end_recheck("again")
-    core.may_step.release()
+    loop.core.may_step.release()
     assert verdict.result(LIMIT_S) is None
-    assert core.num_steps == 1
+    assert loop.core.num_steps == 1
     assert loop.recheck(recheck_of()) is None
     loop.end_recheck("another")
-    core.may_step.release()
+    loop.core.may_step.release()
     assert loop.recheck(recheck_of()) is not None
 
 
-def test_no_recheck_beside_requests_or_under_another_policy(
-    core: FakeCore, loop: EngineLoop
-) -> None:
+def test_no_recheck_beside_requests_or_under_another_policy(loop: Loop) -> None:
     assert loop.recheck(recheck_of(policy_version=3)) is None
     loop.submit([request("a", max_tokens=2)])
-    core.wait_in_step()
+    loop.core.wait_in_step()
     assert loop.recheck(recheck_of()) is None
-    core.may_step.release(2)
+    loop.core.may_step.release(2)
     assert len(collect(loop, 1)) == 1
-    assert core.rechecks == []
+    assert loop.core.rechecks == []
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
 def test_a_lost_or_ended_engine_leaves_nobody_waiting_for_a_recheck(
-    core: FakeCore, loop: EngineLoop, verdict: Future[Verdict | None], is_lost: bool
+    loop: Loop, is_lost: bool
 ) -> None:
-    core.error = RuntimeError("out of memory") if is_lost else None
-    core.may_step.release(MANY)
+    verdict = loop.long_recheck()
+    loop.core.error = RuntimeError("out of memory") if is_lost else None
+    loop.core.may_step.release(MANY)
     if not is_lost:
         loop.shutdown()
     assert verdict.result(LIMIT_S) is None

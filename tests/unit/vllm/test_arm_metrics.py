@@ -22,15 +22,10 @@ def report(arm: Arm) -> StepReport:
     )
 
 
-def outputs() -> list[SimpleNamespace]:
-    stats = SimpleNamespace(waiting_lora_adapters={"french": 1})
-    return [SimpleNamespace(scheduler_stats=None), SimpleNamespace(scheduler_stats=stats)]
-
-
 def test_counts_arrive_by_counter_and_arm() -> None:
-    out = outputs()
-    attach(out, report(Arm("ngram", 4)))
-    stats = out[1].scheduler_stats
+    stats = SimpleNamespace(waiting_lora_adapters={"french": 1})
+    outputs = [SimpleNamespace(scheduler_stats=None), SimpleNamespace(scheduler_stats=stats)]
+    attach(outputs, report(Arm("ngram", 4)))
     found = take(stats)
     assert found == {
         ("engine_steps", "ngram:4"): 1,

@@ -100,20 +100,3 @@ RUNNER = "from vllm.engine import Runner\n"
 def test_what_does_not_fit_is_found(tmp_path: Path, ours: str, fault: str) -> None:
     [found] = uses_of(tmp_path, ours).faults
     assert fault in found
-
-
-def test_names_are_listed_with_their_signatures(tmp_path: Path) -> None:
-    found = uses_of(
-        tmp_path,
-        "from vllm import Runner\n"
-        "class Mixin:\n  def go(self): return self.batch.rows, self.stop()\n"
-        "class Ours(Mixin, Runner):\n  def step(self, output, fast=True): ...\n",
-    )
-    assert found.faults == []
-    assert found.names == {
-        "vllm.Runner": "class(Base)",
-        "vllm.engine.Runner.batch": ": Batch",
-        "vllm.engine.Batch.rows": ": int",
-        "vllm.engine.Runner.stop": "(self)",
-        "vllm.engine.Runner.step": "(self, output, fast=False)",
-    }

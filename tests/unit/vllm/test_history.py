@@ -35,17 +35,6 @@ def end(history: History, name: str, prompt: list[int], response: list[int]) -> 
     history.end(name, len(prompt), np.array(prompt + response, dtype=np.int32))
 
 
-def test_a_sibling_is_found_while_it_runs_and_when_it_has_ended() -> None:
-    history = History(100, 2, 4)
-    assert draft(history, {"ahead": (PROMPT, [1, 2, 3]), "behind": (PROMPT, [1])}) == {
-        "ahead": [],
-        "behind": [2, 3],
-    }
-    end(history, "ahead", PROMPT, [1, 2, 3, 4, 5, 6])
-    assert draft(history, {"behind": (PROMPT, [1, 2])}) == {"behind": [3, 4, 5, 6]}
-    assert draft(history, {"later": (PROMPT, [])}) == {"later": [1, 2, 3, 4]}
-
-
 class Reference:
     """The rules of `History` over plain lists, with a comparison of every occurrence."""
 

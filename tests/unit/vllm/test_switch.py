@@ -63,11 +63,13 @@ def test_wrong_settings_are_explained(text: str, said: str) -> None:
 
 
 def test_an_engine_gets_scheduler_worker_and_drafts() -> None:
-    changes = wired(NGRAMS).changes
+    changes = wired(NGRAMS, async_scheduling=True, additional_config={"mine": 1}).changes
     assert changes["scheduler_cls"].endswith(".AdaptiveScheduler")
     assert changes["worker_cls"].endswith(".AdaptiveCPUWorker")
     assert changes["speculative_config"]["method"] == "ngram"
     assert changes["additional_config"]["tlt"]["embedded"]
+    assert changes["additional_config"]["mine"] == 1
+    assert changes["async_scheduling"] is False, "vLLM schedules synchronously on CPUs"
     assert changes["weight_transfer_config"] == {"backend": "tlt_shm"}
     # Everything else stays the program's.
     assert changes.keys() == {
@@ -113,29 +115,18 @@ def test_a_drafter_is_loaded_although_the_program_loads_its_policy_later(drafter
     )
 
 
-def test_the_programs_additional_config_stays() -> None:
-    assert wired(NGRAMS, additional_config={"mine": 1}).changes["additional_config"]["mine"] == 1
-
-
-def test_cpu_engines_schedule_synchronously_whatever_the_program_asks_for() -> None:
-    assert wired(NGRAMS, async_scheduling=True).changes["async_scheduling"] is False
-
-
 def test_a_strategy_without_drafts_still_measures() -> None:
     changes = wired("strategy.kind=off").changes
     assert "speculative_config" not in changes
     assert changes["additional_config"]["tlt"]["strategy"] == {"kind": "off"}
 
 
-def test_the_message_says_what_is_on() -> None:
-    message = wired(NGRAMS).message
-    assert "n-grams" in message
-    assert "ngram:4" in message
-
-
 def test_the_default_strategy_chooses_among_all_arms() -> None:
-    spec = wired("ngram.min_match=2").changes["additional_config"]["tlt"]["strategy"]
+    found = wired("ngram.min_match=2")
+    spec = found.changes["additional_config"]["tlt"]["strategy"]
     assert build_strategy(spec).arms() == {Arm(), *(Arm("ngram", k) for k in (2, 4, 8))}
+    assert "n-grams" in found.message
+    assert "ngram:8" in found.message
 
 
 # --- what is left alone -----------------------------------------------------------------------
@@ -170,9 +161,8 @@ def test_arguments_that_tlt_cannot_work_with(given: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize("key", ["logits_processors", "watermark_config"])
 def test_arguments_that_change_samples(key: str) -> None:
-    given: dict[str, Any] = {key: ["mine"]}
     with pytest.raises(LossyError, match=key):
-        wired(NGRAMS, **given)
+        wired(NGRAMS, **{key: ["mine"]})
 
 
 def test_a_drafter_must_be_a_folder(drafter: str) -> None:
@@ -183,16 +173,10 @@ def test_a_drafter_must_be_a_folder(drafter: str) -> None:
 def test_a_drafter_of_another_model(drafter: str, tmp_path: Path) -> None:
     """Without this check, vLLM fails deep inside a matrix product."""
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "vocab_size": 50}))
+    Path(drafter, "config.json").write_text(json.dumps({"hidden_size": 32, "vocab_size": 50}))
     Path(drafter, "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-
-    def names(**sizes: int) -> str:
-        Path(drafter, "config.json").write_text(json.dumps({"vocab_size": 50} | sizes))
-        wiring = wired(f"drafter={drafter}", model=str(tmp_path))
-        return str(wiring.changes["speculative_config"]["model"])
-
-    assert names(hidden_size=64) == names(hidden_size=32, target_hidden_size=64) == drafter
     with pytest.raises(ConfigError, match=r"hidden_size.*32.*64"):
-        names(hidden_size=32)
+        wired(f"drafter={drafter}", model=str(tmp_path))
 
 
 def test_a_drafter_by_its_id_on_the_hub(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
