@@ -140,13 +140,14 @@ class ScriptedTrainer:
         self.working = self.dead = False
         self.deaf = self.breaks_off = self.cannot_be_killed = self.outlives_kills = False
         self.better = True
-        self.at_evaluation: Callable[[], Awaitable[None]] | None = None
+        self.answers_s = self.evaluates_s = 0.0
+        """Seconds until the trainer answers a call, and those of an evaluation."""
         self.asked_s: list[float] = []
         self.merged_with: list[list[tuple[float, float]]] = []
         self.taken: list[tuple[Any, ...]] = []
 
     async def _alive(self) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.answers_s)
         if self.dead:
             raise TrainerGone
 
@@ -161,11 +162,9 @@ class ScriptedTrainer:
         if not self.deaf:
             self.ended = max(self.ended, lease)
 
-    async def take(
-        self, base: Weights | None, published: Weights | None, policy: Weights | None
-    ) -> None:
+    async def take(self, base: Weights | None, *others: Weights | None) -> None:
         await self._alive()
-        self.taken.append(tuple(w if w is None else w.blob for w in (base, published, policy)))
+        self.taken.append(tuple(w if w is None else w.blob for w in (base, *others)))
         if base is not None:
             assert base.version != self.has, "it has these weights already"
             self.has, self.weights = base.version, base.blob if base.version else 0.0
@@ -185,8 +184,7 @@ class ScriptedTrainer:
 
     async def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
         await self._alive()
-        if self.at_evaluation is not None:
-            await self.at_evaluation()
+        await asyncio.sleep(self.evaluates_s)
         if self.breaks_off or lease <= self.ended:
             return None
         return Evaluation(self.better, 2.0 + self.weights, 2.0)

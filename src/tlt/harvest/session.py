@@ -106,9 +106,9 @@ class HarvestSession(RunHarvest):
         """Engines whose memory is the trainers'."""
         self._moving: dict[str, asyncio.Lock] = {}
         """Held while an engine falls asleep or wakes."""
-        self._published: Mapping[str, torch.Tensor] | None = None
-        """Weights of the drafter that engines have; None for those that the run began with."""
-        self._version = first_version
+        self._published: tuple[int, Mapping[str, torch.Tensor] | None] = first_version, None
+        """Version and weights of the drafter that engines have, which a thread may be writing; no
+        weights are those that the run began with."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self._rollout = asyncio.Event()
@@ -296,7 +296,8 @@ class HarvestSession(RunHarvest):
 
     def _save(self, folder: Path, packed: Packed | None) -> None:
         state = None if packed is None else unpack(packed)
-        save_published(folder, self._start_folder, self._published, self._version, state)
+        version, weights = self._published
+        save_published(folder, self._start_folder, weights, version, state)
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -363,7 +364,7 @@ class HarvestSession(RunHarvest):
                     seconds = await self._pool.update_drafter(
                         tensors.items(), version.number, skip=frozenset(self._asleep)
                     )
-                self._published, self._version = weights, version.number
+                self._published = version.number, weights
                 break
         self._swap_s += max(seconds, default=0.0)
         logger.info("drafter %d, accepting %.2f, is in use", version.number, version.length)

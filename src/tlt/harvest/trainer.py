@@ -116,7 +116,8 @@ class _Scored:
 
 class HarvestTrainer:
     def __init__(self, settings: HarvestTrainerSettings, device: torch.device) -> None:
-        self._settings = settings
+        self._held_out_tokens = settings.held_out_tokens
+        self._gate = settings.trainer.temperature
         self._device = device
         self._holder = Holder()
         self._buffer = SampleBuffer(settings.buffer)
@@ -287,7 +288,7 @@ class HarvestTrainer:
         """
         until_s = time.monotonic() + seconds
         if self._parts is None:
-            samples = self._buffer.held_out(self._settings.held_out_tokens)
+            samples = self._buffer.held_out(self._held_out_tokens)
             parts = [
                 sample.focused(begin, begin + HELD_OUT_WINDOW)
                 for sample in samples
@@ -302,17 +303,13 @@ class HarvestTrainer:
                 if is_clear or time.monotonic() >= until_s:
                     break
             count = min(count + WINDOWS_AT_ONCE, len(sizes))
-            self._prepare(lease, count)
+            missing = self._parts[len(self._held_out) : count]
+            self._held_out += prepare_windows(
+                self._trainer.passes, missing, [self._gate], lambda: self._ended(lease)
+            )
             for scored in (new, old):
                 self._score(lease, scored, count)
         return new.lengths[:count], old.lengths[:count], sizes[:count]
-
-    def _prepare(self, lease: int, count: int) -> None:
-        """Compute the policy's output over the first `count` windows."""
-        missing = (self._parts or [])[len(self._held_out) : count]
-        self._held_out += prepare_windows(
-            self._trainer.passes, missing, [self._gate], lambda: self._ended(lease)
-        )
 
     def _score(self, lease: int, scored: _Scored, count: int) -> None:
         """Evaluate a drafter on the first `count` windows."""
@@ -329,10 +326,6 @@ class HarvestTrainer:
                     scored.lengths.append(found.length(self._gate))
         finally:
             self._at_start = None
-
-    @property
-    def _gate(self) -> float:
-        return self._settings.trainer.temperature
 
     def _choose_vocabulary(self, lease: int) -> None:
         """Choose the vocabulary before the first training, and again when the text has moved.

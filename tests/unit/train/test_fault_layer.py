@@ -365,7 +365,7 @@ def records(out: Path) -> list[tuple[float, float]]:
 
 def light_save(harvest: HarvestSession, folder: Path, state: object) -> None:
     folder.mkdir()
-    (folder / VERSION).write_text(json.dumps({"version": harvest._version}))
+    (folder / VERSION).write_text(json.dumps({"version": harvest._published[0]}))
 
 
 @pytest.fixture
