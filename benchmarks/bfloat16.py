@@ -14,15 +14,15 @@ there.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from common import save
+from common import parse_options, save
 
 WAYS: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},
@@ -34,12 +34,13 @@ PAIRS = (("one at a time", "eight at a time"), ("eight at a time", "n-grams"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2")
-    parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__,
+        model="models/smollm2",
+        samples=16,
+        tokens=64,
+        dtypes=["bfloat16", "float32"],
+    )
     requests = _requests(options)
     results: dict[str, Any] = {}
     for dtype in options.dtypes:
@@ -58,7 +59,7 @@ def main() -> None:
         save("bfloat16", {"settings": settings, "results": results})
 
 
-def _requests(options: argparse.Namespace) -> list[Any]:
+def _requests(options: Namespace) -> list[Any]:
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems

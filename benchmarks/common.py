@@ -1,7 +1,8 @@
-"""What benchmarks share: result files, ratios within rounds, and runs of `tlt train`."""
+"""What benchmarks share: options, result files, ratios within rounds, and runs of `tlt train`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
@@ -15,6 +16,22 @@ from tlt.observe.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parse_options(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """Return the options of a command line, one for each default and of its type.
+
+    False makes a switch, a list takes several values, and None stands for a text that is missing.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    for name, default in defaults.items():
+        how: dict[str, Any] = {"type": str if default is None else type(default)}
+        if isinstance(default, list):
+            how = {"type": type(default[0]), "nargs": "+"}
+        if default is False:
+            how = {"action": "store_true"}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
+    return parser.parse_args()
 
 
 def save(name: str, result: Mapping[str, Any]) -> None:

@@ -12,21 +12,21 @@ Writes benchmarks/results/history.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from common import save
+from common import parse_options, save
 
 MAX_TOKENS = 600
 
 
-def sample(options: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
+def sample(options: Namespace) -> list[tuple[list[int], list[int]]]:
     """Return (prompt, response) pairs in the order of epochs, prompts, siblings."""
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import SampleRequest, SamplingSpec
@@ -144,14 +144,15 @@ def time_lookups(num_tokens: int, rounds: int = 20, calls: int = 50) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-sft")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--siblings", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--drafted", type=int, default=4)
-    parser.add_argument("--concurrency", type=int, default=16)
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__,
+        model="models/smollm2-sft",
+        prompts=16,
+        siblings=8,
+        epochs=2,
+        drafted=4,
+        concurrency=16,
+    )
 
     from tlt.vllm.ngram.history import History
 

@@ -18,7 +18,6 @@ Writes benchmarks/results/learner_memory.json.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import multiprocessing
 import os
@@ -34,7 +33,7 @@ from tlt.train.memory import ModelShape, learner_memory
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
 
-from common import load, save
+from common import load, parse_options, save
 from models import MODELS
 
 PROMPT_TOKENS = 64
@@ -232,10 +231,7 @@ def formula(case: Case) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="")
-    parser.add_argument("--whole", action="store_true", help="Track every layer of large cases.")
-    options = parser.parse_args()
+    options = parse_options(__doc__, only="", whole=False)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     cases = load("learner_memory").get("cases", {})
     for case in (*CASES, *CPU_CASES):

@@ -12,7 +12,6 @@ Writes benchmarks/results/neighbour.json.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import os
@@ -22,7 +21,7 @@ import statistics
 import time
 from typing import Any
 
-from common import p99, save
+from common import p99, parse_options, save
 
 MODEL, DRAFTER = "models/smollm2-sft", "models/smollm2-eagle3"
 NUM_SAMPLES = 24
@@ -163,10 +162,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     from tlt.node.cluster import start_ray
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    options = parser.parse_args()
+    options = parse_options(__doc__, rounds=10, seconds=1.0)
     start_ray(2)
     result = asyncio.run(measure(options.rounds, options.seconds))
     save("neighbour", result)

@@ -22,7 +22,6 @@ drafter swap and in a policy update. Writes benchmarks/results/overhead.json.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -30,16 +29,17 @@ import shutil
 import statistics
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from common import ratios, save
+from common import parse_options, ratios, save
 from tlt.hardware import compute_dtype
 
 CORE = max(os.sched_getaffinity(0))
 
 
-def serve(kind: str, options: argparse.Namespace, pipe: Any) -> None:
+def serve(kind: str, options: Namespace, pipe: Any) -> None:
     os.sched_setaffinity(0, {CORE})
     os.environ.update(
         OMP_NUM_THREADS="1",
@@ -64,7 +64,7 @@ COMMON = {
 }
 
 
-def bare(kind: str, options: argparse.Namespace) -> Any:
+def bare(kind: str, options: Namespace) -> Any:
     from vllm import LLM, SamplingParams
 
     arguments = COMMON | {"kv_cache_memory_bytes": 2**30}
@@ -91,7 +91,7 @@ def bare(kind: str, options: argparse.Namespace) -> Any:
     return run
 
 
-def ours(kind: str, options: argparse.Namespace) -> Any:
+def ours(kind: str, options: Namespace) -> Any:
     from tlt.config.rollout import EngineConfig
     from tlt.contracts import SampleRequest, SamplingSpec
     from tlt.rollout.engine import RolloutEngine
@@ -131,7 +131,7 @@ def ours(kind: str, options: argparse.Namespace) -> Any:
     return run
 
 
-def fingerprint_s(engine: Any, options: argparse.Namespace, method: str) -> list[float]:
+def fingerprint_s(engine: Any, options: Namespace, method: str) -> list[float]:
     """Seconds of several comparisons of the policy, in updates with the weights that it has."""
     import torch
     from safetensors.torch import load_file
@@ -163,14 +163,15 @@ COMPARED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2")
-    parser.add_argument("--drafter", help="Folder of an EAGLE-3 drafter; by default a new one.")
-    parser.add_argument("--num-draft-tokens", type=int, default=2)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__,
+        model="models/smollm2",
+        drafter=None,
+        num_draft_tokens=2,
+        batch_sizes=[1, 8],
+        max_tokens=96,
+        rounds=9,
+    )
     drafter = options.drafter or "a new one"
     if not options.drafter:
         from tlt.integrations.training import new_drafter

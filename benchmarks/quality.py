@@ -8,10 +8,9 @@ Needs models/tiny-sft (see configs/tiny_gcd_cpu.toml). That TLT changes no rewar
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from common import ROOT, save, trained
+from common import ROOT, parse_options, save, trained
 from tlt.observe.record import read
 
 
@@ -24,10 +23,7 @@ def held_out(seed: int, steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args()
+    options = parse_options(__doc__, seeds=3, steps=60)
     runs = [{"held_out": held_out(seed, options.steps)} for seed in range(options.seeds)]
     for place, when in ((0, "before"), (-1, "after")):
         print(when, statistics.fmean(run["held_out"][place] for run in runs))

@@ -13,7 +13,6 @@ start over. Makes models/tiny-sft if it is missing. Writes results/same_run.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shlex
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common import ROOT, save
+from common import ROOT, parse_options, save
 from runs import Run, lasting, make_tiny_policy, samples_of, weights_of
 from tlt.report.view import describe, look_at
 
@@ -139,11 +138,7 @@ def described(arm: Arm, run: Run) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--only", default=",".join(arm.name for arm in ARMS))
-    options = parser.parse_args()
+    options = parse_options(__doc__, steps=60, prompts=32, only=",".join(arm.name for arm in ARMS))
     runs = {arm.name: run_of(arm, options.steps, options.prompts) for arm in ARMS}
     make_tiny_policy(ROOT)
     for arm in ARMS:

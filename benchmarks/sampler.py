@@ -10,13 +10,12 @@ benchmarks/results/sampler.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from typing import Any
 
-from common import save
+from common import parse_options, save
 
 PROMPTS = [
     "Write a short story about a boy and his dog. The boy and his dog went to the park. The boy",
@@ -82,12 +81,9 @@ def measured(core: Any, both: Both, tokens: Any, batch: int, options: Any) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=60)
-    options = parser.parse_args()
+    options = parse_options(
+        __doc__, model="models/smollm2", batches=[1, 4, 16], rounds=2, tokens=60
+    )
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     os.environ["OMP_NUM_THREADS"] = "1"
     from transformers import AutoTokenizer

@@ -13,13 +13,12 @@ results/simulator.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, save, trained
+from common import ROOT, parse_options, save, trained
 from tlt.config.load import apply_overrides, check
 from tlt.report.view import RunView, look_at
 from tlt.simulate.calibrate import Calibration, calibrate, observations
@@ -122,9 +121,7 @@ def slowed(found: Calibration, by: float) -> Calibration:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=6)
-    options = parser.parse_args()
+    options = parse_options(__doc__, steps=6)
     steps = options.steps
     known = [run(case, steps, "-before") for case in CALIBRATION]
     seen = [run(case, steps) for case in PREDICTED]

@@ -18,7 +18,6 @@ checkpoint that is left, and compared again. Writes benchmarks/results/soak.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
@@ -35,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from common import ROOT, save
+from common import ROOT, parse_options, save
 from runs import LIMIT_S, Run, make_tiny_policy, same
 
 RECIPE = ROOT / "configs" / "tiny_gcd_cpu.toml"
@@ -266,13 +265,8 @@ def rewards(run: Run) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=90.0)
-    parser.add_argument("--every", type=float, default=20.0, help="seconds between two faults")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--home", type=Path, help="folder for models and runs; kept, and reused")
-    options = parser.parse_args()
-    home = options.home or Path(tempfile.mkdtemp(prefix="tlt-soak-"))
+    options = parse_options(__doc__, minutes=90.0, every=20.0, seed=0, home=None)
+    home = Path(options.home or tempfile.mkdtemp(prefix="tlt-soak-"))
     home.mkdir(parents=True, exist_ok=True)
     (home / "soak_reward.py").write_text(REWARD)
     make_tiny_policy(home)

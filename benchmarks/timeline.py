@@ -12,14 +12,13 @@ Writes results/timeline.json.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from common import ratios, save, spread, trained
+from common import parse_options, ratios, save, spread, trained
 from tlt.observe.record import read
 from tlt.spans import Span, SpanLog
 
@@ -51,10 +50,7 @@ def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    options = parser.parse_args()
+    options = parse_options(__doc__, repeats=3, steps=8)
     result: dict[str, Any] = {"noting_us": statistics.median(noting_us() for _ in range(3))}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -11,7 +11,6 @@ after every pair, and begins no pair that would end after the given minutes.
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, save
+from common import ROOT, parse_options, save
 
 EXAMPLE = ROOT / "examples" / "trl_grpo.py"
 
@@ -45,17 +44,18 @@ def run(arguments: list[str], without: bool) -> list[Step]:
     return steps_of(done.stdout)
 
 
-def main(words: list[str] | None = None) -> None:
+def main() -> None:
     from tlt.tasks.gym import problems
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="models/smollm2-words")
-    parser.add_argument("--drafter", default="models/smollm2-words-eagle3")
-    parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help="RL steps of a run")
-    parser.add_argument("--minutes", type=float, default=12, help="time for all pairs")
-    parser.add_argument("--busy", action="store_true", help="note that the machine was not quiet")
-    options = parser.parse_args(words)
+    options = parse_options(
+        __doc__,
+        model="models/smollm2-words",
+        drafter="models/smollm2-words-eagle3",
+        pairs=2,
+        steps=20,
+        minutes=12.0,
+        busy=False,
+    )
     questions = [problem.question for problem in problems("word_problems", 64, purpose="trl")]
     arguments = [options.model, "--drafter", options.drafter, "--steps", str(options.steps)]
     arguments += ["--ask", *questions]

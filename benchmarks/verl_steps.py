@@ -11,7 +11,6 @@ run on CPU cores is in tests/frameworks/verl_on_cpu.py. Writes benchmarks/result
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import ROOT, save
+from common import ROOT, parse_options, save
 
 EXAMPLE = ROOT / "examples" / "verl_grpo.py"
 PATCHES = ROOT / "tests" / "frameworks"
@@ -103,11 +102,7 @@ def recorded(step: Step) -> Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, default=Path("models/tiny"))
-    parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=10, help="RL steps of a run")
-    options = parser.parse_args()
+    options = parse_options(__doc__, model=Path("models/tiny"), pairs=2, steps=10)
     pairs = []
     for number in range(options.pairs):
         found = {}

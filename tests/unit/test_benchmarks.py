@@ -113,7 +113,8 @@ def test_pairs_of_trl_alternate_and_are_saved(monkeypatch: pytest.MonkeyPatch) -
     saved: dict[str, Any] = {}
     monkeypatch.setattr(trl, "run", lambda arguments, without: trl.steps_of("x\nstep reward=0.5\n"))
     monkeypatch.setattr(trl, "save", lambda name, result: saved.update(result))
-    trl.main([])
+    monkeypatch.setattr(sys, "argv", ["trl_pairs.py"])
+    trl.main()
     assert [pair["first"] for pair in saved["pairs"]] == ["without", "tlt"]
     assert saved["pairs"][0]["tlt"] == [{"reward": 0.5}]
 
