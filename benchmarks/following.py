@@ -33,12 +33,10 @@ from tlt.drafter.checkpoint import load_drafter
 from tlt.drafter.eagle3.config import default_aux_layers
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows
 from tlt.drafter.passes import DraftPasses
-from tlt.observe.record import read
 from tlt.report.gain import interval
 from tlt.states.captured import Captured, capture
 
 DRAFT_LENGTH = 3
-KEPT = ("eval/reward_mean", "reward/mean", "rollout/acceptance_length", "harvest/used_s")
 
 
 def policy_of(checkpoint: Path, model: Path, out: Path) -> Path:
@@ -159,10 +157,6 @@ def main() -> None:
     steps = [0, *(int(each.name.removeprefix("step-")) for each in kept)]
     published: list[Path | None] = [None, *(each / "drafter" for each in kept)]
     folder = Path("runs/following")
-    record = {
-        line["step"]: {name: line[name] for name in KEPT if name in line}
-        for line in read(options.run / "metrics.jsonl")
-    }
     rows: list[dict[str, Any]] = []
     for place, step in enumerate(steps):
         policy = model if not step else policy_of(kept[place - 1], model, folder / f"{step}")
@@ -190,7 +184,6 @@ def main() -> None:
             "num_problems": options.num_problems,
             "draft_length": DRAFT_LENGTH,
             "policies": rows,
-            "run": {"steps": record, "lr": config["learner"]["lr"]},
         }
         save("following", result)
 

@@ -283,8 +283,6 @@ def compare(
                     "of_oracle": statistics.median(ratios),
                     "low": min(ratios),
                     "high": max(ratios),
-                    "switches_per_1000_steps": 1000
-                    * statistics.median([run.switches / len(run.reports) for run in runs]),
                 }
             )
     return rows

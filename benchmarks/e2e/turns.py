@@ -103,14 +103,6 @@ class Run:
                 total += times.user + times.system + times.children_user + times.children_system
         return total
 
-    def memory_bytes(self) -> int:
-        """Return the memory of all processes; pages that several share count once."""
-        total = 0
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        return total
-
     def finish(self) -> None:
         """Wait until the run has ended by itself."""
         if self._process.wait(FINISH_S):
