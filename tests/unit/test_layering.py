@@ -73,10 +73,7 @@ PURE = {
         ROOT / "harvest" / f"{name}.py"
         for name in ("contract", "leases", "forecast", "rounds", "coordinator")
     ),
-    *(
-        ROOT / "rollout" / f"{name}.py"
-        for name in ("dispatch", "recheck")
-    ),
+    *(ROOT / "rollout" / f"{name}.py" for name in ("dispatch", "recheck")),
     ROOT / "train" / "fit.py",
     ROOT / "train" / "memory.py",
 }
