@@ -129,7 +129,6 @@ def _compare(
         shortfalls.append(round(max(missed), 5))
     return {
         "differ": len(equal_tokens),
-        "share": len(equal_tokens) / len(requests),
         "tokens_until_first_difference": equal_tokens,
         "shortfalls": shortfalls,
         "median_shortfall": statistics.median(shortfalls) if shortfalls else None,

@@ -23,7 +23,6 @@ import argparse
 import shutil
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,10 @@ from tlt.drafter.checkpoint import load_drafter
 from tlt.drafter.eagle3.config import default_aux_layers
 from tlt.drafter.evaluation import HeldOutWindow, evaluate, prepare_windows
 from tlt.drafter.passes import DraftPasses
-from tlt.observe.record import read
 from tlt.report.gain import interval
 from tlt.states.captured import Captured, capture
 
 DRAFT_LENGTH = 3
-KEPT = ("eval/reward_mean", "reward/mean", "rollout/acceptance_length", "harvest/used_s")
 
 
 def policy_of(checkpoint: Path, model: Path, out: Path) -> Path:
@@ -63,18 +60,8 @@ def policy_of(checkpoint: Path, model: Path, out: Path) -> Path:
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """The policy's answer to one problem."""
-
-    states: Captured
-    reward: float
-
-
-def solved(
-    model: Path, num_problems: int, seed: int, purpose: str, max_tokens: int
-) -> list[Solved]:
-    """Return the policy's samples at temperature 1, one per problem, with their states.
+def solved(model: Path, num_problems: int, max_tokens: int) -> list[tuple[Captured, float]]:
+    """Return states and reward of the policy's samples at temperature 1, one per problem.
 
     Two engines in float32 sample them: the same problems and weights give the same samples.
     """
@@ -88,7 +75,7 @@ def solved(
 
     chat = Chat(str(model))
     sampling = SamplingSpec(max_tokens=max_tokens, temperature=1.0, logprobs=False)
-    asked = problems("word_problems", num_problems, seed, purpose)
+    asked = problems("word_problems", num_problems, 0, "following")
     requests = [
         SampleRequest(str(index), chat.prompt(problem.question), sampling)
         for index, problem in enumerate(asked)
@@ -107,7 +94,7 @@ def solved(
     for problem, request, sample in zip(asked, requests, samples, strict=True):
         prompt = list(request.prompt_token_ids)
         states = capture(policy, [*prompt, *sample.token_ids], len(prompt), layers)
-        found.append(Solved(states, score(problem, chat.tokenizer.decode(sample.token_ids))))
+        found.append((states, score(problem, chat.tokenizer.decode(sample.token_ids))))
     return found
 
 
@@ -148,10 +135,7 @@ def described(found: dict[str, list[tuple[float, int]]]) -> dict[str, Any]:
     """Return mean and interval of each drafter, and of its ratio to the frozen one."""
     result: dict[str, Any] = {}
     for name, values in found.items():
-        result[name] = {
-            "length": mean(values),
-            "interval": list(interval(mean, values)),
-        }
+        result[name] = {"length": mean(values), "interval": list(interval(mean, values))}
         if name != "frozen" and "frozen" in found:
             frozen = found["frozen"]
             result[name]["to_frozen"] = mean(values) / mean(frozen)
@@ -173,22 +157,18 @@ def main() -> None:
     steps = [0, *(int(each.name.removeprefix("step-")) for each in kept)]
     published: list[Path | None] = [None, *(each / "drafter" for each in kept)]
     folder = Path("runs/following")
-    record = {
-        line["step"]: {name: line[name] for name in KEPT if name in line}
-        for line in read(options.run / "metrics.jsonl")
-    }
     rows: list[dict[str, Any]] = []
     for place, step in enumerate(steps):
         policy = model if not step else policy_of(kept[place - 1], model, folder / f"{step}")
-        answers = solved(policy, options.num_problems, 0, "following", options.max_tokens)
-        samples = [answer.states for answer in answers]
+        answers = solved(policy, options.num_problems, options.max_tokens)
+        samples = [states for states, _ in answers]
         judge = Judge(policy, samples)
         drafters = {"frozen": options.frozen, "published": published[place]}
         if place + 1 < len(published):
             drafters["next"] = published[place + 1]
         found = {name: judge.lengths(drafter) for name, drafter in drafters.items() if drafter}
         tokens = sum(int(sample.loss_mask_T.sum()) for sample in samples)
-        rewards = [answer.reward for answer in answers]
+        rewards = [reward for _, reward in answers]
         rows.append(
             {
                 "step": step,
@@ -198,17 +178,12 @@ def main() -> None:
                 "drafters": described(found),
             }
         )
-        print(
-            step,
-            f"reward {rows[-1]['reward']:.2f}",
-            {name: round(mean(each), 3) for name, each in found.items()},
-            flush=True,
-        )
+        lengths = {name: round(mean(each), 3) for name, each in found.items()}
+        print(step, f"reward {rows[-1]['reward']:.2f}", lengths, flush=True)
         result = {
             "num_problems": options.num_problems,
             "draft_length": DRAFT_LENGTH,
             "policies": rows,
-            "run": {"steps": record, "lr": config["learner"]["lr"]},
         }
         save("following", result)
 

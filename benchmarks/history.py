@@ -66,7 +66,7 @@ def replay(
     """Decode the samples, so many at a time, with drafts of the history that each one gets."""
     waiting = list(range(len(samples)))[::-1]
     done: dict[int, int] = {}  # tokens of each running response
-    steps = tokens = drafted = accepted = 0
+    steps = tokens = 0
     while waiting or done:
         while waiting and len(done) < concurrency:
             done[waiting.pop()] = 1
@@ -93,8 +93,6 @@ def replay(
                 while good < min(len(draft), len(rest)) and draft[good] == rest[good]:
                     good += 1
                 steps += 1
-                drafted += len(draft)
-                accepted += good
                 tokens += min(good + 1, len(rest))
                 done[index] += good + 1
         for index in [i for i in done if done[i] >= len(samples[i][1])]:
@@ -102,11 +100,7 @@ def replay(
             text = np.array(prompt + response, dtype=np.int32)
             history_of(index).end(str(index), len(prompt), text)
             del done[index]
-    return {
-        "tokens_per_step": tokens / steps,
-        "drafted_per_step": drafted / steps,
-        "accepted_share": accepted / max(drafted, 1),
-    }
+    return {"tokens_per_step": tokens / steps}
 
 
 def time_lookups(num_tokens: int, rounds: int = 20, calls: int = 50) -> dict[str, Any]:

@@ -44,11 +44,8 @@ SMALL = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16384,
 }  # fmt: skip
 TINY = SMALL | {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "vocab_size": 512,
-}
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 512,
+}  # fmt: skip
 QWEN2_5_7B, QWEN2_5_32B = (model.hf_config() for model in MODELS[:2])
 
 

@@ -72,8 +72,10 @@ def fill_buffer(folder: str) -> Any:
 
 
 async def all_finished(engine: Any, count: int) -> None:
+    from tlt.rollout.client import Engine
+
     while count > 0:
-        count -= len(await engine.take_finished())
+        count -= len(await engine.call(Engine.take_finished, 2.0))
 
 
 async def measure(rounds: int, seconds: float) -> dict[str, Any]:
@@ -102,7 +104,7 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
     report = await engine.start()
     (busy,) = report["cores"]
     free = next(core for core in os.sched_getaffinity(0) if core != busy)
-    trainer = RayTrainer(settings, TrainerPlace((free,), False, {}), "neighbour")
+    trainer = RayTrainer(settings, TrainerPlace((free,), False, {}))
     await trainer.start()
     prompt = Chat(MODEL).prompt(problems("chain_sum", 1, 5, "engine")[0].question)
     stops: list[float] = []
@@ -115,7 +117,8 @@ async def measure(rounds: int, seconds: float) -> dict[str, Any]:
             for round_ in range(rounds):
                 spec = SamplingSpec(1500, temperature=1.0, ignore_eos=True, logprobs=False)
                 ids = [f"{batch}/{round_}/{i}" for i in range(batch)]
-                await engine.submit([SampleRequest(i, tuple(prompt), spec) for i in ids])
+                requests = [SampleRequest(i, tuple(prompt), spec) for i in ids]
+                await engine.call(Engine.submit, requests)
                 done = asyncio.create_task(all_finished(engine, batch))
                 await asyncio.sleep(1.0)
                 beside = False

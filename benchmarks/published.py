@@ -132,11 +132,8 @@ def run(config: ScenarioConfig) -> dict[str, list[dict[str, float]]]:
         engine=as_measured(cluster.engine, cluster.drafting.tokens(arm)),
         learner=replace(cluster.learner, tokens_per_s=cluster.learner.tokens_per_s * 6 / 10),
     )
-    small = {
-        "kind": "by_batch_size",
-        "drafter": "eagle3",
-        "schedule": [[LARGEST_BATCH, DRAFT_TOKENS]],
-    }
+    schedule = [[LARGEST_BATCH, DRAFT_TOKENS]]
+    small = {"kind": "by_batch_size", "drafter": "eagle3", "schedule": schedule}
     modes = [
         Mode("off", lambda: build_strategy({"kind": "off"})),
         Mode("tlt", lambda: build_strategy(small)),
@@ -155,8 +152,7 @@ def main() -> None:
         for parallel in ENGINE_GPUS[model]:
             for nodes, published in by_nodes.items():
                 records = run(scenario(model, nodes, parallel))
-                found = {name: figures(of) for name, of in records.items()}
-                gained = speed_ups(found)["tlt"]
+                gained = speed_ups({name: figures(of) for name, of in records.items()})["tlt"]
                 rows.append(
                     {
                         "model": model,
@@ -165,9 +161,6 @@ def main() -> None:
                         "published": published,
                         "simulated": round(gained["end_to_end"], 3),
                         "off_by": round(gained["end_to_end"] / published - 1, 3),
-                        "rollout": round(gained["rollout"], 3),
-                        "rollout_share": round(found["off"]["rollout_share"], 3),
-                        "idle_share": round(found["off"]["idle_share"], 3),
                     }
                 )
                 print(rows[-1], flush=True)

@@ -89,30 +89,15 @@ class StepTable:
             self.seconds, key=lambda arm: self.tokens(arm, power) / self.step_s(batch, arm, arm)
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the table as plain data."""
-        rows = [
-            {"drafter": arm.drafter, "num_draft_tokens": arm.num_draft_tokens, "seconds": points}
-            for arm, points in self.seconds.items()
-        ]
-        return {"arms": rows, "accepted": self.accepted, "drafted_share": self.drafted_share}
-
-    @classmethod
-    def from_dict(cls, table: dict[str, Any]) -> StepTable:
-        """Read a table from plain data."""
-        return cls(
-            seconds={
-                Arm(row["drafter"], row["num_draft_tokens"]): [(b, s) for b, s in row["seconds"]]
-                for row in table["arms"]
-            },
-            accepted=table["accepted"],
-            drafted_share=table["drafted_share"],
-        )
-
     @classmethod
     def load(cls, path: Path) -> StepTable:
         """Load the table from the result of a `tlt bench rollout`."""
-        table = cls.from_dict(json.loads(path.read_bytes())["steps"])
+        steps = json.loads(path.read_bytes())["steps"]
+        seconds = {
+            Arm(row["drafter"], row["num_draft_tokens"]): [(b, s) for b, s in row["seconds"]]
+            for row in steps["arms"]
+        }
+        table = cls(seconds, steps["accepted"], steps["drafted_share"])
         widest = max((points[-1][0] for points in table.seconds.values()), default=0.0)
         for arm, points in list(table.seconds.items()):
             if arm != OFF and (len(points) < 3 or points[-1][0] < widest / 4):
@@ -298,8 +283,6 @@ def compare(
                     "of_oracle": statistics.median(ratios),
                     "low": min(ratios),
                     "high": max(ratios),
-                    "switches_per_1000_steps": 1000
-                    * statistics.median([run.switches / len(run.reports) for run in runs]),
                 }
             )
     return rows
@@ -351,7 +334,6 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
         "provenance": provenance(" ".join(["python", *sys.argv])),
-        "tables": {name: table.as_dict() for name, table in tables.items()},
         "results": results,
     }
     (options.out / "strategy.json").write_text(json.dumps(report, indent=1) + "\n")

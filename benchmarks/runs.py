@@ -57,19 +57,11 @@ class Run:
         self.told_to_end = False
         self._first_step = self.last_step()
         resume = ["--resume"] if (self.folder / "config.toml").exists() else []
-        command = [
-            sys.executable,
-            "-m",
-            "tlt",
-            "train",
-            str(self._config),
-            *self._settings,
-            *settings,
-        ]
+        command = [sys.executable, "-m", "tlt", "train", str(self._config), *self._settings]
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, *resume],
+                [*command, *settings, *resume],
                 cwd=self.home,
                 stdout=log,
                 stderr=log,
@@ -133,11 +125,9 @@ class Run:
         """Return the living processes of this run, also those that outlived their driver."""
         found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.Error):
                 if process.environ().get(MARK) == self._mark:
                     found.append(process)
-            except psutil.Error:
-                continue
         return found
 
     def driver(self) -> psutil.Process | None:
@@ -146,14 +136,13 @@ class Run:
         return psutil.Process(self.process.pid)
 
     def processes(self, title: str) -> list[psutil.Process]:
+        """Return the processes of a kind that run, so neither dead nor stopped."""
         found = []
         for process in self.tree():
-            try:
+            with suppress(psutil.Error):
                 alive = process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
                 if alive and title in " ".join(process.cmdline()):
                     found.append(process)
-            except psutil.Error:
-                continue
         return found
 
     def checkpoints(self) -> list[Path]:

@@ -120,20 +120,14 @@ def compared(run: Run, reference: Run) -> dict[str, Any]:
 
 
 def described(arm: Arm, run: Run) -> dict[str, Any]:
-    view = look_at(run.folder)
-    found = describe(view)
+    found = describe(look_at(run.folder))
     drafts = found["arms"].values()
     return {
         "text": arm.text,
         "settings": arm.settings,
-        "weights": weights_of(run),
-        "rollout_s": sum(r["time/rollout_s"] for r in view.records),
         "drafts": sum(each["drafts"] for each in drafts),
         "accepted_tokens": sum(each["accepted"] for each in drafts),
-        "drafters": len(found["drafters"]),
         "published": found["harvest"].get("published", 0),
-        "engine_restarts": sum(r["rollout/engine_restarts"] for r in view.records),
-        "reward": found["reward"],
     }
 
 

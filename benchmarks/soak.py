@@ -260,10 +260,6 @@ def resumed_from_each(run: Run, num_steps: int) -> dict[str, bool]:
     return found
 
 
-def rewards(run: Run) -> list[float]:
-    return [record["reward/mean"] for record in run.records() if "reward/mean" in record]
-
-
 def main() -> None:
     options = parse_options(__doc__, minutes=90.0, every=20.0, seed=0, home=None)
     home = Path(options.home or tempfile.mkdtemp(prefix="tlt-soak-"))
@@ -297,8 +293,6 @@ def main() -> None:
         "resumed_from": resumed_from_each(disturbed, num_steps),
         "growth": grown(result["samples"], 9),
         "growth_of_median": grown(result["samples"], 5),
-        "reward": rewards(disturbed),
-        "band": [rewards(undisturbed)],
     }
     save("soak", result)
     for name in ("counts", "ended_by_itself", "processes_left", "same", "resumed_from", "growth"):

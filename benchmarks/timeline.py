@@ -29,23 +29,16 @@ def noting_us(count: int = 200_000) -> float:
     started_s = time.perf_counter()
     for step in range(count):
         at_s = step * 0.004
-        log.add(
-            Span(
-                "generating", at_s, at_s + 0.004, float(step // 50 % 16), f"ngram:{step // 20 % 4}"
-            )
-        )
+        load, arm = float(step // 50 % 16), f"ngram:{step // 20 % 4}"
+        log.add(Span("generating", at_s, at_s + 0.004, load, arm))
     return (time.perf_counter() - started_s) / count * 1e6
 
 
 def run(timeline: bool, repeat: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     out = folder / f"{timeline}-{repeat}"
     settings = [f"run.num_steps={steps}", f"run.seed={repeat}", "engine.strategy={kind='off'}"]
-    trained(
-        out,
-        "configs/tiny_tail_cpu.toml",
-        f"metrics.timeline={str(timeline).lower()}",
-        *settings,
-    )
+    settings.append(f"metrics.timeline={str(timeline).lower()}")
+    trained(out, "configs/tiny_tail_cpu.toml", *settings)
     return read(out / "metrics.jsonl")[1:]  # the first step warms up
 
 
@@ -65,15 +58,12 @@ def main() -> None:
             for on, own in found.items():
                 records[on] += own
             print(f"{medians[-1]:.4f}", flush=True)
-    step_s, with_s, without_s, engine_steps = (
-        statistics.median(values)
-        for values in (
-            [record["time/step_s"] for record in records[True]],
-            [record["time/other_s"] for record in records[True]],
-            [record["time/other_s"] for record in records[False]],
-            [record["response/longest_tokens"] for record in records[True]],
-        )
-    )
+
+    def median(name: str, timeline: bool = True) -> float:
+        return statistics.median(record[name] for record in records[timeline])
+
+    step_s, engine_steps = median("time/step_s"), median("response/longest_tokens")
+    with_s, without_s = median("time/other_s"), median("time/other_s", timeline=False)
     result |= {
         "step_s": step_s,
         "other_ms": {"with": 1e3 * with_s, "without": 1e3 * without_s},

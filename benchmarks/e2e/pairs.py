@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from tlt.report.gain import RESAMPLES, interval
+from tlt.report.gain import interval
 
 WAITING_CORES = 0.15
 """Cores that a waiting arm may keep busy during a turn; its Ray, engines and learner need 0.06."""
@@ -68,7 +68,7 @@ def pairs(turns: Sequence[Turn], arm: str, reference: str) -> list[Pair]:
     ]
 
 
-def speed_up(values: Sequence[tuple[float, float]], resamples: int = RESAMPLES) -> dict[str, float]:
+def speed_up(values: Sequence[tuple[float, float]]) -> dict[str, float]:
     """Return how many times as fast as the reference an arm is.
 
     `values` are the seconds of the reference and of the arm. `median` is that of the ratios, pair
@@ -76,7 +76,7 @@ def speed_up(values: Sequence[tuple[float, float]], resamples: int = RESAMPLES) 
     """
     found: dict[str, float] = {}
     for name, of in {"median": _median, "total": _total}.items():
-        low, high = interval(of, values, resamples)
+        low, high = interval(of, values)
         found |= {name: of(values), f"{name}_low": low, f"{name}_high": high}
     return found
 

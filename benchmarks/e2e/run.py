@@ -136,7 +136,6 @@ def run_group(comparison: Comparison, arms: list[str], runs_folder: Path) -> Non
                 comparison.turns.append(turn | steps.record(outs[arm], step))
             comparison.write()
             show(comparison, number, step)
-        group["memory_gib"] = {run.arm: round(run.memory_bytes() / 2**30, 2) for run in runs}
         for run in runs:
             run.go()
         for run in runs:

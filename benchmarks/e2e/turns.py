@@ -15,7 +15,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +43,10 @@ class Run:
         self._listening.bind(str(gate))
         self._listening.listen(1)
         self._gate: socket.socket | None = None
+        places = [f'run.out="{out}"', f'debug.gate="{gate}"', f'debug.core_group="e2e-{arm}"']
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    *command,
-                    f'run.out="{out}"',
-                    f'debug.gate="{gate}"',
-                    f'debug.core_group="e2e-{arm}"',
-                ],
+                [*command, *places],
                 stdout=log,
                 stderr=log,
                 env=dict(env),
@@ -108,14 +103,6 @@ class Run:
                 total += times.user + times.system + times.children_user + times.children_system
         return total
 
-    def memory_bytes(self) -> int:
-        """Return the memory of all processes; pages that several share count once."""
-        total = 0
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-        return total
-
     def finish(self) -> None:
         """Wait until the run has ended by itself."""
         if self._process.wait(FINISH_S):
@@ -138,19 +125,6 @@ class Run:
                 each.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """The time, and the CPU seconds so far."""
-
-    wall_s: float
-    busy_s: float
-    """CPU seconds of all processes, on the cores that the benchmark may use."""
-    steal_s: float
-    """Seconds in which another virtual machine had a core that this one wanted."""
-    bench_s: float
-    arms_s: Mapping[str, float]
-
-
 class Arms:
     """The runs of a group of arms, all loaded."""
 
@@ -165,32 +139,34 @@ class Arms:
         """
         run = self._runs[arm]
         attempts = 0
-        begun = self._clock()
+        begun = self._seconds()
         while run.wanted <= step:
             attempts += run.wanted == step
             run.go()
             run.wait_at_gate()
-        ended = self._clock()
-        cpu_s = {each: ended.arms_s[each] - begun.arms_s[each] for each in self._runs}
-        bench_s = ended.bench_s - begun.bench_s
+        spent = {name: after_s - begun[name] for name, after_s in self._seconds().items()}
+        cpu_s = {each: spent[f"cpu of {each}"] for each in self._runs}
+        used_s = sum(cpu_s.values()) + spent["benchmark"]
         return {
-            "turn_s": ended.wall_s - begun.wall_s,
+            "turn_s": spent["wall"],
             "attempts": attempts,
             "cores": len(self._cores),
             "cpu_s": cpu_s[arm],
-            "waiting_cpu_s": {each: used_s for each, used_s in cpu_s.items() if each != arm},
-            "other_cpu_s": max(0.0, ended.busy_s - begun.busy_s - sum(cpu_s.values()) - bench_s),
-            "steal_s": ended.steal_s - begun.steal_s,
+            "waiting_cpu_s": {each: seconds for each, seconds in cpu_s.items() if each != arm},
+            "other_cpu_s": max(0.0, spent["busy"] - used_s),
+            "steal_s": spent["stolen"],
         }
 
-    def _clock(self) -> Clock:
+    def _seconds(self) -> dict[str, float]:
+        """Return the time, and the seconds so far in which cores were busy, or another virtual
+        machine had a core that this one wanted."""
         every_core = psutil.cpu_times(percpu=True)
         cores = [every_core[core] for core in self._cores]
         own = psutil.Process().cpu_times()
-        return Clock(
-            wall_s=time.monotonic(),
-            busy_s=sum(c.user + c.nice + c.system + c.irq + c.softirq for c in cores),
-            steal_s=sum(core.steal for core in cores),
-            bench_s=own.user + own.system,
-            arms_s={arm: run.cpu_s() for arm, run in self._runs.items()},
-        )
+        return {
+            "wall": time.monotonic(),
+            "busy": sum(c.user + c.nice + c.system + c.irq + c.softirq for c in cores),
+            "stolen": sum(core.steal for core in cores),
+            "benchmark": own.user + own.system,
+            **{f"cpu of {arm}": run.cpu_s() for arm, run in self._runs.items()},
+        }

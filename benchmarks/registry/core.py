@@ -25,20 +25,14 @@ class Results:
         self._docs: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        """Return a result such as "e2e/tail"; the lines of a .jsonl file are under "lines"."""
+        """Return a result such as "e2e/tail"."""
         if name not in self._docs:
             path = self._folder / f"{name}.json"
-            lines = self._folder / f"{name}.jsonl"
-            if path.exists():
-                doc = json.loads(path.read_text())
-                if "provenance" not in doc:
-                    raise UnknownFigure(f"{name}.json has no provenance; run its benchmark again")
-                self._docs[name] = doc
-            elif lines.exists():
-                text = lines.read_text().splitlines()
-                self._docs[name] = {"lines": [json.loads(line) for line in text]}
-            else:
+            if not path.exists():
                 raise UnknownFigure(f"no benchmarks/results/{name}.json")
+            self._docs[name] = json.loads(path.read_text())
+            if "provenance" not in self._docs[name]:
+                raise UnknownFigure(f"{name}.json has no provenance; run its benchmark again")
         return self._docs[name]
 
     def names(self) -> list[str]:
@@ -98,9 +92,8 @@ def sources(docs: Iterable[Doc]) -> str:
     """Return CPUs and days, such as "Xeon with AMX, 2 cores, 2026-11-15 and 2026-11-16"."""
     days: dict[str, set[str]] = {}
     for doc in docs:
-        if "lines" not in doc:  # the document beside them has the provenance
-            cpu, day = source(doc)
-            days.setdefault(cpu, set()).add(day)
+        cpu, day = source(doc)
+        days.setdefault(cpu, set()).add(day)
     return "; ".join(f"{cpu}, {' and '.join(sorted(found))}" for cpu, found in days.items())
 
 

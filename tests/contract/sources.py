@@ -156,12 +156,6 @@ class Module:
         return ".".join([*package, *([node.module] if node.module else [])])
 
 
-def signature(node: Function) -> str:
-    """Return the parameters and the result of a function as they are written."""
-    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"({ast.unparse(node.args)}){result}"
-
-
 def is_property(node: ast.AST) -> bool:
     """Return whether a function is read like an attribute."""
     decorators = getattr(node, "decorator_list", [])

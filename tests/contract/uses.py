@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contract.infer import SETTINGS, by_role, classes, types_of_members
-from contract.sources import (
-    Definition,
-    Function,
-    Module,
-    Sources,
-    is_property,
-    own_members,
-    signature,
-)
+from contract.sources import Definition, Function, Module, Sources, is_property, own_members
 
 
 @dataclass
@@ -80,28 +72,23 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     return Module("", tree, False).imports
 
 
+@dataclass
 class _Walk:
     """The walk over one module of ours."""
 
-    def __init__(
-        self,
-        path: Path,
-        tree: ast.Module,
-        vllm: Sources,
-        found: Found,
-        mixed: dict[str, list[str]],
-        added: set[str],
-    ) -> None:
-        self._path = path
-        self._tree = tree
-        self._vllm = vllm
-        self._found = found
-        self._mixed = mixed
-        self._added = added
-        self._imports = {k: v for k, v in _imports(tree).items() if v.split(".")[0] == "vllm"}
-        self._bases: list[Definition] = []
-        self._own: set[str] = set()
-        self._locals: dict[str, list[Definition]] = {}
+    _path: Path
+    _tree: ast.Module
+    _vllm: Sources
+    _found: Found
+    _mixed: dict[str, list[str]]
+    _added: set[str]
+    _bases: list[Definition] = field(default_factory=list)
+    _own: set[str] = field(default_factory=set)
+    _locals: dict[str, list[Definition]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = _imports(self._tree).items()
+        self._imports = {name: of for name, of in named if of.split(".")[0] == "vllm"}
 
     def walk(self) -> None:
         for dotted in self._imports.values():
@@ -140,8 +127,7 @@ class _Walk:
             ours, theirs = method.args, member.node.args
             if method.name == "__init__" or ours.vararg is not None:
                 continue
-            names = [a.arg for a in [*ours.posonlyargs, *ours.args]]
-            wanted = [a.arg for a in [*theirs.posonlyargs, *theirs.args]]
+            names, wanted = _positional(ours), _positional(theirs)
             if len(names) < len(wanted) and ours.kwarg is None:
                 self._fault(f"{method.name} takes {names}, but vLLM's takes {wanted}")
 
@@ -288,7 +274,7 @@ class _Walk:
     def _arguments(self, call: ast.Call, function: Function, is_method: bool) -> None:
         theirs = function.args
         has_self = is_method and bool(theirs.args) and theirs.args[0].arg in ("self", "cls")
-        names = [a.arg for a in [*theirs.posonlyargs, *theirs.args]][has_self:]
+        names = _positional(theirs)[has_self:]
         known = {*names, *(a.arg for a in theirs.kwonlyargs)}
         given = [k.arg for k in call.keywords]
         if theirs.kwarg is None and (unknown := [k for k in given if k and k not in known]):
@@ -313,16 +299,16 @@ class _Walk:
     # --- results --------------------------------------------------------------------------------
 
     def _list(self, name: str, definition: Definition) -> None:
+        """List a name with what it is, as vLLM's source has it."""
         node = definition.node
-        text = "variable"
-        if node is None:
-            text = "module"
-        elif isinstance(node, ast.ClassDef):
+        text = "module" if node is None else "variable"
+        if isinstance(node, ast.ClassDef):
             text = f"class({', '.join(map(ast.unparse, node.bases))})"
         elif isinstance(node, Function) and is_property(node):
             text = "property"
         elif isinstance(node, Function):
-            text = signature(node)
+            result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+            text = f"({ast.unparse(node.args)}){result}"
         elif isinstance(node, ast.AnnAssign):
             text = f": {ast.unparse(node.annotation)}"
         self._found.names[name] = text
@@ -344,6 +330,10 @@ def _keys_of(tree: ast.Module, variable: str) -> set[str]:
             elif isinstance(each, ast.Subscript) and ast.unparse(each.value) == variable:
                 found.add(str(ast.literal_eval(each.slice)))
     return found
+
+
+def _positional(arguments: ast.arguments) -> list[str]:
+    return [a.arg for a in [*arguments.posonlyargs, *arguments.args]]
 
 
 def _callable(definition: Definition | None) -> Definition | None:

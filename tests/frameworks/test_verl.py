@@ -126,15 +126,6 @@ def test_verls_replicas_are_its_own_without_the_variable(model: Path, tmp_path: 
     assert found["method"] is None
 
 
-def test_verls_actor_learns_on_cpu_cores(model: Path, tmp_path: Path) -> None:
-    """The half of a whole run that needs no engine: policies come from here."""
-    found = part_of_verl("actor", model, "sync", tmp_path)
-    assert found["num_samples"] == 16
-    assert found["grad_norm"] > 0
-    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(found["sent"]), "trainers ask"
-    assert found["changed"] == found["sent"]
-
-
 def test_the_worker_extension_tells_of_policies_and_keeps_their_embedding_and_head(
     tmp_path: Path,
 ) -> None:
@@ -156,59 +147,6 @@ def methods(file: str, name: str) -> dict[str, str]:
     (found,) = [node for node in classes if node.name == name]
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {f.name: ast.unparse(f) for f in found.body if isinstance(f, functions)}
-
-
-def test_verl_loads_entry_points_of_others() -> None:
-    start = (VERL / "__init__.py").read_text()
-    assert 'entry_points(group="verl.plugins")' in start.replace("_entry_points", "entry_points")
-    # The module is loaded, and no function of it is called.
-    assert "_ep.load()\n" in start
-    registry = (VERL / "trainer/ppo/v1/trainer_base.py").read_text()
-    assert "def register_trainer(name: str):" in registry
-    assert (
-        "from verl.trainer.ppo.v1 import get_trainer_cls"
-        in (VERL / "trainer/main_ppo.py").read_text()
-    ), "the trainers' package is what `verl_plugin` waits for"
-
-
-def test_the_trainer_calls_its_hooks() -> None:
-    base = methods("trainer/ppo/v1/trainer_base.py", "PPOTrainer")
-    sync = methods("trainer/ppo/v1/trainer_sync.py", "PPOTrainerSync")
-    assert "self.checkpoint_manager.update_weights(" in sync["on_init_end"]
-    assert "self.checkpoint_manager.update_weights(" in sync["on_step_end"]
-    assert "self.checkpoint_manager.sleep_replicas()" in sync["on_sample_end"]
-    assert base["init"].index("self._setup()") < base["init"].index("self.on_init_end()")
-    once = base["_step_once"]
-    order = ("self.on_sample_begin()", "self.replay_buffer.sample(", "self.on_sample_end()")
-    assert sorted(order, key=once.index) == list(order)
-    fit = base["fit"]
-    assert fit.index("self.on_step_end()") < fit.index("self._consume_sync_metrics()")
-    assert "_pending_sync_metrics" in base["_consume_sync_metrics"]
-    assert "global_step_{self.global_steps}" in base["_save_checkpoint"]
-    # The trainer's name decides about the replay buffer.
-    assert "ReplayBuffer if self.trainer_mode == 'sync' else" in base["_build_replay_buffer"]
-    # The last RL step returns without `on_train_end`, so the trainer wraps `fit`.
-    assert fit.index("return") < fit.index("self.on_train_end()")
-
-
-def test_the_load_of_replicas_can_be_seen() -> None:
-    balancer = methods("workers/rollout/router.py", "GlobalRequestLoadBalancer")
-    assert "'servers': dict(self._inflight_requests)" in balancer["get_status"]
-    assert "self._inflight_requests[server_id] += 1" in balancer["acquire_server"]
-    assert "self._inflight_requests[server_id] -= 1" in balancer["release_server"]
-    manager = methods("workers/rollout/llm_server.py", "LLMServerManager")
-    servers = "dict(zip(self.server_addresses, self.server_handles"
-    assert servers in manager["_init_global_load_balancer"]
-
-
-def test_replicas_take_calls_for_their_workers() -> None:
-    server = methods("workers/rollout/vllm_rollout/vllm_async_server.py", "vLLMHttpServer")
-    assert "self.engine.collective_rpc(" in server["collective_rpc"]
-    assert "return" not in server["collective_rpc"]
-    launch = server["launch_server"]
-    assert launch.index("'worker_extension_cls'") < launch.index("**engine_kwargs")
-    assert "create_engine_config(" in server["run_server"]
-    assert "return 2" in server["_resolve_sleep_level"]
 
 
 def test_the_worker_extension_fits_tlts_worker() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -78,54 +77,6 @@ def replica(words: list[str]) -> dict[str, Any]:
     }
 
 
-def actor(words: list[str]) -> dict[str, Any]:
-    """Let verl's actor compute log-probabilities and learn; return the weights it would send."""
-    import torch
-    from verl.utils import tensordict_utils
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(alone)
-    config = composed(words).actor_rollout_ref
-    worker = ActorRolloutRefWorker(config, "actor")
-    worker.init_model()
-
-    def weights() -> dict[str, Any]:
-        sent, _ = worker.actor.engine.get_per_tensor_param(base_sync_done=True)
-        return {name: tensor.clone() for name, tensor in sent}
-
-    def jagged(tensors: list[Any]) -> Any:
-        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-
-    num_prompt = 5
-    texts = [torch.randint(5, 100, (num_prompt + length,)) for length in (7, 20, 9, 11)] * 4
-    responses = [text[num_prompt:] for text in texts]
-    mask = jagged([torch.ones_like(response) for response in responses])
-    batch = {
-        "input_ids": jagged(texts),
-        "position_ids": jagged([torch.arange(len(text)) for text in texts]),
-        "prompts": jagged([text[:num_prompt] for text in texts]),
-        "responses": jagged(responses),
-        **{"response_mask": mask, "loss_mask": mask},
-    }
-    about: dict[str, Any] = {"temperature": 1.0, "global_token_num": list(map(len, texts))}
-    asked = {"calculate_entropy": True, "compute_loss": False}
-    found = worker.actor.infer_batch(tensordict_utils.get_tensordict(batch, about | asked))
-    before = weights()
-    noise = jagged([torch.randn(len(response)) for response in responses])
-    batch |= {"old_log_probs": noise, "advantages": noise}
-    about |= {"calculate_entropy": False, "global_batch_size": 16, "mini_batch_size": 16}
-    about |= {"epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
-    about |= {"distillation_use_topk": False, "distillation_only": False}
-    learned = worker.actor.train_mini_batch(tensordict_utils.get_tensordict(batch, about))
-    return {
-        "num_samples": len(found["log_probs"]),
-        "grad_norm": float(learned["metrics"]["grad_norm"][0]),
-        "sent": list(before),
-        "changed": [name for name, tensor in weights().items() if not tensor.equal(before[name])],
-    }
-
-
 def extension(words: list[str]) -> dict[str, Any]:
     """Load a policy of two buckets through TLT's worker extension, injected as vLLM does it."""
     import torch
@@ -167,7 +118,6 @@ def extension(words: list[str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, file = sys.argv[1:]
-    programs = {"trainer": trainer, "replica": replica, "actor": actor, "extension": extension}
-    program = programs[name]
-    result = program(json.loads(Path(file).read_text()))
+    programs = {"trainer": trainer, "replica": replica, "extension": extension}
+    result = programs[name](json.loads(Path(file).read_text()))
     sys.stdout.write(f"\n{json.dumps(result)}\n")
