@@ -161,8 +161,9 @@ def test_arguments_that_tlt_cannot_work_with(given: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize("key", ["logits_processors", "watermark_config"])
 def test_arguments_that_change_samples(key: str) -> None:
+    given: dict[str, Any] = {key: ["mine"]}
     with pytest.raises(LossyError, match=key):
-        wired(NGRAMS, **{key: ["mine"]})
+        wired(NGRAMS, **given)
 
 
 def test_a_drafter_must_be_a_folder(drafter: str) -> None:
