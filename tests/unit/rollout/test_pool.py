@@ -328,7 +328,7 @@ async def test_requests_on_their_way_are_not_recalled_over_and_over() -> None:
     assert sum(engine.num_withdrawals for engine in made.values()) <= 12
 
 
-HUNG_LIMITS = {"health_timeout_s": 0.1, "command_timeout_s": 0.2}
+HUNG_LIMITS: dict[str, Any] = {"health_timeout_s": 0.1, "command_timeout_s": 0.2}
 
 
 @pytest.mark.parametrize("method", ["update_policy", "update_drafter", "stats"])

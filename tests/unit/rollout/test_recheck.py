@@ -52,14 +52,13 @@ def test_the_share_is_kept_and_the_choice_is_repeatable() -> None:
 
 
 def test_a_recheck_has_the_samples_prompt_seed_and_temperature_and_nothing_else() -> None:
-    of = rechecks(max_tokens=3)
-    recheck = one(of, temperature=0.7, seed=5)
-    assert recheck.token_ids == (0, 1, 2)
-    assert recheck.policy_version == 7
-    assert recheck.request.prompt_token_ids == (1, 2)
-    assert recheck.request.sample_id != "1/0"
-    assert recheck.request.rl_step is None, "its hidden states are not stored"
-    assert recheck.request.sampling == SamplingSpec(3, 0.7, seed=5, logprobs=False)
+    recheck = one(rechecks(max_tokens=3), temperature=0.7, seed=5)
+    assert (recheck.token_ids, recheck.policy_version) == ((0, 1, 2), 7)
+    again = recheck.request
+    assert again.sample_id != "1/0"
+    assert again.rl_step is None, "its hidden states are not stored"
+    assert again.prompt_token_ids == (1, 2)
+    assert again.sampling == SamplingSpec(3, 0.7, seed=5, logprobs=False)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_draws_follow_the_softmax(vocabulary: int, num: int, temperature: float)
 
 def test_draws_of_other_positions_and_seeds_are_independent() -> None:
     """A vocabulary of three blocks, in ten cells of 13 tokens."""
-    keys = 2 * np.arange(60_000)
+    keys: Any = 2 * np.arange(60_000)
     row = np.random.default_rng(1).normal(size=130)
     first = draw_often(row, keys, 7) // 13
     for other_keys, position in ((keys, 8), (keys + 1, 7), (keys + 2**32, 7)):
@@ -230,10 +230,10 @@ def token_scores(row: Any, key: int, position: int, temperature: float, block: i
     return [float(row[i]) / temperature + gumbel(key, position, 1, i) for i in tokens]
 
 
-def plain_draw(*given: Any) -> int:
+def plain_draw(row: Any, key: int, position: int, temperature: float) -> int:
     """Draw by the definition: first the block, then its token."""
-    block = int(np.argmax(block_scores(*given)))
-    return 64 * block + int(np.argmax(token_scores(*given, block)))
+    block = int(np.argmax(block_scores(row, key, position, temperature)))
+    return 64 * block + int(np.argmax(token_scores(row, key, position, temperature, block)))
 
 
 @pytest.mark.parametrize(("vocabulary", "num"), [(64, 300), (65, 300), (300, 300), (49_152, 40)])
@@ -292,6 +292,7 @@ def test_drafts_are_what_the_policy_would_draw_from_their_logits(reduced: bool) 
     rows = np.full((500, 200), -np.inf)
     rows[:, token_ids] = logits
     expected = draw(rows, range(500), 3, inverse)[0][:, 0]
-    keys, positions = np.arange(500, dtype=np.uint64), np.full(500, 3)
+    keys: Any = np.arange(500, dtype=np.uint64)
+    positions = np.full(500, 3)
     drafts = keyed.draw_drafts(logits, token_ids, keys, positions, inverse, num_blocks=4)
     assert drafts.tolist() == expected.tolist()

@@ -161,8 +161,9 @@ def test_arguments_that_tlt_cannot_work_with(given: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize("key", ["logits_processors", "watermark_config"])
 def test_arguments_that_change_samples(key: str) -> None:
+    given: dict[str, Any] = {key: ["mine"]}
     with pytest.raises(LossyError, match=key):
-        wired(NGRAMS, **{key: ["mine"]})
+        wired(NGRAMS, **given)
 
 
 def test_a_drafter_must_be_a_folder(drafter: str) -> None:
@@ -173,8 +174,11 @@ def test_a_drafter_must_be_a_folder(drafter: str) -> None:
 def test_a_drafter_of_another_model(drafter: str, tmp_path: Path) -> None:
     """Without this check, vLLM fails deep inside a matrix product."""
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "vocab_size": 50}))
-    Path(drafter, "config.json").write_text(json.dumps({"hidden_size": 32, "vocab_size": 50}))
     Path(drafter, "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    narrow = {"hidden_size": 32, "vocab_size": 50}
+    Path(drafter, "config.json").write_text(json.dumps(narrow | {"target_hidden_size": 64}))
+    wired(f"drafter={drafter}", model=str(tmp_path))
+    Path(drafter, "config.json").write_text(json.dumps(narrow))
     with pytest.raises(ConfigError, match=r"hidden_size.*32.*64"):
         wired(f"drafter={drafter}", model=str(tmp_path))
 
