@@ -33,6 +33,7 @@ SETTINGS = CoordinatorSettings(
     publish=True,
 )
 ENGINES = ("engine-0", "engine-1")
+FIRST_VERSION = 5
 
 
 class Blob:
@@ -91,6 +92,7 @@ class World:
             lambda engine: {},
             on_gpu=on_gpu,
             colocated=colocated,
+            first_version=FIRST_VERSION,
             spawn=self.spawn,
             share=lambda packed: packed,
         )
@@ -233,6 +235,7 @@ async def test_drafters_reach_the_engines_in_order_and_only_in_rollouts(world: W
     world.idle()
     await world.until(lambda: len(world.swapped) > first + 1)
     assert world.swapped == sorted(set(world.swapped))
+    assert world.swapped[0] == FIRST_VERSION + 1
     await world.all_needed()
 
 
@@ -318,7 +321,7 @@ async def test_a_drafter_to_resume_from_comes_with_its_optimizer(world: World) -
     world.is_broken = True
     await world.harvest.save(world.path / "without", to_resume=True)
     assert load_drafter(world.path / "without") is not None
-    assert version_of(world.path / "without") == 0
+    assert version_of(world.path / "without") == FIRST_VERSION
 
 
 @simulated(on_gpu=True)
