@@ -61,7 +61,7 @@ def draft(
 @pytest.mark.gate
 def test_ngrams_of_other_samples_without_a_drafter(engines: EngineFactory, tiny: Path) -> None:
     engine = engines(begin=False, model=str(tiny), strategy=NGRAM)
-    assert engine.start()["proposer"] == "HistoryProposer"
+    assert engine.start()["proposer"] == "LookupProposer"
     prompts = random_prompts(16, seed=21)
     first, alone = draft(engine, NGRAM, prompts)
     again, seen_before = draft(engine, NGRAM, prompts[::-1])

@@ -186,7 +186,7 @@ def test_an_engine_without_a_draft_model_drafts_from_history(tiny: Path) -> None
         engine_args=ENGINE_ARGS,
     )
     engine = InterpretedEngine(config)
-    assert engine.start()["proposer"] == "HistorySpeculator"
+    assert engine.start()["proposer"] == "LookupSpeculator"
     expected = greedy(load_policy(tiny), PROMPTS, GREEDY.max_tokens)
     for least in (0.0, 0.5):  # the second time, the history holds the samples
         samples, accepted = engine.accepted_during(lambda: engine.generate(PROMPTS, GREEDY))
