@@ -44,19 +44,12 @@ def by_third(d: Doc) -> Rows:
             *("tokens per draft, n-grams", "TLT", "idle time trained on, so far"),
         ]
     ]
-    found = d["speed_up"]["nothing"]
+    found, names = d["speed_up"]["nothing"], ("rollout", "rollout_per_token", "end_to_end")
     for third, (own, other) in enumerate(zip(thirds(d), thirds(d, "ngram"), strict=True)):
-        rows.append(
-            [
-                f"{own[0]['step']} to {own[-1]['step']}",
-                *(
-                    f"{found[name]['thirds'][third]:.2f}x"
-                    for name in ("rollout", "rollout_per_token", "end_to_end")
-                ),
-                *(f"{mean(part, 'rollout/acceptance_length'):.2f}" for part in (other, own)),
-                f"{used_s(d, own[-1]['step']):.0f} s",
-            ]
-        )
+        steps = f"{own[0]['step']} to {own[-1]['step']}"
+        ratios = [f"{found[name]['thirds'][third]:.2f}x" for name in names]
+        lengths = [f"{mean(part, 'rollout/acceptance_length'):.2f}" for part in (other, own)]
+        rows.append([steps, *ratios, *lengths, f"{used_s(d, own[-1]['step']):.0f} s"])
     return rows
 
 

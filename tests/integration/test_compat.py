@@ -34,7 +34,7 @@ KERNELS = {
     "_C_AVX2": ((False, False), "avx2"),
 }
 PROBE = """
-from tlt.vllm.probe import probe
+from tlt.vllm.plugin import probe
 print("FAULTS", probe()["faults"])
 """
 CHOOSE = """

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tlt.doctor import isolated
 from tlt.hardware import cpu_flags, gpu_report, why_dtype
-from tlt.vllm.probe import probe
+from tlt.vllm.plugin import probe
 
 PROBE_S = 180.0
 """Seconds that vLLM or torch may take to load and answer."""

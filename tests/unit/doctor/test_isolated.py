@@ -23,7 +23,7 @@ def test_a_check_that_hangs_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(isolated, "STACKS_S", limit(1.0))
-    result = isolated.run(acts.hang, Place(tmp_path, 0), limit_s=limit(4.0))
+    result = isolated.run(acts.hang, Place(tmp_path, 0), limit_s=limit(8.0))
     assert result.status == "timed out"
     assert "in hang" in result.printed
     child = Path("/proc", (tmp_path / "child").read_text())
