@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, TypeVarTuple, cast
 
 import ray
 
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class EngineActor(RolloutEngine):
@@ -159,16 +160,15 @@ class PolicyRoute:
 
     def connect(self, init_infos: Sequence[dict[str, Any]]) -> None:
         """Connect each engine, with settings of its own."""
-        for error in self._failed(Engine.connect_policy, [(info,) for info in init_infos]).values():
-            raise error
+        self._each(Engine.connect_policy, [(info,) for info in init_infos])
 
     def start(self, shapes: list[tuple[str, list[int]]]) -> None:
         """Let all engines begin to load a policy."""
-        self._all(Engine.start_policy, shapes)
+        self._each(Engine.start_policy, [(shapes,)] * len(self.actors))
 
     def receive(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         """Let all engines load one chunk of the policy."""
-        self._all(Engine.receive_policy, update_info)
+        self._each(Engine.receive_policy, [(update_info,)] * len(self.actors))
 
     def finish(self, version: int, seed: int, fingerprints: dict[str, Any]) -> None:
         """Let all engines compare what they loaded with the learner's policy."""
@@ -180,14 +180,13 @@ class PolicyRoute:
             # It ends by itself, and the pool replaces it: no evidence against the weights.
             logger.warning("%s did not take the policy that was sent: %r", name, error)
 
-    def _all(
-        self, command: Callable[Concatenate[Engine, P], object], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        for error in self._failed(command, [args] * len(self.actors)).values():
+    def _each(self, command: Callable[[Engine, *Ts], object], args: Sequence[tuple[*Ts]]) -> None:
+        """Call each engine with arguments of its own, and raise the first error."""
+        for error in self._failed(command, args).values():
             raise error
 
     def _failed(
-        self, command: Callable[..., object], args: Sequence[tuple[Any, ...]]
+        self, command: Callable[[Engine, *Ts], object], args: Sequence[tuple[*Ts]]
     ) -> dict[str, Exception]:
         """Call each engine with arguments of its own, wait for all, and return their errors."""
         pairs = zip(self.actors, args, strict=True)

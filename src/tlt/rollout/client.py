@@ -151,7 +151,6 @@ class EngineClient:
         self.name = name
         self.process = process
         self._start_s = limits.start_timeout_s
-        self._health_s = limits.health_timeout_s
         self._limits_s: dict[Deadline, float] = {
             "health": limits.health_timeout_s,
             "command": limits.command_timeout_s,
@@ -189,7 +188,7 @@ class EngineClient:
         """End the engine; continue after the time limit, because its place needs a successor."""
         self.mark_failed("it is stopped")  # its last answers would be refusals, and blame the call
         try:
-            async with asyncio.timeout(self._health_s):
+            async with asyncio.timeout(self._limits_s["health"]):
                 await self.process.stop(graceful)
         except TimeoutError:
             logger.warning("%s did not stop in time, and may still hold its device", self.name)
