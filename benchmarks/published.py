@@ -1,11 +1,16 @@
-"""Does the simulator find the published scaling of the idea, from assumptions alone?
+"""Does the simulator find the published speed-ups of the idea, from assumptions alone?
 
     python benchmarks/published.py
 
 The TLT paper reports the end-to-end speed-up over nodes of 8 H100s: 7B 1.21, 1.45, 1.62 and 1.76 on
 1, 2, 4 and 8 nodes; 32B 1.83 and 2.12 on 4 and 8. What follows is assumed, each for its own reason.
 How many GPUs an engine of the 7B model had is not known here, and much hangs on it: 1, 2 and 4 are
-shown. Writes results/published.json.
+shown.
+
+SkyRL's documentation (examples/spec_decode) and NeMo-RL's paper (arXiv 2604.26779) give seconds of
+rollouts and RL steps with and without speculation. Their acceptance is published, so these runs
+test the simulator's own model of speculation. Writes results/published.json; `tlt simulate` prints
+the same errors from src/tlt/simulate/published.py.
 """
 
 from __future__ import annotations
@@ -20,11 +25,15 @@ from tlt.config.load import apply_overrides, check
 from tlt.contracts import Arm
 from tlt.simulate import clock
 from tlt.simulate.answer import figures, speed_ups
-from tlt.simulate.cluster import Mode, Simulation
-from tlt.simulate.model import EngineModel
-from tlt.simulate.profiles import MODELS, h100
-from tlt.simulate.scenario import ScenarioConfig, cluster_of, workload_of
+from tlt.simulate.cluster import Cluster, Mode, Simulation
+from tlt.simulate.scenario import ScenarioConfig, cluster_of, num_nodes, workload_of
 from tlt.strategy.spec import build_strategy
+from tlt.timing.model import Drafting, EngineModel
+from tlt.timing.profiles import MODELS, h100
+
+Gained = dict[str, float]
+"""Speed-ups of the rollout and end to end, and the seconds without speculation."""
+Row = dict[str, Any]
 
 PUBLISHED = {
     "qwen2.5-7b": {1: 1.21, 2: 1.45, 4: 1.62, 8: 1.76},
@@ -80,13 +89,14 @@ ASSUMED = [
         ("drafter.drift=0",),
     ),
     Assumed(
-        "the weight sync takes 0.6 s (7B) or 2.6 s (32B) for every node",
-        "one network card of 200 Gbit/s sends the policy to each of them; the simulator's default",
+        "the weight sync goes from GPU to GPU and takes 0.1 to 0.6 s (7B), or 2.3 to 2.6 s (32B)",
+        "learner and engines share GPUs, a node has one card of 200 Gbit/s: the simulator's way",
     ),
     Assumed(
         "the learner computes 10 operations per parameter and token, at half of the data sheet's "
-        "peak",
-        "training (6), and a forward pass each (2) for the old and the reference policy",
+        "peak; collectives and optimizer take 0.2 to 2.3 s (7B), or 8.6 to 9.9 s (32B), besides",
+        "training (6), and a forward pass each (2) for the old and the reference policy; the "
+        "simulator's model of the network",
     ),
     Assumed(
         "rewards take 10 s after the last sample",
@@ -96,13 +106,110 @@ ASSUMED = [
 ]
 
 
-def scenario(model: str, nodes: int, parallel: int) -> ScenarioConfig:
-    changes = [change for assumed in ASSUMED for change in assumed.settings]
+def by_length(tokens: float, draft_tokens: int = 3) -> tuple[float, ...]:
+    """Return acceptance rates that fall by one factor, for an acceptance length."""
+    powers = [*[1.0] * draft_tokens, 1 - tokens]
+    (rate,) = (float(r.real) for r in np.roots(powers) if r.real > 0 and abs(r.imag) < 1e-9)
+    return tuple(rate**i for i in range(1, draft_tokens + 1))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run with a fixed draft length: speed-ups, acceptance, and what is assumed."""
+
+    name: str
+    published: dict[str, float]
+    """Speed-ups of the rollout and end to end; on H100s also the seconds without speculation."""
+    rates: tuple[float, ...]
+    """Share of drafts accepted at least up to each position."""
+    nodes: int
+    assumed: list[Assumed]
+    model: str = "qwen3-8b"
+    operations: int = 10
+    """Operations of the learner per parameter and token."""
+
+
+SKYRL = [
+    Assumed(
+        "256 samples a step, 32 prompts with groups of 8, of at most 8,192 tokens; 8 engines of "
+        "one H100; 3 draft tokens, accepted in 88.6, 77.0 and 66.3% of the drafts",
+        "published",
+        ("workload.prompts_per_step=32", "workload.group_size=8"),
+    ),
+    Assumed(
+        "Qwen3-8B stands for Qwen3.5-9B",
+        "the modelled policy nearest in size; in three of four layers of Qwen3.5 no KV cache grows",
+    ),
+    Assumed(
+        "responses with a median of 1,707 tokens, and 8,192 at 95%",
+        "not published; the simulator's shape, shrunk to the limit as for a recipe",
+        ("workload.lengths={median=1707, p95=8192, longest=8192}",),
+    ),
+    Assumed(
+        "a pass of the MTP head costs as much as one of an EAGLE-3 drafter",
+        "both are one layer and the policy's head",
+    ),
+    Assumed(
+        "an engine step takes 2 ms besides weights and KV cache",
+        "the simulator's default; the run's script switches CUDA graphs off, so it took longer",
+    ),
+    Assumed(
+        "the learner computes 8 operations per parameter and token; rewards take no time",
+        "training (6) and the old policy (2); the script has no reference policy",
+    ),
+    Assumed("the drafter stays as good", "it is trained in every step", ("drafter.drift=0",)),
+]
+NEMO = [
+    Assumed(
+        "32 GPUs in nodes of 4; 3 draft tokens; acceptance lengths of 2.77 (RL-Think) and 3.32 "
+        "(RL-Zero), with rates that fall by the same factor at each position",
+        "published, read from a summary of the paper's tables; the rates by position are not",
+        ("cluster.gpus_per_node=4",),
+    ),
+    Assumed(
+        "H100s stand for GB200s",
+        "the simulator knows no others; operations per byte of memory differ by 6%, but launches "
+        "weigh more on the faster GPU",
+    ),
+    Assumed(
+        "2,048 samples a step, 64 prompts with groups of 32",
+        "not published; NeMo-RL's recipe for 8B (grpo_math_8B.yaml)",
+        ("workload.prompts_per_step=64", "workload.group_size=32"),
+    ),
+    Assumed(
+        "responses with a median of 2,500 tokens, 12,000 at 95%, at most 32,768; an engine has one "
+        "GPU",
+        "not published; the simulator's default",
+    ),
+    Assumed(
+        "the learner computes 10 operations per parameter and token; rewards take no time",
+        "training (6), the old and the reference policy (2 each); the published stages have no "
+        "rewards",
+    ),
+    Assumed(
+        "the drafter stays as good", "the published acceptance is a run's", ("drafter.drift=0",)
+    ),
+]
+SKYRL_FOUND = {"rollout": 2.03, "end_to_end": 1.62, "rollout_s": 310.1, "step_s": 400.7}
+RUNS = [
+    Run("SkyRL", SKYRL_FOUND, (0.886, 0.77, 0.663), 1, SKYRL, operations=8),
+    Run("NeMo-RL, RL-Think", {"rollout": 1.54, "end_to_end": 1.35}, by_length(2.77), 8, NEMO),
+    Run("NeMo-RL, RL-Zero", {"rollout": 1.77, "end_to_end": 1.41}, by_length(3.32), 8, NEMO),
+]
+
+
+def scenario(
+    model: str, nodes: int, parallel: int, assumed: list[Assumed] = ASSUMED
+) -> ScenarioConfig:
+    changes = [change for each in assumed for change in each.settings]
+    of_node = next(
+        (int(c.partition("=")[2]) for c in changes if "gpus_per_node" in c), GPUS_PER_NODE
+    )
     changes += [
         "num_steps=20",
         f'cluster.model="{model}"',
         f"cluster.tensor_parallel={parallel}",
-        f"cluster.num_engines={nodes * GPUS_PER_NODE // parallel}",
+        f"cluster.num_engines={nodes * of_node // parallel}",
     ]
     return check(ScenarioConfig, apply_overrides({}, changes), "scenario")
 
@@ -124,47 +231,74 @@ def as_measured(engine: EngineModel, tokens: float) -> EngineModel:
     )
 
 
-def run(config: ScenarioConfig) -> dict[str, list[dict[str, float]]]:
+def paper(config: ScenarioConfig) -> Gained:
+    """Simulate the paper's system: its own speed-up of a batch, in small batches only."""
     cluster = cluster_of(config)
     arm = Arm("eagle3", DRAFT_TOKENS)
-    cluster = replace(
-        cluster,
-        engine=as_measured(cluster.engine, cluster.drafting.tokens(arm)),
-        learner=replace(cluster.learner, tokens_per_s=cluster.learner.tokens_per_s * 6 / 10),
-    )
+    engine = as_measured(cluster.engine, cluster.drafting.tokens(arm))
     schedule = [[LARGEST_BATCH, DRAFT_TOKENS]]
     small = {"kind": "by_batch_size", "drafter": "eagle3", "schedule": schedule}
+    return gained(config, replace(cluster, engine=engine), small, 10)
+
+
+def other(config: ScenarioConfig, of: Run) -> Gained:
+    """Simulate a run that always drafts, with the simulator's own engine."""
+    cluster = replace(cluster_of(config), drafting=Drafting({"eagle3": of.rates}))
+    always = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": len(of.rates)}
+    return gained(config, cluster, always, of.operations)
+
+
+def gained(
+    config: ScenarioConfig, cluster: Cluster, strategy: dict[str, Any], operations: int
+) -> Gained:
+    """Return the speed-ups of a strategy over no speculation."""
+    speed = cluster.learner.tokens_per_s * 6 / operations
+    cluster = replace(cluster, learner=replace(cluster.learner, tokens_per_s=speed))
     modes = [
         Mode("off", lambda: build_strategy({"kind": "off"})),
-        Mode("tlt", lambda: build_strategy(small)),
+        Mode("tlt", lambda: build_strategy(strategy)),
     ]
+    found = {}
+    for mode in modes:
+        simulation = Simulation(cluster, workload_of(config), mode, config.seed)
+        found[mode.name] = figures(clock.run(simulation.run(config.num_steps)))
+    seconds = {name: found["off"][name] for name in ("rollout_s", "step_s")}
+    return speed_ups(found)["tlt"] | seconds
+
+
+def row(name: str, figure: str, config: ScenarioConfig, published: float, of: Gained) -> Row:
+    cluster = config.cluster
     return {
-        mode.name: clock.run(
-            Simulation(cluster, workload_of(config), mode, config.seed).run(config.num_steps)
-        )
-        for mode in modes
+        "run": name,
+        "figure": figure,
+        "model": cluster.model,
+        "gpus_per_engine": cluster.tensor_parallel,
+        "nodes": num_nodes(cluster),
+        "published": published,
+        "simulated": round(of[figure], 3),
+        "off_by": round(of[figure] / published - 1, 3),
     }
 
 
 def main() -> None:
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for model, by_nodes in PUBLISHED.items():
         for parallel in ENGINE_GPUS[model]:
             for nodes, published in by_nodes.items():
-                records = run(scenario(model, nodes, parallel))
-                gained = speed_ups({name: figures(of) for name, of in records.items()})["tlt"]
-                rows.append(
-                    {
-                        "model": model,
-                        "gpus_per_engine": parallel,
-                        "nodes": nodes,
-                        "published": published,
-                        "simulated": round(gained["end_to_end"], 3),
-                        "off_by": round(gained["end_to_end"] / published - 1, 3),
-                    }
-                )
+                config = scenario(model, nodes, parallel)
+                rows.append(row("TLT paper", "end_to_end", config, published, paper(config)))
                 print(rows[-1], flush=True)
-    assumed = [{"what": each.what, "why": each.why} for each in ASSUMED]
+    for each in RUNS:
+        config = scenario(each.model, each.nodes, 1, each.assumed)
+        found = other(config, each)
+        for figure, published in each.published.items():
+            length = {"acceptance_length": round(1 + sum(each.rates), 3)}
+            rows.append(row(each.name, figure, config, published, found) | length)
+            print(rows[-1], flush=True)
+    assumed = {
+        name: [{"what": each.what, "why": each.why} for each in of]
+        for name, of in {"TLT paper": ASSUMED, "SkyRL": SKYRL, "NeMo-RL": NEMO}.items()
+    }
     save("published", {"assumed": assumed, "rows": rows})
 
 

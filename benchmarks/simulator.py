@@ -22,8 +22,8 @@ from common import ROOT, parse_options, save, trained
 from tlt.config.load import apply_overrides, check
 from tlt.report.view import RunView, look_at
 from tlt.simulate.calibrate import Calibration, calibrate, observations
-from tlt.simulate.model import PARTS, EngineModel
 from tlt.simulate.scenario import ScenarioConfig, simulate
+from tlt.timing.model import PARTS, EngineModel
 
 RUNS = ROOT / "runs" / "simulator"
 

@@ -76,7 +76,7 @@ class Assumed:
     node_bytes: float = assumed(2e12, "memory of a host: assumed")
     nic_bytes_per_s: float = assumed(25e9, "of a host, 200 Gbit/s: assumed, as by the simulator")
     host_copy_bytes_per_s: float = assumed(10e9, "GPU to pageable host memory: assumed")
-    flops: float = assumed(0.5 * 989e12, "of a GPU in training: simulate/profiles.py")
+    flops: float = assumed(0.5 * 989e12, "of a GPU in training: timing/profiles.py")
     samples_per_engine: int = assumed(128, "configs/qwen2_5_7b_math_8gpu.toml")
     prompt_tokens: float = assumed(300, "default of the simulator")
     median_tokens: float = assumed(2500, "of responses: default of the simulator")

@@ -4,6 +4,7 @@
 from registry import (
     drafter,
     e2e,
+    emulated,
     faults,
     following,
     frameworks,

@@ -63,13 +63,21 @@ def gains(d: Doc) -> Rows:
 
 NODES = (1, 2, 4, 8)
 NAMES = {"qwen2.5-7b": "7B", "qwen2.5-32b": "32B"}
+PAPER = "TLT paper"
+SHOWN = {
+    "rollout": ("rollout, speed-up", "{:.2f}"),
+    "end_to_end": ("end to end, speed-up", "{:.2f}"),
+    "rollout_s": ("rollout without speculation", "{:.0f} s"),
+    "step_s": ("RL step without speculation", "{:.0f} s"),
+}
+"""Names of published figures, and how they are written."""
 
 
 def off_by(d: Doc, model: str, gpus: int) -> str:
     found = [
         abs(row["off_by"])
         for row in d["rows"]
-        if row["model"] == model and row["gpus_per_engine"] == gpus
+        if row["model"] == model and row["gpus_per_engine"] == gpus and row["run"] == PAPER
     ]
     return limits([100 * value for value in found], "{:.0f}") + "%"
 
@@ -77,7 +85,7 @@ def off_by(d: Doc, model: str, gpus: int) -> str:
 @table("published", "published")
 def published(d: Doc) -> Rows:
     rows = [["model", "GPUs an engine", *(f"{n} node{'s' * (n > 1)}" for n in NODES), "off by"]]
-    for model in sorted({row["model"] for row in d["rows"]}):
+    for model in sorted({row["model"] for row in d["rows"] if row["run"] == PAPER}):
         mine = [row for row in d["rows"] if row["model"] == model]
         stated = {row["nodes"]: f"{row['published']:.2f}" for row in mine}
         rows.append([f"{NAMES[model]}, published", "", *(stated.get(n, "") for n in NODES), ""])
@@ -92,11 +100,39 @@ def published(d: Doc) -> Rows:
     return rows
 
 
+def others(d: Doc) -> list[Doc]:
+    return [row for row in d["rows"] if row["run"] != PAPER]
+
+
+@table("published.runs", "published")
+def published_runs(d: Doc) -> Rows:
+    rows = [["run", "figure", "published", "modelled", "off by"]]
+    for row in others(d):
+        name, form = SHOWN[row["figure"]]
+        seen = [form.format(row[key]) for key in ("published", "simulated")]
+        rows.append([row["run"], name, *seen, f"{row['simulated'] / row['published'] - 1:+.0%}"])
+    return rows
+
+
+def others_off_by(d: Doc) -> str:
+    found = [100 * row["off_by"] for row in others(d) if row["figure"] in ("rollout", "end_to_end")]
+    return limits(found, "{:.0f}") + "%"
+
+
+def speculative_step(d: Doc, key: str) -> str:
+    """Return how many times as long as a plain engine step one with drafts takes."""
+    rows = [row for row in others(d) if row["figure"] == "rollout"]
+    return limits([row["acceptance_length"] / row[key] for row in rows], "{:.1f}") + "x"
+
+
 figures(
     "published",
     "published",
     {
-        "assumptions": lambda d: str(len(d["assumed"])),
+        "runs.step_published": lambda d: speculative_step(d, "published"),
+        "runs.step_modelled": lambda d: speculative_step(d, "simulated"),
+        "assumptions": lambda d: str(len(d["assumed"][PAPER])),
+        "runs.off_by": others_off_by,
         "7b.one_gpu": lambda d: off_by(d, "qwen2.5-7b", 1),
         "7b.four_gpus": lambda d: off_by(d, "qwen2.5-7b", 4),
     },

@@ -147,6 +147,11 @@ class EngineStats:
     """Times that the policy differed from the learner's after new weights, and was loaded again."""
     fingerprint_s: float = 0.0
     """Seconds spent on comparing the policy with the learner's."""
+    late: int = 0
+    """Engine steps that took longer than their emulated time."""
+    late_s: float = 0.0
+    commands_late_s: float = 0.0
+    """Seconds by which weight syncs, swaps, sleep and wake took longer than theirs."""
 
     @classmethod
     def difference(cls, before: Sequence[EngineStats], after: Sequence[EngineStats]) -> EngineStats:
@@ -169,6 +174,7 @@ COUNTERS = (
     *("steps", "drafts", "draft_tokens", "accepted_tokens", "output_tokens", "busy_s"),
     *("model_drafts", "model_accepted_tokens", "model_first_accepted"),
     *("captured_samples", "dropped_samples", "policy_mismatches", "fingerprint_s"),
+    *("late", "late_s", "commands_late_s"),
 )
 """The fields of `EngineStats` that only grow."""
 

@@ -87,6 +87,28 @@ def test_separate_devices_stream_to_the_same_update(policy: Path, undisturbed: R
     assert found[0]["learner/rows"] > undisturbed[0]["learner/rows"]
 
 
+def test_an_emulated_run_is_the_same_run_in_other_seconds(
+    policy: Path, undisturbed: Records
+) -> None:
+    """Four engines share two cores, sleep for trainers and the learner, and change no sample."""
+    tlt(
+        f"train {GCD} run.out=runs/emulated {SHORT} {TLT} run.num_steps=3 pool.num_engines=4 "
+        "emulate.hardware=h100 emulate.dilation=4 emulate.tokens=8 capture.capacity_gib=0.1",
+        policy,
+    )
+    found = records(policy / "runs" / "emulated")
+    assert steps_of(found) == [1, 2, 3]
+    same = ("reward/mean", "response/mean_tokens", "learner/grad_norm", "learner/loss")
+    for name in same:
+        assert [r[name] for r in found] == [r[name] for r in undisturbed[:3]], name
+    assert all(r["harvest/enabled"] == 1 and r["harvest/faults"] == 0 for r in found)
+    assert all(r["emulate/late_share"] >= 0 for r in found)
+    said = json.loads((policy / "runs" / "emulated" / "summary.json").read_text())["emulated"]
+    assert said == "emulated: 4 H100s, qwen2.5-7b, 1 token for 8"
+    # At most 64 tokens and a weight sync: their emulated time is the least that they may take.
+    assert min(r["time/rollout_s"] for r in found) > 4 * 0.0085 * 10
+
+
 def test_everything_switched_on(policy: Path) -> None:
     tlt(
         f"train {GCD} run.out=runs/all {SHORT} run.num_steps=3 learner.num_ranks=2 "

@@ -20,6 +20,7 @@ ALLOWED = {
     "logs": set(),
     "config": {"contracts", "errors", "hardware"},
     "strategy": {"contracts", "errors", "config", "spans"},
+    "timing": {"contracts", "config"},
     "tasks": {"contracts", "errors", "config", "user_code"},
     "models": {"contracts", "errors", "config"},
     "node": {"contracts", "errors", "config"},
@@ -31,7 +32,7 @@ ALLOWED = {
     },
     "vllm": {
         *("contracts", "errors", "config", "hardware", "logs", "spans"),
-        *("models", "node", "states", "strategy", "drafter"),
+        *("models", "node", "states", "strategy", "drafter", "timing"),
     },
     "rollout": {
         *("contracts", "errors", "config", "hardware", "logs", "spans"),
@@ -39,13 +40,13 @@ ALLOWED = {
     },
     "harvest": {
         *("contracts", "errors", "config", "hardware", "logs", "spans"),
-        *("node", "states", "drafter", "rollout"),
+        *("node", "states", "drafter", "rollout", "timing"),
     },
     "observe": {"contracts", "errors", "config", "hardware", "spans"},
     "report": {"contracts", "errors", "config", "spans", "colours", "observe"},
     "simulate": {
         *("contracts", "errors", "config", "spans", "colours"),
-        *("strategy", "tasks", "rollout", "harvest", "observe", "report"),
+        *("strategy", "tasks", "rollout", "harvest", "observe", "report", "timing"),
     },
     "bench": {
         *("contracts", "errors", "config", "colours", "report"),

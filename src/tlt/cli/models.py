@@ -45,6 +45,26 @@ def tiny(
         tiny.make(target, hidden_size=hidden_size, num_layers=layers, seed=seed)
 
 
+@app.command()
+def words(
+    out: Out = None,
+    untrained: Annotated[
+        bool, option("Write random weights and the tokenizer, for `tlt sft`.", "--untrained")
+    ] = False,
+    seed: Seed = 0,
+) -> None:
+    """Make a small policy that solves word problems, with a token for each word."""
+    from tlt.models import words
+    from tlt.tasks.stories import texts
+
+    target = out or Path("models/words")
+    with _making(target, "making a policy for word problems"):
+        if untrained:
+            words.untrained(target, texts(words.NUM_TEXTS), seed=seed)
+        else:
+            words.make(target)
+
+
 @contextmanager
 def _making(target: Path, what: str) -> Iterator[None]:
     output = Output()

@@ -86,6 +86,7 @@ def simulate(
     results: list[dict[str, Any]] = []
     engine_ends: dict[str, Any] = {}
     below: list[list[str]] = []
+    warnings: list[str] = []
     for point in itertools.product(*grid):
         tree = read_toml(scenario, SCENARIO) if scenario is not None else {}
         if scenario is not None and not tree:
@@ -99,6 +100,7 @@ def simulate(
         fixed_arm = f"{config.static_drafter}:{config.static_draft_tokens}"
         trust = validity(config)
         below.append(trust.lines())
+        warnings += [": ".join(filter(None, (" ".join(point), each))) for each in trust.warnings]
         results.append(
             {
                 "point": list(point),
@@ -119,6 +121,8 @@ def simulate(
         which = "the fixed arm" if asked.static_draft_tokens else "the best fixed arm"
         words = f"{which}, {results[0]['fixed_arm']}"
         output.say(in_words(found, words, begins_without_drafter(config)))
+    for warning in warnings:
+        output.marked("warning", "yellow", warning)
     for line in _below([" ".join(result["point"]) for result in results], below):
         output.say(line, style="dim")
     output.wrote(str(folder / "simulation.json"))

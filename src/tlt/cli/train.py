@@ -53,6 +53,8 @@ def train(
         return
     from tlt.train.launch import launch
 
+    if label := settings.emulate.label(settings.pool.num_engines):
+        output.note(label)
     output.note(" ".join(f"{title:>8}" for _, title, _ in COLUMNS))
 
     def show_record(record: dict[str, float]) -> None:

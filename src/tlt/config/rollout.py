@@ -66,6 +66,9 @@ class EngineSettings(DraftSettings):
     along, such as `trust_remote_code`, classes and plug-ins. It runs with your privileges."""
 
 
+Transfer = Literal["shared_memory", "ipc", "nccl"]
+
+
 class EngineConfig(EngineSettings):
     """One vLLM engine and the model it serves."""
 
@@ -73,9 +76,11 @@ class EngineConfig(EngineSettings):
     """Folder of the policy, in Hugging Face format."""
     capture: dict[str, Any] | None = None
     """Buffer of the node for hidden states of the engine's forward passes, as `BufferSettings`."""
-    weights: Literal["shared_memory", "ipc", "nccl"] = "shared_memory"
+    weights: Transfer = "shared_memory"
     """How the policy reaches the engine: through a file in the node's shared memory, from a learner
     on the same GPU, or from a learner on other GPUs."""
+    emulate: dict[str, Any] | None = None
+    """The GPU to emulate, as `EmulateConfig`; None takes this machine as it is."""
     core_group: str = CORE_GROUP
     """Engines of one group never share a core; engines of different groups may."""
 

@@ -6,9 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tlt.config.rollout import CORE_GROUP, EngineSettings, PoolConfig
+from tlt.config.rollout import CORE_GROUP, EngineSettings, PoolConfig, Transfer
 from tlt.config.schema import LONGEST_S, Schema
+from tlt.errors import ConfigError
 from tlt.hardware import DtypeChoice, compute_dtype
+
+ModelName = Literal["qwen2.5-7b", "qwen2.5-32b", "qwen3-8b", "qwen3-32b", "llama-3-70b"]
+"""Policies whose times on GPUs are modelled (`tlt.timing.profiles`)."""
 
 
 class RunSection(Schema):
@@ -192,7 +196,7 @@ class CaptureConfig(Schema):
     by: Literal["engines", "learner"] | None = None
     """Source of the hidden states. `engines`: all samples, while they are generated (CPU engines
     only). `learner`: the samples that the learner trains on. By default `engines` when harvest is
-    on and the engines run on CPU cores, otherwise `learner`."""
+    on and the engines run on CPU cores, otherwise (also on emulated GPUs) `learner`."""
     capacity_gib: float = Field(default=1.0, gt=0)
     """Memory per node for hidden states, in GiB."""
     folder: str = "/dev/shm"
@@ -303,6 +307,39 @@ class TltConfig(Schema):
         return self.enabled and self.harvest
 
 
+class EmulateConfig(Schema):
+    """The emulation of a GPU node on CPU cores: engines, learner, drafter training and speculation
+    are real, with a small model, and each piece of work waits until the time that it would take on
+    the GPU is over. It shows what TLT does in the regime of GPUs. Refused on GPUs."""
+
+    hardware: Literal["h100"] | None = None
+    """GPU to emulate, one for each engine and all of them for the learner. By default nothing is
+    emulated."""
+    model: ModelName = "qwen2.5-7b"
+    """Policy whose times are emulated."""
+    dilation: float = Field(default=8.0, ge=1, le=1000)
+    """Seconds that an engine step takes here per second that it takes there. All engines share the
+    CPU cores, so they must mostly wait. A run in which many engine steps take longer than their
+    time says so: raise it."""
+    tokens: int = Field(default=1, ge=1, le=1000)
+    """Tokens there that one token here stands for. Responses of small models are short, so weight
+    syncs, swaps, sleep and wake would weigh more than they do there; they take their time divided
+    by this number."""
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """Return these settings for other processes; None if nothing is emulated."""
+        return self.model_dump() if self.hardware else None
+
+    def label(self, num_engines: int) -> str:
+        """Return what is emulated, in words; empty if nothing is."""
+        if not self.hardware:
+            return ""
+        gpus = f"{num_engines} {self.hardware.upper()}{'s' * (num_engines > 1)}"
+        tokens = f", 1 token for {self.tokens}" if self.tokens > 1 else ""
+        return f"emulated: {gpus}, {self.model}{tokens}"
+
+
 class DebugConfig(Schema):
     """Settings for tests and benchmarks; a real run needs none of them."""
 
@@ -340,7 +377,24 @@ class TrainConfig(Schema):
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     node: NodeConfig = Field(default_factory=NodeConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    emulate: EmulateConfig = Field(default_factory=EmulateConfig)
     debug: DebugConfig = Field(default_factory=DebugConfig)
+
+
+def transfer(config: TrainConfig) -> Transfer:
+    """Return how the policy reaches the engines, as `EngineConfig.weights`."""
+    given = config.placement.weights
+    fitting: Transfer = "ipc" if config.placement.kind == "colocated" else "nccl"
+    if not (config.engine.num_gpus and config.learner.num_gpus):
+        fitting = "shared_memory"
+    if given == "auto":
+        return fitting
+    if given not in ("shared_memory", fitting):
+        raise ConfigError(
+            f"placement.weights = {given!r}: 'ipc' is for engines and ranks that share GPUs, "
+            f"'nccl' for those with GPUs of their own; here {fitting!r} works, or leave it out"
+        )
+    return given
 
 
 def resolve_defaults(config: TrainConfig) -> TrainConfig:
@@ -353,6 +407,7 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
     if engine.strategy == EngineSettings().strategy:
         engine = engine.model_copy(update={"strategy": {"kind": "adaptive"}})
     if config.tlt.harvests:
-        by = capture.by or ("learner" if engine.num_gpus else "engines")
+        on_gpu = engine.num_gpus or config.emulate.hardware
+        by = capture.by or ("learner" if on_gpu else "engines")
         capture = capture.model_copy(update={"enabled": True, "by": by})
     return config.model_copy(update={"engine": engine, "capture": capture})

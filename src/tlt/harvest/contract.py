@@ -116,6 +116,8 @@ class Trained:
     loss: float
     starved: bool
     """Whether there was nothing to learn from."""
+    late_s: float = 0.0
+    """Seconds by which training took longer than its emulated time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ class Tally:
     merges: int = 0
     faults: int = 0
     trainer_restarts: int = 0
+    late_s: float = 0.0
+    """Seconds by which training took longer than its emulated time."""
     stop_max_s: float = 0.0
     """Longest time between calling a lease back and the device being free."""
 
@@ -401,6 +403,7 @@ class Rounds:
         self.tally.used_s += seconds
         self._unevaluated_s += seconds
         self.tally.trained_tokens += trained.num_tokens
+        self.tally.late_s += trained.late_s
         self.tally.trained_steps += trained.num_steps
         if trained.num_steps:
             self.tally.loss = trained.loss

@@ -53,7 +53,7 @@ ALARM_LENGTH = 1.1
 """Acceptance length below which a drafter is of no use, over `ALARM_DRAFTS` drafts of a step."""
 STEP_TOTALS = (
     *("idle_s", "coverable_s", "used_s", "evaluated_s", "trained_tokens", "published"),
-    *("refused", "merges", "faults", "trainer_restarts", "kills"),
+    *("refused", "merges", "faults", "trainer_restarts", "kills", "late_s"),
 )
 """Totals of the coordinator whose growth in an RL step is recorded."""
 
@@ -77,6 +77,7 @@ class HarvestSession(RunHarvest):
         place: Callable[[str], Mapping[str, Any]],
         on_gpu: bool,
         colocated: bool = True,
+        sleeps: bool | None = None,
         first_version: int = 0,
         spawn: Callable[[HarvestTrainerSettings, TrainerPlace], TrainerHandle] = RayTrainer,
         share: Callable[[Packed], Any] = ray.put,
@@ -88,6 +89,8 @@ class HarvestSession(RunHarvest):
         self._pool = pool
         self._place = place
         self._on_gpu = on_gpu
+        self._sleeps = on_gpu if sleeps is None else sleeps
+        """Whether engines give their memory to trainers; emulated GPUs do so, too."""
         self._colocated = colocated
         self._spawn = spawn
         self._share = share
@@ -136,7 +139,7 @@ class HarvestSession(RunHarvest):
         """Let the coordinator lease an engine's worker, probably for `for_s` seconds."""
         worker = place_of(engine)
         self._idle[worker] = period = IdlePeriod(engine, for_s)
-        if self._on_gpu or worker in self._freeing:
+        if self._sleeps or worker in self._freeing:
             self._task(self._make_idle(worker, period))
         else:
             self.coordinator.idle(worker, for_s)
@@ -145,7 +148,7 @@ class HarvestSession(RunHarvest):
         """Let a worker be leased once it is free, and on a GPU once its engine's memory is free."""
         if (freeing := self._freeing.get(worker)) is not None:
             await asyncio.shield(freeing)
-        if self._on_gpu:
+        if self._sleeps:
             async with self._moving.setdefault(period.engine, asyncio.Lock()):
                 if self._idle.get(worker) is period:
                     self._asleep.add(period.engine)
@@ -160,7 +163,7 @@ class HarvestSession(RunHarvest):
             self._freeing[worker] = asyncio.create_task(self._free(worker))
         if (freeing := self._freeing.get(worker)) is not None:
             await asyncio.shield(freeing)
-        if wake and self._on_gpu:
+        if wake and self._sleeps:
             # Every caller waits: the engine may just be falling asleep, or waking for another one.
             async with self._moving.setdefault(engine, asyncio.Lock()):
                 if engine in self._asleep:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -29,6 +31,7 @@ from tlt.harvest.published import Tensors, head_and_embedding, is_new, read_embe
 from tlt.logs import LogSettings
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured
+from tlt.timing.node import Node
 
 DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
 AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
@@ -67,6 +70,8 @@ class HarvestTrainerSettings:
     """Tokens of the policy on which a drafter is evaluated."""
     untrained: bool = False
     """Whether the drafter is new: its vocabulary is then chosen from the policy's samples."""
+    emulate: dict[str, Any] | None = None
+    """The GPU to emulate, as `EmulateConfig`; None takes this machine as it is."""
     log: LogSettings | None = None
     """Where trainers log; None leaves logging alone."""
 
@@ -81,6 +86,7 @@ def trainer_settings(
     temperature: float,
     seed: int,
     on_gpu: bool,
+    emulate: dict[str, Any] | None = None,
     log: LogSettings | None = None,
 ) -> HarvestTrainerSettings:
     """Return the settings of the trainers of a drafter, which is `new` or was trained elsewhere."""
@@ -99,6 +105,7 @@ def trainer_settings(
         ),
         held_out_tokens=tlt.held_out_tokens,
         untrained=is_new(drafter),
+        emulate=emulate,
         log=log,
     )
 
@@ -119,6 +126,7 @@ class HarvestTrainer:
         self._held_out_tokens = settings.held_out_tokens
         self._gate = settings.trainer.temperature
         self._device = device
+        self._node = Node.of(settings.emulate)
         self._holder = Holder()
         self._buffer = SampleBuffer(settings.buffer)
         self._trainer = DrafterTrainer(
@@ -147,7 +155,8 @@ class HarvestTrainer:
         """Take up a lease; return False if it has been called back already."""
         held = self._holder.begin(lease, seconds, time.monotonic())
         if held:
-            self._trainer.move(self._device)
+            with self._moving():
+                self._trainer.move(self._device)
         return held
 
     def end(self, lease: int) -> None:
@@ -157,10 +166,11 @@ class HarvestTrainer:
     def release(self) -> None:
         """Leave the device to the engine; work that comes late under this lease does nothing."""
         self._holder.end_current()
-        if self._device.type == "cuda":
-            self._forget_held_out()
-            self._trainer.park()
-            torch.cuda.empty_cache()
+        with self._moving():
+            if self._device.type == "cuda":
+                self._forget_held_out()
+                self._trainer.park()
+                torch.cuda.empty_cache()
 
     def _ended(self, lease: int) -> bool:
         return not self._holder.holds(lease, time.monotonic())
@@ -195,12 +205,21 @@ class HarvestTrainer:
         own, self._own = self._own, None
         losses: list[float] = []
         seen = self._trainer.tokens_seen
+        late_s = self._late_s()
+        started_s, counted = time.perf_counter(), seen
+
+        def learned(step: int, loss: float) -> None:
+            nonlocal started_s, counted
+            losses.append(loss)
+            self._wait(lease, started_s, self._trainer.tokens_seen - counted)
+            started_s, counted = time.perf_counter(), self._trainer.tokens_seen
+
         self._at_start = self._trainer.mean_weights()
         try:
             num_steps = self._trainer.session(
                 self._buffer,
                 lambda: self._ended(lease),
-                lambda step, loss: losses.append(loss),
+                learned,
                 is_over=lambda: time.monotonic() >= until_s,
             )
         finally:
@@ -215,6 +234,7 @@ class HarvestTrainer:
             num_tokens=self._trainer.tokens_seen - seen,
             loss=sum(losses) / max(1, len(losses)),
             starved=not self._buffer.offers(),
+            late_s=self._late_s() - late_s,
         )
 
     def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
@@ -270,6 +290,19 @@ class HarvestTrainer:
 
     # --- parts --------------------------------------------------------------------------------
 
+    def _wait(self, lease: int, started_s: float, num_tokens: float) -> None:
+        """Let training on these tokens take as long as on the emulated GPU."""
+        if (node := self._node) is not None:
+            seconds = num_tokens / node.trainer_tokens_per_s
+            node.pace.wait(started_s, seconds, lambda: self._ended(lease))
+
+    def _moving(self) -> AbstractContextManager[None]:
+        """Let the way to or from the emulated GPU take its time."""
+        return nullcontext() if self._node is None else self._node.commands.takes(self._node.park_s)
+
+    def _late_s(self) -> float:
+        return 0.0 if self._node is None else self._node.pace.late_s
+
     def _load(self, weights: Tensors) -> None:
         self._trainer.load(weights)
         self._own = None
@@ -320,10 +353,12 @@ class HarvestTrainer:
         try:
             with with_weights(self._trainer.drafter, scored.weights):
                 for window in missing:
+                    started_s = time.perf_counter()
                     found = evaluate(
                         self._trainer.passes, [window], [self._gate], lambda: self._ended(lease)
                     )
                     scored.lengths.append(found.length(self._gate))
+                    self._wait(lease, started_s, len(window.row.token_ids_T) / 3)  # no backward
         finally:
             self._at_start = None
 

@@ -80,7 +80,13 @@ METRICS: dict[str, str] = {
     "harvest/faults": "Trainer failures; each loses only the trainer's own work.",
     "harvest/kills": "Trainers killed because they did not stop in time.",
     "harvest/trainer_restarts": "Trainers that were restarted.",
+    "harvest/late_s": "Seconds by which training took longer than its emulated time.",
     "harvest/alarms": "Times the drafter was reported broken: hardly any draft was accepted.",
+    "emulate/late_share": "Share of engine steps that took longer than their emulated time.",
+    "emulate/late_s_share": "Share of the engine steps' seconds by which they took longer.",
+    "emulate/commands_late_s": "Seconds by which weight syncs, swaps, sleep and wake of an engine "
+    "took longer than their emulated time.",
+    "emulate/update_late_s": "Seconds by which the update took longer than its emulated time.",
     "eval/reward_mean": "Mean reward of the held-out problems.",
     "eval/mean_tokens": "Mean response length on the held-out problems.",
     "time/step_s": "Duration of the RL step, the sum of the stages below.",

@@ -27,7 +27,10 @@ def charts_of(views: Sequence[RunView]) -> list[dict[str, Chart]]:
     """Return the charts of every run by name. Charts of the same name have the same axes."""
     makers = {"stages": _stages, "rollout": _rollout, "workers": _workers}
     makers |= {"lengths": _lengths, "acceptance": _acceptance, "reward": _reward}
-    columns = [on_same_axes([make(view) for view in views]) for make in makers.values()]
+    columns = [
+        on_same_axes([_labelled(make(view), view.emulated) for view in views])
+        for make in makers.values()
+    ]
     return [dict(zip(makers, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
@@ -38,10 +41,18 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     def lines(name: str) -> dict[str, Line]:
         return {view.name: Line(_points(view, name), colour) for view, colour in runs}
 
-    return [
+    charts = [
         _over_steps("Seconds of an RL step", "seconds", lines("time/step_s")),
         _over_steps("Reward", "mean reward", lines("reward/mean")),
     ]
+    return [_labelled(chart, views[0].emulated) for chart in charts]
+
+
+def _labelled(chart: Chart, label: str) -> Chart:
+    """Return a chart that says on its axis what was emulated, if anything was."""
+    if not label:
+        return chart
+    return replace(chart, x=replace(chart.x, label=f"{chart.x.label} ({label})"))
 
 
 def _stages(view: RunView) -> Chart:

@@ -205,9 +205,10 @@ def as_data(base: RunView, other: RunView) -> dict[str, Any]:
         measured |= {"num_pairs": found.num_pairs, "is_clear": found.is_clear}
         measured["step_s"] = {"off": found.base_s, "tlt": found.other_s}
     return {
+        "emulated": other.emulated,
         "gain": measured,
         "verdict": verdict(found),
-        "drift": drift(found) if found else "",
+        "drift": drift(found) if found and not other.emulated else "",
         "drafts": drafting(other),
         "leases": leases(other),
     }

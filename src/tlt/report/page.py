@@ -61,12 +61,27 @@ def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
         element("title", title),
         element("style", STYLE),
     )
-    parts = [part for view in views for part in _findings(view, len(views) > 1, page)]
+    parts = _emulation(views)
+    parts += [part for view in views for part in _findings(view, len(views) > 1, page)]
     parts += _comparison(views) if len(views) > 1 else []
     for view, charts in zip(views, charts_of(views), strict=True):
         parts += _run(view, charts)
     whole = element("html", head, element("body", element("h1", title), *parts), lang="en")
     return f"<!doctype html>{tostring(whole, encoding='unicode', method='html')}\n"
+
+
+def _emulation(views: Sequence[RunView]) -> list[Element]:
+    """Return what was emulated in these runs, and what was real."""
+    label = next((view.emulated for view in views if view.emulated), "")
+    if not label:
+        return []
+    real = (
+        f"{label[0].upper()}{label[1:]}. Engine steps, updates, drafter training, "
+        "weight syncs, swaps, sleep and wake wait until the time that they would take there is "
+        "over. Everything else is real: engines, scheduling, speculation, acceptance, training, "
+        "hidden states, samples."
+    )
+    return [element("p", real)]
 
 
 def pictures(views: Sequence[RunView]) -> dict[str, str]:

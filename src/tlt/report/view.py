@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from tlt.config.load import check_types, read_toml
-from tlt.config.train import TrainConfig
+from tlt.config.train import EmulateConfig, TrainConfig
 from tlt.errors import ConfigError
 from tlt.observe.record import read_lengths, read_metrics
 from tlt.observe.summary import Record, series, stage_table, summary
@@ -51,6 +51,12 @@ class RunView:
                 return default
             found = found[part]
         return found
+
+    @property
+    def emulated(self) -> str:
+        """What the run emulates, in words; empty for a run that takes its machine as it is."""
+        given = EmulateConfig(**self.setting("emulate", {}))
+        return given.label(int(self.setting("pool.num_engines", 1)))
 
 
 def look_at(folder: Path, latest: int | None = None) -> RunView:
@@ -95,6 +101,7 @@ def describe(view: RunView) -> dict[str, Any]:
     """Return all numbers of the report, ready for JSON."""
     return {
         "name": view.name,
+        "emulated": view.emulated,
         "settings": settings(view),
         **summary(view.records),
         "stages": [

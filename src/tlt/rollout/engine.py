@@ -75,25 +75,30 @@ class RolloutEngine(EngineLoop):
 
     # --- memory -------------------------------------------------------------------------------
 
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether the engine's device has memory to give, or an emulated one takes its time."""
+        return self.config.num_gpus > 0 or self.config.emulate is not None
+
     def sleep(self, keep_policy: bool = True) -> None:
         """Give the device's memory to a learner that shares it.
 
         A policy that is not kept must be loaded anew before the engine wakes. Refused while samples
         are unfinished. A CPU engine has nothing to give.
         """
-        if self.config.num_gpus:
+        if self._shares_memory:
             self.between_rollouts(
                 lambda: self.core.sleep(keep_policy), "an engine sleeps only between rollouts"
             )
 
     def wake_weights(self) -> None:
         """Take the memory of the weights back, before a weight sync."""
-        if self.config.num_gpus:
+        if self._shares_memory:
             self.between_steps(self.core.wake_weights)
 
     def wake(self) -> None:
         """Take all memory back, before a drafter swap or new samples, and after a weight sync."""
-        if self.config.num_gpus:
+        if self._shares_memory:
             self.between_steps(self.core.wake)
 
     def reset_prefix_cache(self) -> None:
@@ -180,6 +185,9 @@ class RolloutEngine(EngineLoop):
             dropped_samples=core.dropped_samples,
             policy_mismatches=core.policy_mismatches,
             fingerprint_s=core.fingerprint_s,
+            late=core.node.pace.late if core.node else 0,
+            late_s=core.node.pace.late_s if core.node else 0.0,
+            commands_late_s=core.node.commands.late_s if core.node else 0.0,
         )
 
     def take_trace(self) -> list[StepReport]:

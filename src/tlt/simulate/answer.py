@@ -6,11 +6,13 @@ answer. Those figures are the ones of `benchmarks/results`; a test compares them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from tlt.simulate.cluster import Cluster, Record
+from tlt.simulate.published import nearest
 from tlt.simulate.scenario import (
     ScenarioConfig,
     begins_without_drafter,
@@ -42,6 +44,8 @@ VALIDATED = (
 """Comparisons with runs: `benchmarks/simulator.py` and `benchmarks/simulated_words.py`."""
 RANGES = {"ngram": (2, 128, 1800), "eagle3": (2, 16, 436)}
 """Most engines, samples per RL step and tokens of a response in these comparisons, by drafter."""
+MIN_SAMPLES = 8
+"""Samples per engine below which an answer comes with a warning."""
 
 
 # --- numbers and words ----------------------------------------------------------------------------
@@ -132,14 +136,18 @@ class Validity:
     assumptions: list[str]
     validated: tuple[str, ...]
     """Where the simulator was compared with runs."""
+    published: list[str]
+    """The nearest published runs, each with the simulator's error; none with a calibration."""
     outside: list[str]
     """Where the scenario leaves that range."""
+    warnings: list[str]
 
     def lines(self) -> list[str]:
         """Return everything as text, one line per statement."""
         return [
             *(f"assumed: {each}" for each in self.assumptions),
             *(f"compared with runs: {each}" for each in self.validated),
+            *(f"nearest published run: {each}" for each in self.published),
             f"beyond these comparisons: {'; '.join(self.outside) or 'nothing'}",
         ]
 
@@ -147,8 +155,28 @@ class Validity:
 def validity(config: ScenarioConfig) -> Validity:
     """Return what the answer to a scenario assumes, and where it leaves the validated range."""
     cluster, workload = cluster_of(config), workload_of(config)
-    assumptions = _assumptions(config, cluster, workload)
-    return Validity(assumptions, VALIDATED, _outside(config, cluster, workload))
+    of = config.cluster
+    near = [] if of.calibration else nearest(of.model, of.tensor_parallel, num_nodes(of))
+    return Validity(
+        _assumptions(config, cluster, workload),
+        VALIDATED,
+        [str(case) for case in near],
+        _outside(config, cluster, workload),
+        few_samples(workload.num_samples, workload.group_size, of.num_engines),
+    )
+
+
+def few_samples(samples: int, group_size: int, num_engines: int) -> list[str]:
+    """Return a warning if an RL step has too few samples for its engines."""
+    if samples >= MIN_SAMPLES * num_engines:
+        return []
+    enough = math.ceil(MIN_SAMPLES * num_engines / group_size)
+    return [
+        f"{samples:,} samples per RL step are {samples / num_engines:.2g} for each of "
+        f"{num_engines:,} engines, and the speed-up is that of nearly empty engines; e.g. "
+        f"workload.prompts_per_step={enough}, or cluster.num_engines="
+        f"{max(1, samples // MIN_SAMPLES)}"
+    ]
 
 
 def _assumptions(config: ScenarioConfig, cluster: Cluster, workload: Workload) -> list[str]:
@@ -180,9 +208,9 @@ def _assumptions(config: ScenarioConfig, cluster: Cluster, workload: Workload) -
         f"a trainer learns from {training.tokens_per_s:,.0f} tokens/s; the drafter's lag behind "
         f"power {training.best_power:g} shrinks e-fold in {training.tokens:,.0f} tokens",
         f"the learner trains on {learner.trained_share:.0%} of the tokens, "
-        f"{learner.tokens_per_s:,.0f} tokens/s",
-        f"a weight sync of {learner.sync_s:.1f} s, for {nodes} node{'s' * (nodes > 1)}: one "
-        "network card sends the policy to all of them",
+        f"{learner.tokens_per_s:,.0f} tokens/s, and takes {learner.step_s:.1f} s besides",
+        f"a weight sync of {learner.sync_s:.2f} s, for {nodes} node{'s' * (nodes > 1)}"
+        + (f", by {config.cluster.transport}" if found is None else ""),
     ]
 
 

@@ -24,9 +24,9 @@ from tlt.errors import ConfigError
 from tlt.observe.timeline import LEARNER, StepTimeline
 from tlt.report.view import RunView, rollouts
 from tlt.simulate.cluster import Learner, Record, Training
-from tlt.simulate.model import Amount, Drafting, EngineModel, Observation, fit, powers
-from tlt.simulate.profiles import DRIFT
 from tlt.spans import Span
+from tlt.timing.model import Amount, Drafting, EngineModel, Observation, fit, powers
+from tlt.timing.profiles import DRIFT
 
 MIN_STEPS = 3
 """Engine steps that a span needs to measure the time of one."""

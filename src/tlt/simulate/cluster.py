@@ -24,9 +24,10 @@ from tlt.harvest.coordinator import Coordinator, CoordinatorSettings
 from tlt.harvest.forecast import TailForecast
 from tlt.harvest.leases import Holder
 from tlt.simulate.clock import now_s
-from tlt.simulate.model import Amount, Drafting, EngineModel, Share, Speed
 from tlt.simulate.rollout import Player, Rollout
 from tlt.simulate.workload import Workload
+from tlt.timing.model import Amount, Drafting, EngineModel, Share, Speed
+from tlt.timing.profiles import TRAINER_TOKENS_PER_S
 
 Record = dict[str, float]
 
@@ -63,7 +64,7 @@ class Training:
     """Training tokens that shrink the drafter's lag e-fold."""
     best_power: Amount = 1.0
     """Power of acceptance rates that training approaches."""
-    tokens_per_s: Speed = 10_000.0
+    tokens_per_s: Speed = TRAINER_TOKENS_PER_S
     """Training tokens per second of one trainer."""
     start_s: Amount = 20.0
     stop_s: Amount = 0.05

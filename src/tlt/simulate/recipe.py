@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from tlt.config.load import apply_overrides, check
-from tlt.config.train import TrainConfig
+from tlt.config.train import TrainConfig, transfer
 from tlt.errors import ConfigError
-from tlt.simulate.profiles import MODELS, NEW_DRAFTER, training_speed
 from tlt.simulate.scenario import LearnerSection, ScenarioConfig, WorkloadConfig
 from tlt.strategy.spec import build_strategy
+from tlt.timing.profiles import (
+    GPUS_PER_NODE,
+    MODELS,
+    NEW_DRAFTER,
+    training_speed,
+    update_fixed_s,
+)
 
 Tree = dict[str, Any]
 
@@ -44,8 +50,9 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
     if recipe is None:
         return found
     if cluster.calibration is not None:
-        if "learner.tokens_per_s" not in map(_key, changes):
-            found.get("learner", {}).pop("tokens_per_s", None)  # as calibrated
+        for name in ("tokens_per_s", "step_s"):
+            if f"learner.{name}" not in map(_key, changes):
+                found.get("learner", {}).pop(name, None)  # as calibrated
         return found
     if found["modes"] == NGRAMS:
         raise ConfigError(
@@ -79,7 +86,11 @@ def _of_recipe(recipe: TrainConfig, num_gpus: int | None) -> Tree:
         },
     }
     if rank_gpus and "model" in cluster:
-        found["learner"] = {"tokens_per_s": training_speed(cluster["model"], rank_gpus)}
+        own = (cluster["model"], rank_gpus)
+        found["learner"] = {
+            "tokens_per_s": training_speed(*own),
+            "step_s": update_fixed_s(*own, cluster.get("gpus_per_node", GPUS_PER_NODE)),
+        }
     strategy = recipe.engine.strategy
     arms = build_strategy(strategy).arms() if "arms" in strategy else frozenset()
     if drafted := sorted({arm.num_draft_tokens for arm in arms} - {0}):
@@ -118,6 +129,7 @@ def _cluster(recipe: TrainConfig, num_gpus: int | None) -> tuple[Tree, int]:
         "num_engines": num_engines,
         "tensor_parallel": parallel,
         "gpus_per_node": recipe.node.num_gpus,
+        "transport": transfer(recipe),
         "slots": engine.engine_args.get("max_num_seqs"),
         "model": model if engine.num_gpus else None,
     }

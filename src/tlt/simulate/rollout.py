@@ -22,8 +22,8 @@ import numpy as np
 
 from tlt.contracts import OFF, Arm, SampleRequest, SamplingSpec, StepContext, StepReport, Strategy
 from tlt.rollout.dispatch import Assign, Dispatcher
-from tlt.simulate.model import Drafting, EngineModel
 from tlt.strategy.step_time import batch_bucket
+from tlt.timing.model import Drafting, EngineModel
 
 STEPS = 32
 """Engine steps to play at each batch size."""

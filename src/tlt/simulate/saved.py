@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tlt.contracts import OFF, Arm
 from tlt.report.view import RunView
 from tlt.simulate.calibrate import Decoded, decoded, observations
-from tlt.simulate.model import EngineModel, fit
+from tlt.timing.model import EngineModel, fit
 
 MIN_PLAIN_S = 1.0
 """Fewest seconds of plain decoding that the model of it is fitted to."""

@@ -10,20 +10,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from tlt.config.rollout import Transfer
 from tlt.config.schema import LONGEST_S, Schema
-from tlt.config.train import SizesConfig, TltConfig
+from tlt.config.train import ModelName, SizesConfig, TltConfig
 from tlt.errors import ConfigError
 from tlt.harvest.coordinator import coordinator_settings
-from tlt.simulate import clock, profiles
+from tlt.simulate import clock
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Cluster, Learner, Mode, Record, Simulation, Training
-from tlt.simulate.model import Drafting, powers
 from tlt.simulate.workload import Workload, read_trace
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
+from tlt.timing import profiles
+from tlt.timing.model import Drafting, powers
 
 ModeName = Literal["off", "static", "ngram", "frozen", "tlt"]
-ModelName = Literal["qwen2.5-7b", "qwen2.5-32b", "qwen3-8b", "qwen3-32b", "llama-3-70b"]
 DraftTokens = Annotated[int, Field(ge=1, le=64)]
 PROMPT_TOKENS = 300.0
 """Tokens per prompt without a calibration."""
@@ -49,7 +50,10 @@ class ClusterConfig(Schema):
     tensor_parallel: int = Field(default=1, ge=1, le=1024)
     """GPUs per engine."""
     gpus_per_node: int = Field(default=8, ge=1, le=1024)
-    """GPUs of a node, or CPU engines. The weight sync sends the policy to every node."""
+    """GPUs of a node, or CPU engines."""
+    transport: Transfer = "ipc"
+    """Transfer of the policy from learner to engines, as `placement.weights` of a run; used without
+    `calibration`."""
     slots: int = Field(default=256, ge=1, le=100_000)
     """Requests that an engine runs at once (vLLM's `max_num_seqs`)."""
     engine_deaths_per_hour: float = Field(default=0.0, ge=0, le=3600)
@@ -95,13 +99,15 @@ class LearnerSection(Schema):
 
     tokens_per_s: float | None = Field(default=None, gt=0)
     """Training tokens per second of all ranks together."""
+    step_s: float | None = Field(default=None, ge=0)
+    """Seconds of an update besides its tokens: collectives and the optimizer."""
     trained_share: float | None = Field(default=None, ge=0, le=1)
     """Share of the samples whose group has different rewards, and is trained on."""
     reward_s: float | None = Field(default=None, ge=0)
     """Seconds from the last sample to the last reward."""
     sync_s: float | None = Field(default=None, ge=0)
-    """Seconds of the weight sync; by default calculated for the model and the number of nodes, or
-    from the calibration, times the number of nodes."""
+    """Seconds of the weight sync; by default calculated for the model, `cluster.transport` and the
+    number of nodes, or from the calibration, times the number of nodes."""
 
 
 class DrafterSection(Schema):
@@ -173,15 +179,18 @@ def calibration_of(config: ScenarioConfig) -> Calibration | None:
 def cluster_of(config: ScenarioConfig) -> Cluster:
     """Return the cluster: from the calibration or from published figures, with the overrides."""
     cluster, drafter = config.cluster, config.drafter
-    found = calibration_of(config) or _published(cluster)
+    found = calibration_of(config)
+    if found is None:
+        found = _published(cluster)
+    else:  # measured on one node; the policy is sent to each
+        once = found.learner
+        found = replace(found, learner=replace(once, sync_s=once.sync_s * num_nodes(cluster)))
     asked = {
         "drift": drafter.drift,
         "tokens": drafter.training_tokens,
         "best_power": drafter.best_power,
         "tokens_per_s": drafter.training_tokens_per_s,
     }
-    # One network card sends the policy to every node.
-    learner = replace(found.learner, sync_s=found.learner.sync_s * num_nodes(cluster))
     rates = found.drafting.rates
     if drafter.acceptance is not None:
         rates = rates | {"eagle3": powers(drafter.acceptance)}
@@ -189,7 +198,7 @@ def cluster_of(config: ScenarioConfig) -> Cluster:
         found.engine,
         Drafting(rates, found.drafting.power),
         cluster.num_engines,
-        replace(learner, **config.learner.model_dump(exclude_none=True)),
+        replace(found.learner, **config.learner.model_dump(exclude_none=True)),
         replace(found.training, **{k: v for k, v in asked.items() if v is not None}),
         cluster.engine_deaths_per_hour,
         cluster.engine_start_s,
@@ -207,11 +216,17 @@ def _published(cluster: ClusterConfig) -> Calibration:
             f"weights of {cluster.model} do not fit GPUs of {gpu / 1e9:.0f} GB; e.g. "
             f"cluster.tensor_parallel={2 ** math.ceil(math.log2(weights / gpu))}"
         )
-    speed = profiles.training_speed(cluster.model, cluster.num_engines * cluster.tensor_parallel)
+    num_gpus, of_node = cluster.num_engines * cluster.tensor_parallel, cluster.gpus_per_node
+    nodes = num_nodes(cluster)
+    learner = Learner(
+        tokens_per_s=profiles.training_speed(cluster.model, num_gpus),
+        step_s=profiles.update_fixed_s(cluster.model, num_gpus, of_node),
+        sync_s=profiles.sync_s(parameters, cluster.transport, nodes, min(num_gpus, of_node)),
+    )
     return Calibration(
         profiles.h100(parameters, kv_bytes, cluster.tensor_parallel),
         Drafting({"eagle3": powers(profiles.BEFORE)}),
-        Learner(tokens_per_s=speed, sync_s=weights / profiles.NETWORK),
+        learner,
         PROMPT_TOKENS,
         Training(drift=profiles.DRIFT),
     )

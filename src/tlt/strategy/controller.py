@@ -126,6 +126,10 @@ class DraftController:
             counts=not self.uncounted,
         )
 
+    def started_s(self, record: StepRecord) -> float:
+        """Return when an engine step began: not before the last one ended."""
+        return max(record.started_s, self._last_finished_s)
+
     def step_finished(
         self, record: StepRecord, drafts: Sequence[tuple[int, int]], num_output_tokens: int
     ) -> StepReport:
@@ -133,8 +137,7 @@ class DraftController:
 
         `drafts` holds (drafted tokens, accepted tokens) of each request with a draft.
         """
-        now = self.now_s()
-        started_s = max(record.started_s, self._last_finished_s)
+        now, started_s = self.now_s(), self.started_s(record)
         self._last_finished_s = now
         most = max((accepted for _, accepted in drafts), default=0)
         accepted_at = tuple(sum(n > place for _, n in drafts) for place in range(most))

@@ -35,6 +35,9 @@ FIXED_PARAMETERS: dict[str, dict[str, Any]] = {
 }
 """Parameters that `problems` sets besides the size."""
 
+SMALLEST_SIZES = {"word_problems": 1}
+"""Smallest size of a task if the median of the sizes is below 2; else, and elsewhere, it is 2."""
+
 PROBLEM_S = 10.0
 """Seconds in which a task must make a problem."""
 
@@ -111,8 +114,9 @@ def generate(
         low, high = SIZE_PARAMETERS[task]
         entries = []
         drawn = iter(sizes.spread(count, rng)) if spread else None
+        smallest = SMALLEST_SIZES.get(task, 2) if sizes.median < 2 else 2
         for _ in range(count):
-            size = max(2, next(drawn) if drawn else sizes.draw(rng))
+            size = max(smallest, next(drawn) if drawn else sizes.draw(rng))
             bounds = {low: size, high: size}
             entries += _entries(task, 1, rng.randrange(2**31), {**parameters, **bounds})
     return [

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAMES = """Alice Anna Ben Bella Carlos Carl Chris Clara Daniel David Diana Emma Eric Eva Frank Fred
@@ -176,6 +177,14 @@ def tell(
     while rng.random() < check_share:
         worked += [_phrase(rng, CHECKS, fixed | {"n": str(first)}), _retold(rng, events)]
     return Story(" ".join(asked), " ".join(worked), total)
+
+
+def texts(count: int, seed: int = 0) -> Iterator[str]:
+    """Yield problems with their solutions as plain text, to train a tokenizer on."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        story = tell(rng.randint(1, 6), rng)
+        yield f"{story.question}\n{story.worked}\n<answer>{story.answer}</answer>"
 
 
 def _retold(rng: random.Random, events: list[tuple[int, dict[str, str]]]) -> str:

@@ -95,6 +95,8 @@ def launch(
             asyncio.run(_unless_ended(run.train(resume), term))
         records = read(folder.metrics)
         result = summary(records) | {"provenance": provenance(command)}
+        if label := config.emulate.label(config.pool.num_engines):
+            result = {"emulated": label} | result
         (folder.path / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         return records
 
@@ -237,12 +239,14 @@ class _Run:
                 temperature=config.sampling.temperature,
                 seed=config.run.seed,
                 on_gpu=on_gpu,
+                emulate=config.emulate.settings,
                 log=self.log,
             ),
             pool,
             reservation.beside,
             on_gpu=on_gpu,
             colocated=config.placement.kind == "colocated",
+            sleeps=on_gpu or config.emulate.hardware is not None,
             first_version=version,
         )
 

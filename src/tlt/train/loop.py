@@ -201,7 +201,10 @@ class Training:
         work = await self._counters.rollout_ended()
         self._update.rollout_ended()
         engines_capture = config.capture.by == "engines"
-        record = rollout_record(scored, groups, work, watch.seconds["rollout"], engines_capture)
+        record = rollout_record(
+            *(scored, groups, work, watch.seconds["rollout"], engines_capture),
+            emulated=config.emulate.hardware is not None,
+        )
         record["prompt/left_out"] = self._rollouts.num_left_out
         during = work.during
         self._parts.harvest.alarm(during.model_drafts, during.model_accepted_tokens)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.rollout.client import place_of
 
 Bundle = Mapping[str, float]
-Transfer = Literal["shared_memory", "ipc", "nccl"]
 OWN_NODE_S = 10.0
 """How long to wait for a place on the driver's node before any other node will do."""
 
@@ -66,22 +65,6 @@ def plan_placement(config: TrainConfig) -> PlacementPlan:
         rank_bundles=tuple(rank_bundles),
         colocated=config.placement.kind == "colocated",
     )
-
-
-def transfer(config: TrainConfig) -> Transfer:
-    """Return how the policy reaches the engines, as `EngineConfig.weights`."""
-    given = config.placement.weights
-    fitting: Transfer = "ipc" if config.placement.kind == "colocated" else "nccl"
-    if not (config.engine.num_gpus and config.learner.num_gpus):
-        fitting = "shared_memory"
-    if given == "auto":
-        return fitting
-    if given not in ("shared_memory", fitting):
-        raise ConfigError(
-            f"placement.weights = {given!r}: 'ipc' is for engines and ranks that share GPUs, "
-            f"'nccl' for those with GPUs of their own; here {fitting!r} works, or leave it out"
-        )
-    return given
 
 
 def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> None:

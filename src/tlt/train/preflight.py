@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.rollout import EngineConfig, EngineSettings
-from tlt.config.train import TrainConfig
+from tlt.config.train import TrainConfig, transfer
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.speculators import plain_config
 from tlt.errors import ConfigError
@@ -30,7 +30,7 @@ from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
 from tlt.tasks.source import Source, open_source
 from tlt.train.fit import check_memory
 from tlt.train.memory import GIB, Place, Sizes
-from tlt.train.placement import PlacementPlan, plan_placement, transfer
+from tlt.train.placement import PlacementPlan, plan_placement
 from tlt.vllm.args import engine_args, max_draft_tokens
 
 CHECKED_STEPS = 4
@@ -88,6 +88,7 @@ def prepare(config: TrainConfig) -> Prepared:
         )
     engine, draft_tokens = _engine(config, model)
     plan = plan_placement(config)
+    _check_emulation(config)
     _check_cores(config)
     _check_learner(config)
     _check_algorithm(config)
@@ -112,6 +113,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> tuple[EngineConfig, i
         model=config.policy.model,
         core_group=config.debug.core_group,
         weights=transfer(config),
+        emulate=config.emulate.settings,
         **config.engine.model_dump(),
     )
     args = dict(engine.engine_args)
@@ -169,12 +171,31 @@ def _check_trainable(drafter: Path, model: dict[str, Any]) -> None:
         ) from error
 
 
+def _check_emulation(config: TrainConfig) -> None:
+    """Refuse to emulate GPUs on GPUs, on a cluster, or with a learner that has its own."""
+    if config.emulate.hardware is None:
+        return
+    for wrong, what in (
+        (config.engine.num_gpus, "engine.num_gpus = 0"),
+        (config.learner.num_gpus, "learner.num_gpus = 0"),
+        (config.placement.kind != "colocated", "placement.kind = 'colocated'"),
+        (os.environ.get("RAY_ADDRESS"), "no RAY_ADDRESS"),
+    ):
+        if wrong:
+            raise ConfigError(
+                f"emulate.hardware = {config.emulate.hardware!r} emulates a node on the CPU cores "
+                f"of this machine: it needs {what}; leave it out to take the hardware as it is"
+            )
+
+
 def _check_cores(config: TrainConfig) -> None:
     """Check the cores of this machine; `reserve` checks those of a cluster."""
     if config.engine.num_gpus or config.learner.num_gpus or os.environ.get("RAY_ADDRESS"):
         return
     cores = len(os.sched_getaffinity(0))
     engines = config.pool.num_engines * config.engine.num_cores
+    if config.emulate.hardware:
+        engines = config.engine.num_cores  # they share the cores, and mostly wait
     ranks = config.learner.num_ranks * (config.learner.num_cores or 1)
     separate = config.placement.kind == "separate"
     if engines + (ranks if separate else 0) > cores:

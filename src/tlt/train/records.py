@@ -88,6 +88,7 @@ def rollout_record(
     work: PoolWork,
     rollout_s: float,
     engines_capture: bool,
+    emulated: bool = False,
 ) -> Record:
     lengths = [len(s.sample.token_ids) for s in scored]
     rewards = [s.reward for s in scored if s.fault is None]
@@ -118,6 +119,10 @@ def rollout_record(
         "rollout/fingerprint_s": since_last.fingerprint_s,
         "drafter_version": during.drafter_version,
     }
+    if emulated:
+        record["emulate/late_share"] = since_last.late / max(1, since_last.steps)
+        record["emulate/late_s_share"] = since_last.late_s / max(1e-9, since_last.busy_s)
+        record["emulate/commands_late_s"] = since_last.commands_late_s / work.num_engines
     if engines_capture:
         record["capture/samples"] = during.captured_samples
         record["capture/dropped"] = during.dropped_samples

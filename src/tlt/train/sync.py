@@ -9,19 +9,19 @@ comes, the learner frees its caches again, and the engines take the memory of th
 
 from __future__ import annotations
 
-from tlt.config.train import TrainConfig
+from tlt.config.train import TrainConfig, transfer
 from tlt.harvest.published import EMBEDDING, HEAD
 from tlt.learner.group import LearnerGroup
 from tlt.node.weights import SharedWeights
 from tlt.rollout.actor import policy_route
 from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
-from tlt.train.placement import transfer
 
 
 def weight_sync(config: TrainConfig, pool: RolloutPool, learner: LearnerGroup) -> HostSync:
     """Return the weight sync of a run."""
-    shares_gpus = bool(config.engine.num_gpus) and config.placement.kind == "colocated"
+    on_gpu = bool(config.engine.num_gpus or config.emulate.hardware)
+    shares_gpus = on_gpu and config.placement.kind == "colocated"
     way = transfer(config)
     if way == "shared_memory":
         return HostSync(pool, learner, config.policy.dtype, shares_gpus)

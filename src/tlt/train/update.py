@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import Scored
@@ -19,7 +20,12 @@ from tlt.observe.live import Activity, Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.spans import Span
 from tlt.states.writer import Stored
+from tlt.timing.node import update_s
+from tlt.timing.pace import Pace
 from tlt.train.records import Record, update_record
+
+if TYPE_CHECKING:
+    from tlt.learner.rank import UpdateReport
 
 
 class PolicyUpdate:
@@ -32,6 +38,8 @@ class PolicyUpdate:
         self._weighting = Weighting(config.algorithm.mean_over, config.sampling.max_tokens)
         self.gap = GapAlarm(config.alarm, config.policy.dtype, config.sampling.temperature)
         self._stored = Stored()
+        emulated = config.emulate.hardware is not None
+        self._pace = Pace(config.emulate.dilation if emulated else 0.0)
         self.version = 0
         """Version of the learner's policy: the number of updates since the run's first step."""
         self.streamed: list[Span] = []
@@ -93,6 +101,7 @@ class PolicyUpdate:
         num_updates = self._config.learner.updates_per_step
         self._live.doing(Activity.UPDATING, 0, 1, step)
         watch.skip()
+        started_s = time.monotonic()
         waiting = await self._feeding
         reports = []
         max_gap = self.gap.max_gap(num_faults)
@@ -114,12 +123,23 @@ class PolicyUpdate:
             self._live.doing(Activity.UPDATING, len(reports), num_updates, step)
         if num_updates > 1:
             await self._learner.forget_logprobs()
-        watch.lap("update")
         updates = [report for report, _ in reports]
+        await self._wait(time.monotonic() - started_s, updates)
+        watch.lap("update")
         alarms = self.gap.check(step, updates, num_faults)
         seconds = watch.seconds["update"] + sum(span.seconds for span in self.streamed)
         record = update_record(updates, alarms, seconds, self._config.learner.row_tokens)
+        if self._config.emulate.hardware is not None:
+            record["emulate/update_late_s"], self._pace.late_s = self._pace.late_s, 0.0
         return record | self._capture_record(reports[-1][1])
+
+    async def _wait(self, taken_s: float, updates: Sequence[UpdateReport]) -> None:
+        """Let the update take as long as on the emulated GPUs, of which each engine has one."""
+        emulate = self._config.emulate
+        if emulate.hardware is not None:
+            tokens = sum(update.sums.computed_tokens for update in updates)
+            seconds = update_s(emulate, self._config.pool.num_engines, tokens)
+            await asyncio.sleep(self._pace.left_s(taken_s, seconds))
 
     def _capture_record(self, stored: Stored) -> Record:
         before, self._stored = self._stored, stored

@@ -107,6 +107,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
                 "runner": "v2" if on_v2 else "v1",
                 **_lookups(config, can_look_up=on_v2 or not is_async),
                 "drafter_state_bytes": config.drafter_state_mib * 2**20,
+                **({"emulate": config.emulate} if config.emulate else {}),
             }
         },
         "disable_log_stats": True,

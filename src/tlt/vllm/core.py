@@ -7,12 +7,14 @@ that thread alone is bound to the engine's cores. `start` imports vLLM, not this
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
@@ -21,6 +23,7 @@ from tlt.errors import EngineError, WeightMismatch
 from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
 from tlt.spans import Span
+from tlt.timing.node import Node
 from tlt.vllm.args import CONFIG_KEY, engine_args, max_draft_tokens
 from tlt.vllm.environment import RUNNER_VARIABLE, rounds_by_batch, uses_v2
 
@@ -56,6 +59,8 @@ class VllmCore:
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
         self._cores: tuple[int, ...] = ()
+        self.node: Node | None = None
+        """The emulated node, once started; None without emulation."""
         self._asleep: set[str] = set()
         """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
         self._has_policy = True
@@ -70,23 +75,28 @@ class VllmCore:
     def start(self) -> dict[str, Any]:
         """Bind this thread to its cores, start vLLM, and return the report of the first worker."""
         self._prepare_process()
+        gc.disable()  # importing makes no garbage, and looking for it takes seconds
         import torch
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from tlt.vllm.scheduler import active_controller
 
+        gc.freeze()
+        gc.enable()
         if self._config.num_gpus == 0:
             torch.set_num_threads(self._config.num_cores)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**self._args))
-        self.controller = active_controller(self.llm.engine_core.engine_core.scheduler)
+        scheduler = self.llm.engine_core.engine_core.scheduler
+        self.controller = active_controller(scheduler)
+        self.node = scheduler.node
         if self._config.capture is not None:
             self.llm.collective_rpc("tlt_capture", args=(self._config.capture,))
         return self.report()
 
     def _prepare_process(self) -> None:
         if self._config.num_gpus == 0:
-            self._cores = cores = claim_cores(self._config.num_cores, self._config.core_group)
+            self._cores = cores = claim_cores(self._config.num_cores, self._core_group())
             os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
             # vLLM 0.32 cannot load what it compiled ahead of time for a CPU, and compiles again at
             # every start. What torch.compile itself keeps on disk it does find.
@@ -102,6 +112,14 @@ class VllmCore:
             os.environ.setdefault(key, value)
         if not uses_v2(self._config):
             os.environ[RUNNER_VARIABLE] = "0"
+
+    def _core_group(self) -> str:
+        """Return the group that this engine shares no core with; emulated, engines share them."""
+        if self._config.emulate is None:
+            return self._config.core_group
+        at_once = max(1, len(os.sched_getaffinity(0)) // self._config.num_cores)
+        number = int(self._name.split(".")[0].rpartition("-")[2])  # of engine-3, or engine-3.1
+        return f"{self._config.core_group}-{number // at_once}"
 
     def report(self) -> dict[str, Any]:
         """Ask every worker about itself, and return the report of the first one.
@@ -224,7 +242,8 @@ class VllmCore:
         """Load policy weights, drop all cached prefixes, and return the seconds it took."""
         started_s = self.controller.now_s()
         self.wake_weights()
-        self._load(manifest, draft=False)
+        with self._taking("sync_s"):
+            self._load(manifest, draft=False)
         return self._policy_loaded(started_s)
 
     def _policy_loaded(self, started_s: float) -> float:
@@ -269,7 +288,8 @@ class VllmCore:
     def load_drafter(self, manifest: dict[str, Any], version: int) -> float:
         """Load drafter weights, and return the seconds it took."""
         started_s = self.controller.now_s()
-        self._load(manifest, draft=True)
+        with self._taking("swap_s"):
+            self._load(manifest, draft=True)
         self.controller.drafter_version = version
         return self._loaded(started_s)
 
@@ -314,15 +334,16 @@ class VllmCore:
         vLLM keeps the drafter in both cases (`sleep_preserve_parameter_names`).
         """
         if "weights" not in self._asleep:
-            self.llm.sleep(level=1 if keep_policy else 2)
+            with self._taking("sleep_s", *(["offload_s"] if keep_policy else [])):
+                if self._config.num_gpus:
+                    self.llm.sleep(level=1 if keep_policy else 2)
             self._has_policy = self._has_policy and keep_policy
             self._asleep = {"weights", "kv_cache"}
 
     def wake_weights(self) -> None:
         """Take the memory of the weights back, for an update; the KV cache stays asleep."""
         if "weights" in self._asleep:
-            self.llm.wake_up(tags=["weights"])
-            self._asleep.discard("weights")
+            self._wake_up("weights", "sleep_s", *(["offload_s"] if self._has_policy else []))
 
     def wake(self) -> None:
         """Take all of the device's memory back, after a policy update if the policy was lost."""
@@ -330,8 +351,19 @@ class VllmCore:
             raise WeightMismatch(f"{self._name} wakes without a policy: none was loaded")
         self.wake_weights()
         if "kv_cache" in self._asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self._asleep.discard("kv_cache")
+            self._wake_up("kv_cache", "sleep_s")
+
+    def _wake_up(self, tag: str, *parts: str) -> None:
+        with self._taking(*parts):
+            if self._config.num_gpus:
+                self.llm.wake_up(tags=[tag])
+        self._asleep.discard(tag)
+
+    def _taking(self, *parts: str) -> AbstractContextManager[None]:
+        """Let work take as long as these parts on the emulated node."""
+        if self.node is None:
+            return nullcontext()
+        return self.node.commands.takes(sum(getattr(self.node, part) for part in parts))
 
 
 def stream_seed(seed: int | None, name: str) -> int:

@@ -5,9 +5,12 @@ On V1, CPU engines sample by keyed noise, and their logits do not depend on the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tlt.vllm import compat
@@ -42,8 +45,40 @@ class CPURunnerV1(RunnerV1):
         self.runner.input_batch.generators.clear()
 
 
+@contextmanager
+def _groups_shared() -> Iterator[None]:
+    """Let the groups of a worker that is alone be one: gloo wakes up 100 times a second for each.
+
+    vLLM makes thirteen, and all that they hold is this worker. It also destroys each of them; from
+    then on, a group that is gone is left alone.
+    """
+    made: dict[Any, Any] = {}
+    new_group, destroy = dist.new_group, dist.destroy_process_group
+
+    def shared(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        key = None if ranks is None else tuple(ranks), kwargs.get("backend")
+        if key not in made:
+            made[key] = new_group(ranks, *args, **kwargs)
+        return made[key]
+
+    def destroy_once(group: Any = None) -> None:
+        if group is None or group in dist.distributed_c10d._world.pg_map:
+            destroy(group)
+
+    dist.new_group, dist.destroy_process_group = shared, destroy_once
+    try:
+        yield
+    finally:
+        dist.new_group = new_group
+
+
 class AdaptiveCPUWorker(AdaptiveWorker, CPUWorker):
     """One engine process on CPU cores."""
+
+    def init_device(self) -> None:
+        alone = self.vllm_config.parallel_config.world_size == 1
+        with _groups_shared() if alone else nullcontext():
+            super().init_device()
 
     def _make_v1(self) -> RunnerV1:
         return CPURunnerV1(self.vllm_config)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
@@ -25,6 +26,7 @@ from tlt.contracts import DRAFTERS
 from tlt.errors import EngineError
 from tlt.strategy.controller import DraftController, StepRecord
 from tlt.strategy.spec import build_strategy
+from tlt.timing.node import Node
 from tlt.vllm import wiring
 from tlt.vllm.args import CONFIG_KEY
 
@@ -49,6 +51,8 @@ class _Adaptive:
         super().__init__(*args, **kwargs)
         settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
         self.controller = DraftController(build_strategy(settings["strategy"]), time.perf_counter)
+        self.node = Node.of(settings.get("emulate"))
+        """The emulated node, whose times engine steps take; None takes this machine as it is."""
         # Engine steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
         self._is_embedded = settings.get("embedded", False)
@@ -100,6 +104,18 @@ class _Adaptive:
             scheduler_output.tlt_whole, self._whole = self._whole, {}
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
 
+    def _wait(self, node: Node, record: StepRecord, scheduled: Mapping[str, int]) -> None:
+        """Let an engine step take as long as on the emulated node."""
+        requests = self.requests  # type: ignore[attr-defined]
+        seconds = node.step_s(
+            record.verified,
+            record.proposed,
+            record.context.num_decodes,
+            sum(requests[name].num_computed_tokens for name in scheduled if name in requests),
+            record.num_prefill_tokens,
+        )
+        node.pace.wait(self.controller.started_s(record), seconds)
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._sends_texts:
             text = list(request.all_token_ids)
@@ -109,6 +125,8 @@ class _Adaptive:
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if self.node is not None and scheduler_output.num_scheduled_tokens:
+            self._wait(self.node, self._records[0], scheduler_output.num_scheduled_tokens)
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )

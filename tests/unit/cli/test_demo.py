@@ -25,14 +25,30 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.cli.demo.os.sched_getaffinity", lambda _: {0, 1})
 
 
-def test_the_demo_is_the_recipe_of_the_quickstart(tmp_path: Path) -> None:
+def test_the_demo_is_half_of_the_emulated_node(tmp_path: Path) -> None:
     mine = tomllib.loads(demo._settings(tmp_path, tmp_path / "model").read_text())
-    recipe = tomllib.loads((ROOT / "configs" / "tiny_tail_cpu.toml").read_text())
-    for section in ("capture", "metrics", "checkpoint"):
-        mine.pop(section)
-    recipe["run"]["out"] = str(tmp_path / "off")
+    recipe = tomllib.loads((ROOT / "configs" / "words_emulated_cpu.toml").read_text())
+    samples = mine["sampling"]["prompts_per_step"] * mine["sampling"]["group_size"]
+    assert mine.pop("metrics") == {"keep_samples": samples}
+    recipe["run"] = {"out": str(tmp_path / "off"), "num_steps": demo.STEPS}
     recipe["policy"]["model"] = str(tmp_path / "model")
+    for section, key in (("pool", "num_engines"), ("sampling", "prompts_per_step")):
+        recipe[section][key] //= 2
+    assert mine["emulate"].pop("dilation") <= recipe["emulate"].pop("dilation")
     assert mine == recipe
+
+
+def test_the_demo_says_what_was_emulated_and_what_was_real(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = FakeRun({"off": 20.0, "tlt": 10.0})
+    runs.config = {"emulate": {"hardware": "h100"}, "pool": {"num_engines": 4}}
+    with_runs(monkeypatch, runs)
+    code, output, errors = tlt("demo", "--out", str(tmp_path / "d"), "--steps", "5")
+    assert code == 0, errors
+    assert "Emulated: 4 H100s, qwen2.5-7b. Real: engines" in " ".join(output.split())
+    assert "noise of the machine" not in output
+    assert "Emulated: 4 H100s" in (tmp_path / "d" / "report.html").read_text()
 
 
 def test_folders_may_have_any_name(tmp_path: Path) -> None:
@@ -78,6 +94,7 @@ class FakeRun:
     def __init__(self, seconds: Mapping[str, float], code: int = 0, endless: bool = False) -> None:
         self.seconds, self.code, self.endless = seconds, code, endless
         self.commands: list[list[str]] = []
+        self.config: dict[str, Any] = {}
 
     def __call__(self, command: list[str], **_: Any) -> Any:
         self.commands.append(command)
@@ -88,7 +105,7 @@ class FakeRun:
             made_up_folder(
                 out,
                 steps=steps,
-                config={"tlt": {"enabled": out.name == "tlt"}},
+                config={"tlt": {"enabled": out.name == "tlt"}} | self.config,
                 arms=(("off", 2.0, 16, 600, 0), ("ngram:3", seconds - 2.0, 2, 200, 150)),
                 time__rollout_s=seconds,
             )
@@ -112,7 +129,7 @@ class FakeRun:
 def with_runs(monkeypatch: pytest.MonkeyPatch, runs: FakeRun) -> None:
     """Let the demo make no model, and start these runs; everything else of `subprocess` stays."""
 
-    def made(out: Path, deadline_s: float, show: Any) -> Path:
+    def made(out: Path) -> Path:
         out.mkdir(parents=True)
         return out / "model"
 

@@ -13,7 +13,7 @@ from typer.main import get_command
 from tlt.cli.main import app
 from tlt.cli.output import Output
 
-WITHOUT_TABLE = {"models smollm2", "models tiny", "drafter export"}
+WITHOUT_TABLE = {"models smollm2", "models tiny", "models words", "drafter export"}
 """Commands that only say which files they wrote."""
 ARMS = (
     *(("off", 2.0, 16, 600, 0), ("off", 2.0, 8, 300, 0), ("off", 1.0, 4, 120, 0)),

@@ -116,6 +116,18 @@ def test_the_page_stands_alone(make: Run) -> None:
     assert "@import" not in html
 
 
+def test_the_page_and_every_picture_say_what_was_emulated(make: Run) -> None:
+    config = {"emulate": {"hardware": "h100", "dilation": 8.0}, "pool": {"num_engines": 8}}
+    views = [look_at(make("off", config=config)), look_at(make("tlt", config=config))]
+    label = "emulated: 8 H100s, qwen2.5-7b"
+    assert as_html(views).index("E" + label[1:]) < as_html(views).index("What holds")
+    assert all(label in svg for svg in pictures(views).values())
+    assert all(label in chart.x.label for chart in comparison(views))
+    assert json.loads(as_json(views))["runs"][0]["emulated"] == label
+    plain = [look_at(make("plain"))]
+    assert "emulated" not in as_html(plain)
+
+
 def test_the_page_opens_with_findings_and_leads_to_the_timelines(make: Run) -> None:
     runs = [make("off", time__reward_wait_s=9.0), make("a b")]
     html = as_html([look_at(run) for run in runs], runs[1] / "report.html")

@@ -13,13 +13,22 @@ from called import tlt
 
 from tlt.config.load import apply_overrides, check
 from tlt.errors import ConfigError
-from tlt.simulate.answer import RANGES, VALIDATED, contributions, figures, in_words, validity
+from tlt.simulate.answer import (
+    RANGES,
+    VALIDATED,
+    contributions,
+    few_samples,
+    figures,
+    in_words,
+    validity,
+)
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Learner
-from tlt.simulate.model import Drafting, powers
 from tlt.simulate.plot import plot_simulation, what_if
-from tlt.simulate.profiles import h100
+from tlt.simulate.published import nearest
 from tlt.simulate.scenario import ScenarioConfig, completed, simulate
+from tlt.timing.model import Drafting, powers
+from tlt.timing.profiles import h100
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 NGRAMS = Calibration(h100(1e9, 1e4, 1), Drafting({"ngram": powers(0.3)}), Learner(100.0), 50.0)
@@ -77,6 +86,25 @@ def test_an_answer_says_where_it_leaves_the_validated_range(tmp_path: Path) -> N
         assert validity(scenario(*small, f'cluster.calibration="{path}"')).outside == outside
 
 
+def test_an_answer_has_the_error_of_the_nearest_published_run(tmp_path: Path) -> None:
+    found = validity(scenario("cluster.num_engines=16", "cluster.tensor_parallel=4"))
+    assert found.published == [str(case) for case in nearest("qwen2.5-7b", 4, 8)]
+    assert f"nearest published run: {found.published[0]}" in found.lines()
+    NGRAMS.save(tmp_path / "c.json")
+    assert not validity(scenario(f'cluster.calibration="{tmp_path / "c.json"}"')).published
+
+
+def test_few_samples_per_engine_come_with_a_warning(tmp_path: Path) -> None:
+    assert not few_samples(64, 16, 8)
+    (warning,) = few_samples(48, 16, 8)
+    for says in ("6 for each of 8 engines", "prompts_per_step=4", "num_engines=6"):
+        assert says in warning
+    few = [*FEW, "--json", "--out", str(tmp_path), "--sweep", "cluster.num_engines=1,4"]
+    _, shown, told = tlt("simulate", *few)
+    assert [len(point["warnings"]) for point in json.loads(shown)] == [0, 1]
+    assert "warning cluster.num_engines=4: 16 samples" in " ".join(told.split())
+
+
 def test_modes_without_a_measured_acceptance_are_refused(tmp_path: Path) -> None:
     """Otherwise an unknown acceptance counts as none, and TLT beats an arm that nobody tried."""
     for modes in (['modes=["off", "ngram"]'], ['modes=["static"]', 'static_drafter="ngram"']):
@@ -99,7 +127,12 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 def test_assumptions_follow_the_settings() -> None:
     settings = ("cluster.num_engines=64", "learner.trained_share=0.5", "drafter.drift=0.01")
     told = "\n".join(validity(scenario(*settings)).lines())
-    for says in ("qwen2.5-7b, 1 H100", "+0.0100 with", "50% of the tokens", "4.9 s, for 8 nodes"):
+    for says in (
+        "qwen2.5-7b, 1 H100",
+        "+0.0100 with",
+        "50% of the tokens",
+        "0.60 s, for 8 nodes, by ipc",
+    ):
         assert says in told
 
 
@@ -127,8 +160,8 @@ def test_a_sweep_says_which_point_assumes_what(tmp_path: Path) -> None:
     code, shown, errors = tlt("simulate", *FEW, *sweep)
     assert code == 0, errors
     shown = " ".join(shown.split())
-    assert "cluster.num_engines=1: assumed: a weight sync of 0.6 s, for 1 node:" in shown
-    assert "cluster.num_engines=16: assumed: a weight sync of 1.2 s, for 2 nodes:" in shown
+    assert "cluster.num_engines=1: assumed: a weight sync of 0.03 s, for 1 node, by ipc" in shown
+    assert "cluster.num_engines=16: assumed: a weight sync of 0.37 s, for 2 nodes, by ipc" in shown
     assert shown.count("assumed: engine steps of qwen2.5-7b") == 1
     found = json.loads((tmp_path / "simulation.json").read_text())
     assert [result["fixed_arm"] for result in found] == [None, None]

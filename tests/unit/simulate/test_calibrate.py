@@ -18,10 +18,10 @@ from tlt.errors import ConfigError
 from tlt.report.view import RunView, look_at
 from tlt.simulate.calibrate import Calibration, learner, training
 from tlt.simulate.cluster import Learner, Training
-from tlt.simulate.model import Drafting, EngineModel, Observation, fit
-from tlt.simulate.profiles import DRIFT
 from tlt.simulate.saved import saved
 from tlt.simulate.workload import read_trace
+from tlt.timing.model import Drafting, EngineModel, Observation, fit
+from tlt.timing.profiles import DRIFT
 
 ENGINE = EngineModel(step=0.02, row=0.0005, context=1e-7, drafting=0.002, draft_pass=0.001)
 DRAFTING = Drafting({"eagle3": (0.8, 0.64, 0.51, 0.41)})

@@ -22,13 +22,13 @@ from tlt.simulate import clock
 from tlt.simulate.answer import figures, in_words, speed_ups
 from tlt.simulate.calibrate import Calibration
 from tlt.simulate.cluster import Learner, Training
-from tlt.simulate.model import Drafting, EngineModel
-from tlt.simulate.profiles import DRIFT
 from tlt.simulate.rollout import Player, Rollout
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, completed, simulate
 from tlt.simulate.workload import Workload, spread
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
+from tlt.timing.model import Drafting, EngineModel
+from tlt.timing.profiles import DRIFT
 
 ROOT = Path(__file__).parents[3]
 ENGINE = EngineModel(step=0.02, row=0.0005, context=1e-7, drafting=0.002, draft_pass=0.001)
@@ -198,15 +198,15 @@ def test_the_fixed_arm_is_the_fastest_over_all_of_a_run_with_drift() -> None:
     assert completed(at_the_start).static_draft_tokens == 8
 
 
-def test_the_weight_sync_grows_with_the_nodes(tmp_path: Path) -> None:
+def test_the_weight_sync_follows_the_transport_and_the_nodes(tmp_path: Path) -> None:
     def sync_s(*settings: str) -> float:
         return cluster_of(scenario(*settings)).learner.sync_s
 
-    one = sync_s("cluster.num_engines=8")
-    assert one == pytest.approx(2 * 7.6e9 / 25e9)
-    assert sync_s("cluster.num_engines=64") == pytest.approx(8 * one)
-    assert sync_s("cluster.num_engines=64", "cluster.gpus_per_node=4") == pytest.approx(16 * one)
-    assert sync_s("cluster.num_engines=64", "learner.sync_s=3") == 3
+    hosts, nodes = 'cluster.transport="shared_memory"', "cluster.num_engines=64"
+    one = sync_s(hosts, "cluster.num_engines=8")
+    assert sync_s(hosts, nodes) > one + 7 * 2 * 7.6e9 / 25e9, "one card sends it to the others"
+    assert sync_s(nodes) < 1 < one, "from GPU to GPU by default"
+    assert sync_s(nodes, "learner.sync_s=3") == 3
     path = tmp_path / "calibration.json"
     replace(CALIBRATION, learner=Learner(1000.0, sync_s=0.5)).save(path)
     calibrated = f'cluster.calibration="{path}"'

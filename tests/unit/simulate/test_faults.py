@@ -17,10 +17,10 @@ from tlt.harvest.leases import Holder, LeaseSettings
 from tlt.simulate import clock
 from tlt.simulate.clock import now_s
 from tlt.simulate.cluster import Cluster, Learner, Mode, SimTrainer, Simulation, Training
-from tlt.simulate.model import Drafting, EngineModel
 from tlt.simulate.workload import Workload
 from tlt.strategy.spec import build_strategy
 from tlt.tasks.tail import HeavyTail
+from tlt.timing.model import Drafting, EngineModel
 
 SEEDS = int(os.environ.get("TLT_SIM_SEEDS", "12"))
 ENGINE = EngineModel(step=0.02, row=0.0005, context=1e-7, drafting=0.002, draft_pass=0.001)

@@ -11,9 +11,9 @@ pytest.importorskip("numpy")
 
 from tlt.config.load import check, read_toml
 from tlt.errors import ConfigError
-from tlt.simulate.profiles import NEW_DRAFTER
 from tlt.simulate.recipe import scenario_tree
 from tlt.simulate.scenario import ScenarioConfig, cluster_of, mode_of, num_nodes
+from tlt.timing.profiles import NEW_DRAFTER
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
@@ -32,6 +32,9 @@ def test_a_recipe_brings_its_cluster_and_its_samples() -> None:
     assert (found.workload.prompts_per_step, found.workload.group_size) == (64, 16)
     assert found.workload.lengths.longest == 16384
     assert found.draft_tokens == [1, 3, 7]
+    assert found.cluster.transport == "ipc"
+    through_hosts = scenario("qwen2_5_7b_math_8gpu", 'placement.weights="shared_memory"')
+    assert through_hosts.cluster.transport == "shared_memory"
 
 
 def test_a_recipe_without_a_drafter_begins_without_one() -> None:
@@ -68,6 +71,8 @@ def test_a_learner_with_its_own_gpus_keeps_its_share() -> None:
     assert (own.cluster.num_engines, larger.cluster.num_engines) == (4, 16)
     speeds = [cluster_of(each).learner.tokens_per_s for each in (own, larger)]
     assert speeds[1] == pytest.approx(4 * speeds[0])
+    assert own.cluster.transport == "nccl"
+    assert own.learner.step_s is not None
     assert own.modes == ["off", "static", "frozen"]
 
 
@@ -87,7 +92,8 @@ def test_a_calibrated_learner_stays_as_it_was() -> None:
     name, calibration = "qwen2_5_32b_math_4nodes", 'cluster.calibration="c.json"'
     drafter = 'engine.drafter="models/drafter"'
     assert scenario(name, drafter).learner.tokens_per_s is not None
-    assert scenario(name, drafter, calibration).learner.tokens_per_s is None
+    calibrated = scenario(name, drafter, calibration).learner
+    assert calibrated.tokens_per_s is calibrated.step_s is None
     set_by_hand = scenario(name, drafter, calibration, "learner.tokens_per_s=5")
     assert set_by_hand.learner.tokens_per_s == 5
 

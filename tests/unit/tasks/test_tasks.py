@@ -79,6 +79,12 @@ def test_word_problems_have_a_heavy_tail_by_default() -> None:
     assert lengths[990] >= 6 * lengths[500]
 
 
+@pytest.mark.parametrize(("median", "fewest"), [(1, 1), (2, 2)])
+def test_stories_of_one_event_need_a_median_below_two(median: float, fewest: int) -> None:
+    made = problems("word_problems", 200, sizes=HeavyTail(median, p95=6, longest=16))
+    assert min(each.entry["metadata"]["num_events"] for each in made) == fewest
+
+
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'poetry' has no worked solutions; known: chain_sum"):
         problems("poetry", 1)

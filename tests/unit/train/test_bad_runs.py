@@ -246,6 +246,12 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings(*GPU, "learner.num_gpus=1", "learner.num_ranks=2"),
      "learner.num_ranks = 2", "set it to 8"),
     (settings(*GPU, "learner.num_ranks=8"), "learner.num_gpus = 0", "learner.num_gpus = 1"),
+    (settings(*GPU, "learner.num_gpus=1", "learner.num_ranks=8", "emulate.hardware=h100"),
+     "emulate.hardware = 'h100'", "engine.num_gpus = 0"),
+    (settings("emulate.hardware=h100", "placement.kind=separate"),
+     "emulate.hardware = 'h100'", "placement.kind = 'colocated'"),
+    (settings("emulate.hardware=b300"), "emulate.hardware", "'h100'"),
+    (settings("emulate.dilation=0.5"), "emulate.dilation = 0.5", "1"),
     (settings("learner.num_gpus=1"), "learner.num_gpus = 1", "learner.num_gpus = 0"),
     (settings("capture.enabled=true", "capture.folder=nowhere"), "capture.folder", "'/dev/shm'"),
     (settings("capture.enabled=true", "capture.capacity_gib=1e6"), "capture.capacity_gib", "e.g. "),
@@ -296,6 +302,11 @@ def attempt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Att
 
 
 def test_the_run_that_is_spoilt_below_is_good(attempt: Attempt) -> None:
+    attempt.check()
+
+
+def test_emulated_engines_may_be_more_than_cores(attempt: Attempt) -> None:
+    attempt.overrides += ["pool.num_engines=8", "emulate.hardware=h100"]
     attempt.check()
 
 

@@ -11,12 +11,11 @@ from small_run import small_run
 torch = pytest.importorskip("torch")
 
 from tlt.config.rollout import PoolConfig  # noqa: E402
-from tlt.config.train import TrainConfig  # noqa: E402
+from tlt.config.train import TrainConfig, transfer  # noqa: E402
 from tlt.errors import ConfigError, EngineGone, LearnerLost  # noqa: E402
 from tlt.node.weights import SharedWeights  # noqa: E402
 from tlt.rollout.client import Engine as Commands  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
-from tlt.train.placement import transfer  # noqa: E402
 from tlt.train.sync import DeviceSync, HostSync, weight_sync  # noqa: E402
 
 
@@ -113,6 +112,16 @@ async def test_order_through_shared_memory(world: World) -> None:
             "engine-0 update_policy 3",
             "engine-0 wake",
         ]
+
+
+async def test_emulated_engines_sleep_and_wake_as_on_shared_gpus(world: World) -> None:
+    for emulate, slept in (({}, False), ({"hardware": "h100"}, True)):
+        world.log.clear()
+        config = small_run(emulate=emulate)
+        async with World(num_engines=1).pool as pool:
+            sync = weight_sync(config, pool, cast(Any, world.learner))
+            await sync.engines_sleep()
+        assert (sync._shares_gpus, type(sync)) == (slept, HostSync)
 
 
 async def test_order_from_gpu_to_gpu(world: World) -> None:

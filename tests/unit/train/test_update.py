@@ -1,6 +1,7 @@
 """The policy update with a learner that only notes what it is asked."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from small_run import small_run
 
 pytest.importorskip("ray")
 
+from tlt.config.train import EmulateConfig
 from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
 from tlt.harvest.contract import NoHarvest
 from tlt.harvest.forecast import TailForecast
@@ -18,6 +20,7 @@ from tlt.learner.batch import TrainSample
 from tlt.observe.live import Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.states.writer import Stored
+from tlt.timing.node import update_s
 from tlt.train.update import PolicyUpdate
 
 SUMS = ("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens", "gap", "kl")
@@ -96,6 +99,15 @@ async def test_the_learner_gets_all_samples_with_an_advantage_in_order() -> None
 async def test_the_mean_leaves_out_samples_without_a_reward() -> None:
     calls, _, _ = await one_step([GROUPS[0]], faults=(0, 1, 2))
     assert calls == [("accumulate", ["3/0", "3/1"]), ("step", 4.0)]
+
+
+async def test_an_emulated_update_takes_the_time_of_all_gpus() -> None:
+    emulate = EmulateConfig(hardware="h100", dilation=1)
+    started_s = time.monotonic()
+    _, _, record = await one_step(GROUPS, emulate=emulate.model_dump(), pool={"num_engines": 8})
+    taken_s = time.monotonic() - started_s
+    assert taken_s >= update_s(emulate, 8, 0)
+    assert record["emulate/update_late_s"] == 0
 
 
 async def test_with_a_kl_term_every_sample_counts() -> None:

@@ -64,20 +64,23 @@ class EngineModel:
         if not self.step_s(OFF, 1, 1) > 0:
             raise ValueError("an engine step takes no time")
 
-    def step_s(self, arm: Arm, running: Any, context: Any) -> Any:
-        """Return the seconds of an engine step; takes numbers or arrays."""
+    def step_s(self, arm: Arm, running: Any, context: Any, proposed: Arm | None = None) -> Any:
+        """Return the seconds of an engine step; takes numbers or arrays.
+
+        The step verifies drafts of `arm`, and drafts by `proposed`, or by `arm` again.
+        """
         parts = np.array([getattr(self, part) for part in PARTS])
-        return _features(arm, running, context, self.free_rows) @ parts
+        return _features(arm, running, context, self.free_rows, proposed or arm) @ parts
 
 
-def _features(arm: Arm, running: Any, context: Any, free_rows: float) -> Any:
+def _features(arm: Arm, running: Any, context: Any, free_rows: float, proposed: Arm) -> Any:
     """Return how often each part counts."""
     running = np.asarray(running, dtype=float)
-    length = arm.num_draft_tokens
-    # N-grams are looked up, so they need no forward passes.
-    passes = length if arm.uses_model else 0
-    rows = running * (1 + length)
+    rows = running * (1 + arm.num_draft_tokens)
     beyond = np.maximum(0.0, rows - free_rows)
+    length = proposed.num_draft_tokens
+    # N-grams are looked up, so they need no forward passes.
+    passes = length if proposed.uses_model else 0
     found = (1.0, rows, beyond, running * context, float(length > 0), passes, passes * running)
     return np.stack(np.broadcast_arrays(*found), axis=-1)
 
@@ -89,7 +92,7 @@ def fit(observations: Iterable[Observation], prefill_tokens_per_s: float = 1e9) 
         raise ValueError(f"{len(found)} kinds of steps are too few to fit {len(PARTS)} parts to")
     seconds = np.array([o.step_s for o in found])
     weights = np.sqrt(np.array([o.weight for o in found])) / seconds
-    columns = np.stack([_features(o.arm, o.running, o.context, 0.0) for o in found])
+    columns = np.stack([_features(o.arm, o.running, o.context, 0.0, o.arm) for o in found])
     parts = _non_negative(columns * weights[:, None], seconds * weights)
     by_name = dict(zip(PARTS, map(float, parts), strict=True))
     return EngineModel(**by_name, prefill_tokens_per_s=prefill_tokens_per_s)

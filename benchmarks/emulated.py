@@ -1,0 +1,238 @@
+"""TLT in the regime of GPUs: eight engines on two cores, with the times of a node of H100s.
+
+    python benchmarks/emulated.py [--arms off tlt] [--steps 30] [--anew]
+
+Every arm is a `tlt train configs/words_emulated_cpu.toml` with settings of its own. A run that is
+complete is not made again, unless with `--anew`, and arms that are not run stay in the file.
+Everything is real but the time of the kernels, so arms need not take turns: their seconds are
+emulated, and a machine that is too slow for them shows in the shares of late work.
+
+Writes results/emulated.json: for every arm its RL steps, its speed-ups over its reference on the
+rollout and end to end, in all and by thirds of the run, and whether its samples and its policy are
+the reference's; then the same arms as the simulator predicts them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, load, parse_options, save, trained
+from tlt.config.load import apply_overrides, check, load_config
+from tlt.config.train import TrainConfig
+from tlt.observe.record import read_metrics
+from tlt.report.view import look_at
+from tlt.simulate.calibrate import calibrate
+from tlt.simulate.scenario import ScenarioConfig, simulate
+
+sys.path.append(str(Path(__file__).parent / "e2e"))
+import steps
+
+CONFIG = "configs/words_emulated_cpu.toml"
+RUNS = ROOT / "runs" / "emulated"
+DRAFTER = "models/words-eagle3"
+WITH_DRAFTER = (f'engine.drafter="{DRAFTER}"', "tlt.harvest=false")
+TLT = ("tlt.enabled=true", f'engine.drafter="{DRAFTER}"', "tlt.lr=1e-3")
+FAST = ("learner.lr=2e-3",)
+EQUAL = ("debug.forced_lengths={median=64, p95=64, longest=64}",)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    label: str
+    settings: tuple[str, ...]
+    reference: str = "off"
+    steps_share: float = 1.0
+    """RL steps of the arm, as a share of the others'."""
+
+
+def with_strategy(spec: str) -> tuple[str, ...]:
+    return (*WITH_DRAFTER, f"engine.strategy={spec}")
+
+
+ARMS = {
+    "off": Arm("no speculation", ()),
+    "fixed": Arm(
+        "stock: frozen drafter, always 3 tokens",
+        with_strategy('{kind="fixed", drafter="eagle3", num_draft_tokens=3}'),
+        steps_share=0.3,
+    ),
+    "by_batch": Arm(
+        "stock: frozen drafter, length by batch size",
+        with_strategy('{kind="by_batch_size", drafter="eagle3", schedule=[[4, 4], [16, 2]]}'),
+        steps_share=0.3,
+    ),
+    "beg_mab": Arm("frozen drafter, BEG-MAB", with_strategy('{kind="beg_mab"}'), steps_share=0.3),
+    "ngram": Arm("n-grams, adaptive", ("tlt.enabled=true", "tlt.harvest=false")),
+    "frozen": Arm("frozen drafter, adaptive", ("tlt.enabled=true", *WITH_DRAFTER)),
+    "nothing": Arm("TLT from nothing", ("tlt.enabled=true",)),
+    "tlt": Arm("TLT from a drafter", TLT),
+    "fast_frozen": Arm(
+        "frozen drafter, policy moves fast", ("tlt.enabled=true", *WITH_DRAFTER, *FAST), "", 0.7
+    ),
+    "fast_tlt": Arm(
+        "TLT from a drafter, policy moves fast",
+        (*TLT, *FAST),
+        "fast_frozen",
+        0.7,
+    ),
+    "equal_off": Arm("no speculation, equal lengths", EQUAL, "", 0.2),
+    "equal_tlt": Arm(
+        "TLT from nothing, equal lengths", ("tlt.enabled=true", *EQUAL), "equal_off", 0.2
+    ),
+}
+PER_STEP = {
+    "step_s": "time/step_s",
+    "rollout_s": "time/rollout_s",
+    "update_s": "time/update_s",
+    "sync_s": "time/sync_s",
+    "tokens_per_draft": "rollout/acceptance_length",
+    "idle_share": "rollout/idle_share",
+    "trained_s": "harvest/used_s",
+    "trained_tokens": "harvest/trained_tokens",
+    "published": "harvest/published",
+    "reward": "reward/mean",
+    "median_tokens": "response/median_tokens",
+    "p99_tokens": "response/p99_tokens",
+    "hit_share": "rollout/drafter_hit_share",
+    "late_share": "emulate/late_share",
+    "late_s_share": "emulate/late_s_share",
+    "update_late_s": "emulate/update_late_s",
+    "commands_late_s": "emulate/commands_late_s",
+    "trainers_late_s": "harvest/late_s",
+}
+MODES = {"fixed": "static", "ngram": "ngram", "frozen": "frozen", "nothing": "tlt"}
+"""Mode of the simulator, by arm."""
+CALIBRATING = ("off", "fixed", "ngram", "frozen", "nothing")
+WARM_UP = 1
+
+
+def make_models() -> None:
+    """Make the policy, and a drafter for it, unless they are there."""
+    commands = {
+        "models/words": "models words",
+        DRAFTER: "drafter train --model models/words --task word_problems --draft-tokens 3 "
+        "--out runs/words-small-drafter --row-tokens 2048 --num-samples 768 --num-held-out 32 "
+        "--max-tokens 256 --dtype float32 --lr 2e-3 --budget-minutes 5",
+    }
+    for folder, command in commands.items():
+        if not (ROOT / folder).exists():
+            run(command)
+            if folder == DRAFTER:
+                out = ROOT / "runs" / "words-small-drafter"
+                run(f"drafter export {out} --model models/words --out {DRAFTER}")
+
+
+def run(command: str) -> None:
+    subprocess.run([sys.executable, "-m", "tlt", *command.split()], cwd=ROOT, check=True)
+
+
+def described(arm: str, out: Path) -> dict[str, Any]:
+    """Return the RL steps of an arm's run, with digests of its samples and its policy."""
+    records = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] > 0]
+    digests = [steps.digest(path) for path in sorted((out / "samples").glob("*.jsonl"))]
+    rows = [
+        {name: steps.rounded(record[key]) for name, key in PER_STEP.items() if key in record}
+        for record in records
+    ]
+    return {
+        "label": ARMS[arm].label,
+        "steps": rows,
+        "samples": digests,
+        "policy": steps.policy(out),
+    }
+
+
+def total(rows: list[Mapping[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows)
+
+
+def gained(of: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many times as fast as its reference an arm is."""
+    mine, theirs = of["steps"][WARM_UP:], reference["steps"][WARM_UP:]
+    count = min(len(mine), len(theirs))
+    cuts = [count * third // 3 for third in range(4)]
+    found: dict[str, Any] = {
+        "same_samples": of["samples"][:count] == reference["samples"][:count],
+        "same_policy": of["policy"] == reference["policy"],
+    }
+    for measure, name in {"end_to_end": "step_s", "rollout": "rollout_s"}.items():
+        found[measure] = total(theirs[:count], name) / total(mine[:count], name)
+        found[f"{measure}_thirds"] = [
+            total(theirs[a:b], name) / total(mine[a:b], name) for a, b in pairwise(cuts)
+        ]
+    return found
+
+
+def simulated(num_steps: int) -> dict[str, Any]:
+    """Return the speed-ups that the simulator predicts for arms, from the runs' own figures."""
+    file = RUNS / "calibration.json"
+    calibrate([look_at(RUNS / arm) for arm in CALIBRATING]).save(file)
+    settings = [
+        f"num_steps={num_steps}",
+        f"modes={json.dumps(['off', *MODES.values()])}",
+        'static_drafter="eagle3"',
+        "static_draft_tokens=3",
+        "cluster.num_engines=8",
+        f'cluster.calibration="{file}"',
+        "workload.prompts_per_step=32",
+        "workload.group_size=4",
+        f'workload.trace="{RUNS / "off" / "lengths.jsonl"}"',
+        "tlt.min_lease_s=2",
+        "tlt.session_s=4",
+        "drafter.start_power=17",
+    ]
+    records = simulate(check(ScenarioConfig, apply_overrides({}, settings), "scenario"))
+    names = {"end_to_end": "time/step_s", "rollout": "time/rollout_s"}
+    seconds = {
+        mode: {measure: total(of[WARM_UP:], name) for measure, name in names.items()}
+        for mode, of in records.items()
+    }
+    return {
+        arm: {measure: seconds["off"][measure] / seconds[mode][measure] for measure in names}
+        for arm, mode in MODES.items()
+    }
+
+
+def main() -> None:
+    options = parse_options(__doc__, arms=[*ARMS], steps=30, anew=False)
+    make_models()
+    for name in options.arms:
+        if options.anew:
+            shutil.rmtree(RUNS / name, ignore_errors=True)
+        print(name, flush=True)
+        num_steps = round(options.steps * ARMS[name].steps_share)
+        trained(
+            RUNS / name,
+            CONFIG,
+            f"run.num_steps={num_steps}",
+            "metrics.keep_samples=1000000",
+            *ARMS[name].settings,
+        )
+    before = load("emulated")
+    done = [name for name in ARMS if (RUNS / name / "summary.json").exists()]
+    found = before.get("arms", {}) | {name: described(name, RUNS / name) for name in done}
+    found = {name: found[name] for name in ARMS if name in found}
+    for name in found:
+        if (reference := ARMS[name].reference) in found and reference != name:
+            found[name]["gained"] = {"reference": reference}
+            found[name]["gained"] |= gained(found[name], found[reference])
+            print(name, found[name]["gained"])
+    result = before | {"emulated": load_config(TrainConfig, ROOT / CONFIG).emulate.label(8)}
+    result["arms"] = found
+    if {*CALIBRATING} <= {*done}:
+        result["simulated"] = simulated(options.steps)
+        print(result["simulated"])
+    result.pop("provenance", None)
+    save("emulated", result)
+
+
+if __name__ == "__main__":
+    main()
