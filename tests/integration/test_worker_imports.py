@@ -1,4 +1,4 @@
-"""Importing the GPU worker leaves out vLLM's patches for a machine without a GPU."""
+"""What importing a worker patches, and the process groups that a CPU worker makes."""
 
 import subprocess
 import sys
@@ -30,3 +30,24 @@ def test_only_the_cpu_worker_patches_torch(module: str, patched: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [patched, patched]
+
+
+GROUPS = """
+import torch.distributed as dist
+from tlt.vllm.cpu_worker import _groups_shared
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with _groups_shared():
+    first, second = dist.new_group([0]), dist.new_group([0])
+print(first is second, dist.new_group([0]) is first)
+dist.destroy_process_group(first)
+dist.destroy_process_group(second)
+dist.destroy_process_group()
+"""
+
+
+def test_groups_of_one_worker_are_one_and_end_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=limit(300)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["True", "False"]
