@@ -49,7 +49,7 @@ def arms(d: Doc) -> Rows:
 def simulated(d: Doc) -> Rows:
     rows = [["against no speculation", "rollout, emulated", "simulated", "off by"]]
     rows[0] += ["end to end, emulated", "simulated", "off by"]
-    for arm, predicted in d["simulated"].items():
+    for arm, predicted in d["simulated"]["as_emulated"].items():
         gained = d["arms"][arm]["gained"]
         cells = [d["arms"][arm]["label"]]
         for measure in ("rollout", "end_to_end"):
