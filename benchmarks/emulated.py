@@ -106,13 +106,13 @@ ARMS = {
         "frozen drafter, policy moves fast",
         ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER, *FAST),
         "",
-        0.5,
+        0.4,
     ),
     "fast_tlt": Arm(
         "TLT from a drafter, policy moves fast",
         (*TLT, *FAST),
         "fast_frozen",
-        0.5,
+        0.4,
     ),
     "equal_off": Arm("no speculation, equal lengths", EQUAL, "", 0.2, dilation=10),
     "equal_tlt": Arm(
