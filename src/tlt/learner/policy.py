@@ -138,6 +138,8 @@ class PackedPolicy(nn.Module):
         self._temperature = temperature
         self._aux_layer_ids = tuple(aux_layer_ids)
         self._seen: dict[int, torch.Tensor] = {}
+        self._looks = False
+        """Whether states are wanted: in a forward pass, not when checkpointing repeats it."""
         for layer_id in self._aux_layer_ids:
             policy.model.layers[layer_id].register_forward_pre_hook(
                 lambda module, args, kwargs, layer_id=layer_id: self._see(layer_id, args, kwargs),
@@ -146,6 +148,7 @@ class PackedPolicy(nn.Module):
 
     def forward(self, row: PackedRow, with_states: bool = False) -> RowOutput:
         self._seen.clear()
+        self._looks = with_states
         hidden_TH = self.policy.model(
             row.ids_T[None],
             position_ids=row.position_T[None],
@@ -155,6 +158,7 @@ class PackedPolicy(nn.Module):
             share=row.share_T,
             use_cache=False,
         ).last_hidden_state[0]
+        self._looks = False
         states = (None, None)
         if with_states:
             aux = [self._seen[layer_id] for layer_id in self._aux_layer_ids]
@@ -167,8 +171,9 @@ class PackedPolicy(nn.Module):
         return RowOutput(logprob_P, *states)
 
     def _see(self, layer_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._seen[layer_id] = hidden[0].detach()
+        if self._looks:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self._seen[layer_id] = hidden[0].detach()
 
     def _logprobs(self, hidden_PH: torch.Tensor, target_P: torch.Tensor) -> torch.Tensor:
         if len(target_P) <= HEAD_CHUNK_TOKENS:

@@ -74,6 +74,8 @@ class DraftController:
         self._step = 0
         self._schedule_started_s = 0.0
         self._last_finished_s = 0.0
+        self._first_live_step = 0
+        """First engine step that serves requests which have not ended."""
         self.drafter_version = 0
         self.uncounted = False
         """Whether the engine generates no samples, but a recheck (`tlt.rollout.recheck`): it drafts
@@ -126,6 +128,13 @@ class DraftController:
             counts=not self.uncounted,
         )
 
+    def went_idle(self) -> None:
+        """Count no engine step that is under way: the requests that it serves have ended.
+
+        Asynchronous scheduling leaves one behind, which ends when the next requests come.
+        """
+        self._first_live_step = self._step
+
     def started_s(self, record: StepRecord) -> float:
         """Return when an engine step began: not before the last one ended."""
         return max(record.started_s, self._last_finished_s)
@@ -156,7 +165,7 @@ class DraftController:
             drafter_version=record.context.drafter_version,
             ended_s=now,
         )
-        if not record.counts:
+        if not record.counts or record.context.step < self._first_live_step:
             return report
         self._trace.append(report)
         self.spans.add(

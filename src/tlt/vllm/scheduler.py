@@ -140,6 +140,8 @@ class _Adaptive:
                 if row is not None and sampled and sampled[row]:
                     drafts.append((len(tokens), len(sampled[row]) - 1))
             report = self.controller.step_finished(record, drafts, sum(map(len, sampled)))
+            if not self.has_unfinished_requests():  # type: ignore[attr-defined]
+                self.controller.went_idle()
             if self._is_embedded:
                 wiring.attach(outputs.values(), report)
         return outputs

@@ -91,6 +91,17 @@ def test_states_are_those_of_samples_alone(model: Path) -> None:
         torch.testing.assert_close(own_final, states.last_hidden_state[0], atol=2e-2, rtol=2e-2)
 
 
+def test_states_of_a_repeated_forward_pass_are_not_kept(model: Path) -> None:
+    """The backward pass of a checkpointed layer runs its forward pass again."""
+    policy = load(model)
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    shared = PackedPolicy(policy, 1.0, (1, 3, 4)).train()
+    output = shared(PackedRow.pack(samples(), [1.0] * 6, CPU), with_states=True)
+    output.logprob_P.sum().backward()
+    assert output.aux_TA is not None
+    assert not shared._seen
+
+
 def test_logits_in_chunks_are_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = PackedPolicy(load(model), 1.0)
     row = PackedRow.pack(samples(), [1.0] * 6, CPU)

@@ -73,6 +73,28 @@ def test_a_recheck_drafts_nothing_and_is_not_counted() -> None:
     assert sum(span.seconds for span in controller.spans.take()) == 2.0
 
 
+def test_a_step_queued_when_the_last_sample_ends_is_not_counted() -> None:
+    """With asynchronous scheduling it ends in the next rollout, and idle time is no step's."""
+    strategy, clock = Scripted([OFF, OFF, OFF]), Clock()
+    controller = DraftController(strategy, clock)
+    controller.schedule_started()
+    last = controller.step_scheduled(1, 0, 0, 0)
+    controller.schedule_started()
+    queued = controller.step_scheduled(1, 0, 0, 0)
+    clock.now = 1.0
+    controller.step_finished(last, [], 2)
+    controller.went_idle()
+    clock.now = 100.0
+    controller.schedule_started()
+    first = controller.step_scheduled(1, 0, 0, 0)
+    controller.step_finished(queued, [], 0)
+    clock.now = 101.0
+    controller.step_finished(first, [], 1)
+    assert [report.elapsed_s for report in strategy.reports] == [1.0, 1.0]
+    assert (controller.totals.steps, controller.totals.busy_s) == (2, 2.0)
+    assert sum(span.seconds for span in controller.spans.take()) == 2.0
+
+
 def test_overlapping_steps_share_no_time() -> None:
     """Asynchronous scheduling: step 1 is scheduled while step 0 runs."""
     strategy, clock = Scripted([OFF, OFF]), Clock()
