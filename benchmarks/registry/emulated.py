@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -27,8 +28,8 @@ def last_third(of: dict[str, Any], name: str) -> float:
 
 @table("emulated", "emulated")
 def arms(d: Doc) -> Rows:
-    rows = [["emulated; against no speculation", "rollout", "its last third", "end to end"]]
-    rows[0] += ["tokens per draft, last third", "idle", "trained per RL step"]
+    rows = [["emulated; against no speculation", "RL steps", "rollout", "its last third"]]
+    rows[0] += ["end to end", "tokens per draft, last third", "idle", "trained per RL step"]
     for name, of in d["arms"].items():
         gained = of.get("gained", {"reference": "", "rollout_thirds": [1, 1, 1]})
         if name != "off" and gained["reference"] != "off":
@@ -38,10 +39,10 @@ def arms(d: Doc) -> Rows:
             gained["rollout_thirds"][2],
             gained.get("end_to_end", 1),
         ]
-        cells = [of["label"], *(f"{ratio:.2f}x" for ratio in ratios)]
+        cells = [of["label"], str(len(of["steps"])), *(f"{ratio:.2f}x" for ratio in ratios)]
         cells += [f"{last_third(of, 'tokens_per_draft'):.2f}", percent(mean(of, "idle_share"))]
         trained = mean(of, "trained_s")
-        rows.append([*cells, f"{trained:.0f} s" if trained else ""])
+        rows.append([*cells, f"{trained:.1f} s" if trained else ""])
     return rows
 
 
@@ -67,6 +68,22 @@ def last_over(d: Doc, arm: str, other: str) -> str:
     """How many times as fast as another arm the rollouts of the last third are."""
     found, theirs = (d["arms"][name]["gained"]["rollout_thirds"][2] for name in (arm, other))
     return f"{found / theirs:.2f}x"
+
+
+def over(d: Doc, arm: str, other: str, measure: str = "rollout_s") -> str:
+    """How many times as fast as another arm, over the RL steps that both made."""
+    mine, theirs = (d["arms"][name]["steps"][WARM_UP:] for name in (arm, other))
+    count = min(len(mine), len(theirs))
+    return f"{total(theirs[:count], measure) / total(mine[:count], measure):.2f}x"
+
+
+def total(rows: Sequence[dict[str, float]], name: str) -> float:
+    return sum(row[name] for row in rows)
+
+
+def best_fixed(d: Doc) -> str:
+    """The strategy against the best fixed arm, over the RL steps that all of them made."""
+    return over(d, "frozen", "fixed")
 
 
 def fell(d: Doc, arm: str) -> str:
