@@ -81,9 +81,17 @@ def total(rows: Sequence[dict[str, float]], name: str) -> float:
     return sum(row[name] for row in rows)
 
 
-def best_fixed(d: Doc) -> str:
-    """The strategy against the best fixed arm, over the RL steps that all of them made."""
-    return over(d, "frozen", "fixed")
+def reward(d: Doc, third: int) -> float:
+    """The mean reward of a third of the RL steps."""
+    rows = d["arms"]["off"]["steps"]
+    return fmean(
+        row["reward"] for row in rows[len(rows) * third // 3 : len(rows) * (third + 1) // 3]
+    )
+
+
+def rollout_share(of: Doc) -> float:
+    rows = of["steps"][WARM_UP:]
+    return total(rows, "rollout_s") / total(rows, "step_s")
 
 
 def fell(d: Doc, arm: str) -> str:
@@ -99,10 +107,31 @@ figures(
     "emulated",
     {
         "what": lambda d: d["emulated"].removeprefix("emulated: "),
-        "nothing.rollout": ratio("nothing", "rollout"),
-        "nothing.end_to_end": ratio("nothing", "end_to_end"),
-        "tlt.rollout": ratio("tlt", "rollout"),
-        "tlt.end_to_end": ratio("tlt", "end_to_end"),
+        **{
+            f"{arm}.{measure}": ratio(arm, measure)
+            for arm in ("frozen", "tlt", "nothing", "ngram")
+            for measure in ("rollout", "end_to_end")
+        },
+        **{
+            f"costly.{arm}": lambda d, arm=arm: f"{d['simulated']['costly'][arm]['rollout']:.2f}x"
+            for arm in ("frozen", "nothing", "ngram")
+        },
+        "frozen.over_fixed": lambda d: over(d, "frozen", "fixed"),
+        "frozen.over_by_batch": lambda d: over(d, "frozen", "by_batch"),
+        "frozen.over_beg_mab": lambda d: over(d, "frozen", "beg_mab"),
+        "tlt.over_frozen": lambda d: over(d, "tlt", "frozen"),
+        "tlt.over_frozen.steps": lambda d: over(d, "tlt", "frozen", "step_s"),
+        "sync.harvest": lambda d: f"{mean(d['arms']['tlt'], 'sync_s'):.2f} s",
+        "sync.frozen": lambda d: f"{mean(d['arms']['frozen'], 'sync_s'):.2f} s",
+        "tokens.nothing": lambda d: f"{last_third(d['arms']['nothing'], 'tokens_per_draft'):.2f}",
+        "tokens.frozen": lambda d: f"{last_third(d['arms']['frozen'], 'tokens_per_draft'):.2f}",
+        "tokens.ngram": lambda d: f"{last_third(d['arms']['ngram'], 'tokens_per_draft'):.2f}",
+        "median_tokens": lambda d: f"{mean(d['arms']['off'], 'median_tokens'):.0f}",
+        "p99_tokens": lambda d: f"{mean(d['arms']['off'], 'p99_tokens'):.0f}",
+        "reward.first": lambda d: f"{reward(d, 0):.2f}",
+        "reward.last": lambda d: f"{reward(d, 2):.2f}",
+        "rollout_share": lambda d: percent(rollout_share(d["arms"]["off"])),
+        "frozen.fell": lambda d: fell(d, "frozen"),
         "nothing.over_ngram": lambda d: last_over(d, "nothing", "ngram"),
         "fast": ratio("fast_tlt", "rollout"),
         "fast.last": lambda d: f"{d['arms']['fast_tlt']['gained']['rollout_thirds'][2]:.2f}x",
