@@ -117,8 +117,6 @@ figures(
             for arm in ("frozen", "nothing", "ngram")
         },
         "frozen.over_fixed": lambda d: over(d, "frozen", "fixed"),
-        "frozen.over_by_batch": lambda d: over(d, "frozen", "by_batch"),
-        "frozen.over_beg_mab": lambda d: over(d, "frozen", "beg_mab"),
         "tlt.over_frozen": lambda d: over(d, "tlt", "frozen"),
         "tlt.over_frozen.steps": lambda d: over(d, "tlt", "frozen", "step_s"),
         "sync.harvest": lambda d: f"{mean(d['arms']['tlt'], 'sync_s'):.2f} s",
