@@ -109,7 +109,7 @@ figures(
         "what": lambda d: d["emulated"].removeprefix("emulated: "),
         **{
             f"{arm}.{measure}": ratio(arm, measure)
-            for arm in ("frozen", "tlt", "nothing", "ngram")
+            for arm in ("frozen", "nothing")
             for measure in ("rollout", "end_to_end")
         },
         **{
@@ -129,7 +129,6 @@ figures(
         "reward.first": lambda d: f"{reward(d, 0):.2f}",
         "reward.last": lambda d: f"{reward(d, 2):.2f}",
         "rollout_share": lambda d: percent(rollout_share(d["arms"]["off"])),
-        "frozen.fell": lambda d: fell(d, "frozen"),
         "nothing.over_ngram": lambda d: last_over(d, "nothing", "ngram"),
         "fast": ratio("fast_tlt", "rollout"),
         "fast.last": lambda d: f"{d['arms']['fast_tlt']['gained']['rollout_thirds'][2]:.2f}x",

@@ -71,13 +71,19 @@ def make(
 def tokenizer() -> Any:
     """Return a tokenizer with a token for each byte, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *bytes_])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    return with_chat(backend)
+
+
+def with_chat(backend: Any) -> Any:
+    """Return the tokenizer of a chat model that encodes by `backend`."""
+    from transformers import PreTrainedTokenizerFast
+
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<|pad|>",

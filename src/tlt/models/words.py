@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tlt.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
+from tlt.models.tiny import SPECIAL_TOKENS, with_chat
 
 HELD = Path(__file__).parent / "words_data"
 """Folder of the trained policy in the package."""
@@ -68,7 +68,6 @@ def untrained(out: Path, texts: Iterable[str], seed: int = 0) -> Path:
 def tokenizer(texts: Iterable[str]) -> Any:
     """Return a byte-level BPE tokenizer in which each word of `texts` is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -80,11 +79,4 @@ def tokenizer(texts: Iterable[str]) -> Any:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        extra_special_tokens=["<|user|>", "<|assistant|>"],
-    )
-    made.chat_template = CHAT_TEMPLATE
-    return made
+    return with_chat(backend)

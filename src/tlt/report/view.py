@@ -54,7 +54,7 @@ class RunView:
 
     @property
     def emulated(self) -> str:
-        """What the run emulates, in words; empty for a run that takes its machine as it is."""
+        """Return what the run emulates, in words; empty if it emulates nothing."""
         given = EmulateConfig(**self.setting("emulate", {}))
         return given.label(int(self.setting("pool.num_engines", 1)))
 

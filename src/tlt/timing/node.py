@@ -33,9 +33,9 @@ class Node:
     tokens: int
     """Tokens there that one token here stands for."""
     pace: Pace
-    """Of engine steps, or of a trainer's."""
+    """Clock of engine steps, or of a trainer's optimizer steps."""
     commands: Pace
-    """Of all else: weight syncs, swaps, sleep and wake."""
+    """Clock of weight syncs, swaps, sleep and wake."""
 
     @classmethod
     def of(cls, settings: dict[str, Any] | None) -> Node | None:
