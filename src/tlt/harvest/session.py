@@ -156,20 +156,23 @@ class HarvestSession(RunHarvest):
         if self._idle.get(worker) is period:  # not needed again meanwhile
             self.coordinator.idle(worker, period.remaining_s)
 
-    async def needed(self, engine: str, wake: bool = True) -> None:
+    async def needed(self, engine: str) -> None:
         """Call an engine's worker back; return when its device is free, and the engine awake."""
-        worker = place_of(engine)
-        if self._idle.pop(worker, None) is not None and worker not in self._freeing:
-            self._freeing[worker] = asyncio.create_task(self._free(worker))
-        if (freeing := self._freeing.get(worker)) is not None:
-            await asyncio.shield(freeing)
-        if wake and self._sleeps:
+        await self._call_back(place_of(engine))
+        if self._sleeps:
             # Every caller waits: the engine may just be falling asleep, or waking for another one.
             async with self._moving.setdefault(engine, asyncio.Lock()):
                 if engine in self._asleep:
                     await self._pool.wake_engine(engine)
                     self._asleep.discard(engine)
                     await self._pool.refresh_drafter(engine)
+
+    async def _call_back(self, worker: str) -> None:
+        """Call a worker back; return when its device is free."""
+        if self._idle.pop(worker, None) is not None and worker not in self._freeing:
+            self._freeing[worker] = asyncio.create_task(self._free(worker))
+        if (freeing := self._freeing.get(worker)) is not None:
+            await asyncio.shield(freeing)
 
     async def _free(self, worker: str) -> None:
         try:
@@ -189,7 +192,7 @@ class HarvestSession(RunHarvest):
     async def rollout_ended(self) -> None:
         """Give every device back to the run, and publish no drafter until the next rollout.
 
-        Engines on GPUs stay asleep if the learner needs their memory next.
+        Engines that sleep wake for the next policy.
         """
         started_s = now_s()
         self._forecast.ended()
@@ -220,10 +223,8 @@ class HarvestSession(RunHarvest):
         await self._give_back()
 
     async def _give_back(self) -> None:
-        """Call all workers back, and wake their engines unless the learner comes next."""
-        engines = [*(period.engine for period in self._idle.values()), *self._asleep]
-        await asyncio.gather(*(self.needed(e, wake=not self._colocated) for e in engines))
-        await asyncio.gather(*(asyncio.shield(task) for task in self._freeing.values()))
+        """Call all workers back."""
+        await asyncio.gather(*(self._call_back(worker) for worker in {*self._idle, *self._freeing}))
 
     def policy_changed(self, weights: NewWeights, version: int) -> None:
         """Hand the new head and embedding to the trainers, which train and evaluate with them."""

@@ -177,20 +177,6 @@ class RolloutPool:
                 client.mark_failed(f"it did not answer {command.__name__}: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    async def call_engine(
-        self,
-        engine: str,
-        command: Callable[Concatenate[Engine, P], object],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """Give one engine a command, if it is in the pool, and replace it if the command fails."""
-        if (client := self._clients.get(engine)) is not None:
-            try:
-                await client.call(command, *args, **kwargs)
-            except EngineError as error:
-                client.mark_failed(f"{command.__name__} failed: {error}")
-
     async def stats(self) -> list[EngineStats]:
         """Return the counters of all engines."""
         return await self.call_all(Engine.stats)
@@ -201,11 +187,21 @@ class RolloutPool:
 
     async def sleep_engine(self, engine: str) -> None:
         """Let one engine give its device's memory away, if it is in the pool."""
-        await self.call_engine(engine, Engine.sleep)
+        await self._give(engine, self._weights.sleep)
 
     async def wake_engine(self, engine: str) -> None:
         """Let one engine take its device's memory back, if it is in the pool."""
-        await self.call_engine(engine, Engine.wake)
+        await self._give(engine, self._weights.wake)
+
+    async def _give(
+        self, engine: str, command: Callable[[EngineClient], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Give one engine a command, if it is in the pool, and replace it if the command fails."""
+        if (client := self._clients.get(engine)) is not None:
+            try:
+                await command(client)
+            except EngineError as error:
+                client.mark_failed(f"{command.__name__} failed: {error}")
 
     @property
     def num_tainted(self) -> int:
@@ -285,8 +281,7 @@ class RolloutPool:
 
     async def refresh_drafter(self, engine: str) -> None:
         """Load the current drafter weights into an engine that `update_drafter` skipped."""
-        if (current := self._weights.drafter()) is not None:
-            await self.call_engine(engine, Engine.update_drafter, *current)
+        await self._give(engine, self._weights.refresh_drafter)
 
     # --- one engine's life --------------------------------------------------------------------
 

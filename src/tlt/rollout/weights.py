@@ -36,6 +36,8 @@ class WeightDistribution:
         self._current: dict[Load, tuple[SharedWeights, int]] = {}
         self._publish: tuple[Publish, int] | None = None
         """Writes the policy of this version, which engines got from GPU to GPU."""
+        self._without_policy: set[str] = set()
+        """Engines that have dropped their policy to sleep, and got no other one since."""
         self.num_tainted = 0
         """Engines that were replaced because they may not have held the learner's policy."""
 
@@ -50,6 +52,7 @@ class WeightDistribution:
     async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
         """Load policy weights into all engines; return the seconds of each."""
         self._publish = None
+        self._without_policy.clear()
         return await self._update(Engine.update_policy, weights, version)
 
     async def update_drafter(
@@ -58,12 +61,6 @@ class WeightDistribution:
         """Load drafter weights into all other engines; return the seconds of each."""
         return await self._update(Engine.update_drafter, weights, version, skip)
 
-    def drafter(self) -> tuple[dict[str, Any], int] | None:
-        """Return the arguments of `update_drafter` with the current drafter, if there is one."""
-        if (current := self._current.get(Engine.update_drafter)) is None:
-            return None
-        return current[0].manifest(), current[1]
-
     @contextlib.asynccontextmanager
     async def policy_comes(
         self, version: int, publish: Publish
@@ -71,6 +68,7 @@ class WeightDistribution:
         """Yield the engines that a learner sends a policy to; replace them if that fails."""
         clients = dict(self._engines)
         self._publish = publish, version
+        self._without_policy.clear()
         if (old := self._current.pop(Engine.update_policy, None)) is not None:
             old[0].close()
         try:
@@ -123,6 +121,34 @@ class WeightDistribution:
             if isinstance(answer, BaseException):
                 client.mark_failed(f"it did not take new weights: {answer!r}")
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    # --- engines that sleep -------------------------------------------------------------------
+
+    async def sleep(self, client: EngineClient) -> None:
+        """Let an engine give its device's memory away.
+
+        Most engines wake for the next policy, so the present one is dropped. Before the first
+        weight sync the engine keeps it: it comes from disk, and the pool cannot load it again.
+        """
+        can_load = self._publish is not None or Engine.update_policy in self._current
+        if can_load:
+            self._without_policy.add(client.name)
+        await client.call(Engine.sleep, keep_policy=not can_load)
+
+    async def wake(self, client: EngineClient) -> None:
+        """Let an engine take its device's memory back, with the policy that it dropped."""
+        if client.name in self._without_policy:
+            await self._publish_policy()
+            weights, version = self._current[Engine.update_policy]
+            await client.call(Engine.update_policy, weights.manifest(), version)
+            self._without_policy.discard(client.name)
+        await client.call(Engine.wake)
+
+    async def refresh_drafter(self, client: EngineClient) -> None:
+        """Load the current drafter into an engine that `update_drafter` skipped."""
+        if (current := self._current.get(Engine.update_drafter)) is not None:
+            weights, version = current
+            await client.call(Engine.update_drafter, weights.manifest(), version)
 
     # --- into a new engine --------------------------------------------------------------------
 

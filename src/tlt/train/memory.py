@@ -305,8 +305,8 @@ def _fullest_nodes(sizes: Sizes) -> list[tuple[int, int]]:
 def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
     config, shape, capacity = sizes.config, sizes.shape, sizes.machine.host_bytes
     harvests = config.tlt.harvests
-    # Engines keep their policy on the host while the learner starts, and while a trainer has their
-    # GPU. Other engines drop it before an update.
+    # Engines keep their policy on the host while the learner starts, and in the first RL step while
+    # a trainer has their GPU. After a weight sync engines that sleep drop it.
     asleep = (("weights of sleeping engines", engines * sizes.weights),)
     processes = (("processes", (engines * (1 + harvests) + ranks) * PROCESS_BYTES),)
     loading = (("ranks load the policy in float32", ranks * FLOAT32 * shape.parameters),)

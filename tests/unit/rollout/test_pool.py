@@ -48,6 +48,7 @@ class FakeEngine:
         self.waiting: list[SampleRequest] = []
         self.running: dict[str, list[Any]] = {}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.options: dict[str, dict[str, Any]] = {}
         self.num_withdrawals = 0
         self.stopped = False
         self.recheck_ended = asyncio.Event()
@@ -72,6 +73,7 @@ class FakeEngine:
         if (own := getattr(self, name, None)) is not None:
             return await own(*args)
         self.calls.append((name, args))
+        self.options[name] = kwargs
         if self.refuse_commands:
             raise self.refuse_commands
         if name == "end_recheck":
@@ -448,3 +450,50 @@ async def test_an_engine_that_is_lost_in_a_recheck_is_replaced() -> None:
     [(name, _)] = made.commands("recheck")
     assert f"{name}.1" in made
     assert (record["recheck/samples"], record["recheck/ended_early"]) == (0, 1)
+
+
+# --- engines that sleep ---------------------------------------------------------------------------
+
+
+class Weights:
+    """A policy in shared memory."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def manifest(self) -> dict[str, Any]:
+        return {"policy": self.version}
+
+    def close(self) -> None:
+        pass
+
+
+async def test_a_sleeping_engine_keeps_only_a_policy_that_the_pool_cannot_load_again() -> None:
+    made = Engines()
+    async with started(made, num_engines=1) as pool:
+        engine = made["engine-0"]
+
+        async def nap() -> list[str]:
+            engine.calls.clear()
+            await pool.sleep_engine("engine-0")
+            await pool.wake_engine("engine-0")
+            return [name for name, _ in engine.calls]
+
+        assert await nap() == ["sleep", "wake"]
+        assert engine.options["sleep"] == {"keep_policy": True}
+
+        async def publish() -> Any:
+            return Weights(1)
+
+        async with pool.policy_comes(1, publish):
+            pass
+        assert await nap() == ["sleep", "update_policy", "wake"]
+        assert engine.options["sleep"] == {"keep_policy": False}
+        assert ("update_policy", ({"policy": 1}, 1)) in engine.calls
+
+        await pool.sleep_engine("engine-0")
+        async with pool.policy_comes(2, publish):  # loads the engine's next policy
+            pass
+        engine.calls.clear()
+        await pool.wake_engine("engine-0")
+        assert [name for name, _ in engine.calls] == ["wake"]

@@ -311,7 +311,7 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
         live = Live(folder.live, NUM_STEPS, pool, harvest, TailForecast(), lambda *_: None)
         times = NoTimekeeper(folder.timeline)
         log = RunLog(settings, folder, Sinks([]), times, live, world.step_ended)
-        weights = HostSync(pool, learner, "float32", shares_gpus=False)
+        weights = HostSync(pool, learner, "float32", shares_gpus=False, sleeps=False)
         rechecks = Rechecks(0.0, 0, "float32")
         parts = Components(pool, learner, cast(Any, Rewards()), harvest, rechecks, weights)
         prepared = SimpleNamespace(chat=Chat(), source=Source(), held_out=[], max_prompt_tokens=99)

@@ -86,11 +86,14 @@ class World:
         return self.engines[name]
 
     def host(self) -> HostSync:
-        return HostSync(self.pool, cast(Any, self.learner), "float32", shares_gpus=True)
+        return HostSync(
+            self.pool, cast(Any, self.learner), "float32", shares_gpus=True, sleeps=True
+        )
 
-    def device(self, shares_gpus: bool = True) -> DeviceSync:
+    def device(self, shares_gpus: bool = True, sleeps: bool | None = None) -> DeviceSync:
         way = "ipc" if shares_gpus else "nccl"
-        return DeviceSync(self.pool, cast(Any, self.learner), "float32", shares_gpus, way)
+        sleeps = shares_gpus if sleeps is None else sleeps
+        return DeviceSync(self.pool, cast(Any, self.learner), "float32", shares_gpus, sleeps, way)
 
 
 @pytest.fixture
@@ -151,6 +154,30 @@ async def test_engines_with_gpus_of_their_own_do_not_sleep(world: World) -> None
         await world.device(shares_gpus=False).sync(1)
         assert world.log == ["learner free_cache", "learner send 1"]
     assert world.learner.routes[0].backend == "nccl"
+
+
+async def test_engines_that_slept_for_trainers_wake_for_the_policy(world: World) -> None:
+    made = weight_sync(
+        small_run(
+            placement={"kind": "separate"},
+            engine={"num_gpus": 1},
+            learner={"num_gpus": 1},
+            tlt={"enabled": True},
+        ),
+        cast(Any, None),
+        cast(Any, None),
+    )
+    assert (made._shares_gpus, made._sleeps) == (False, True)
+    async with world.pool:
+        sync = world.device(shares_gpus=False, sleeps=True)
+        await sync.engines_sleep()
+        await sync.sync(1)
+        assert world.log == [
+            "learner free_cache",
+            "engine-0 wake_weights",
+            "learner send 1",
+            "engine-0 wake",
+        ]
 
 
 async def test_a_successor_gets_the_policy_that_was_sent(world: World) -> None:
