@@ -43,6 +43,16 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens of a response that an engine has drawn and that has not ended."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Empty unless the request asked for them."""
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRequest:
     """One response to generate; its id is unique among the requests in flight."""
 
@@ -51,6 +61,9 @@ class SampleRequest:
     sampling: SamplingSpec
     rl_step: int | None = None
     """The RL step of the sample, under which engines store its hidden states; None stores none."""
+    begun: Text | None = None
+    """The beginning of the response, drawn by an engine that was lost. With keyed sampling another
+    engine continues it as the first one would have; an engine with another policy starts again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ METRICS: dict[str, str] = {
     "rollout/acceptance_length": "Mean tokens per draft: accepted draft tokens plus one.",
     "rollout/drafter_hit_share": "Share of the draft model's drafts whose first token is accepted.",
     "rollout/engine_restarts": "Engines that were lost and restarted.",
+    "rollout/kept_tokens": "Tokens of lost engines that other engines continued instead of drawing "
+    "them again.",
     "rollout/broken_samples": "Samples that ended by abort or error and were generated again.",
     "rollout/policy_mismatches": "Engines that held a wrong policy and were repaired or replaced.",
     "rollout/fingerprint_s": "Seconds that all engines spent on fingerprints of their weights.",

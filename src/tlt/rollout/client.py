@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, StepReport
+from tlt.contracts import EngineStats, Recheck, Sample, SampleRequest, StepReport, Text
 from tlt.errors import EngineError, EngineGone
 from tlt.rollout.recheck import Verdict
 from tlt.spans import Span
@@ -57,6 +57,8 @@ class Engine(Protocol):
     def withdraw(self, sample_ids: Sequence[str]) -> list[str]: ...
     @deadline("health")
     def take_finished(self, timeout_s: float) -> list[Sample]: ...
+    @deadline("health")
+    def take_texts(self) -> list[tuple[str, int, Text]]: ...
     @deadline("command")
     def held(self) -> list[str]: ...
     @deadline("command")
@@ -158,10 +160,13 @@ class EngineClient:
         }
         self._failed = asyncio.Event()
         self._why = ""
+        self.held_policy = True
+        """Whether what the engine has drawn is beyond doubt the policy's."""
 
-    def mark_failed(self, why: str) -> None:
+    def mark_failed(self, why: str, held_policy: bool = True) -> None:
         """Let all calls fail from now on, so that the pool replaces the engine."""
         self._why = self._why or why
+        self.held_policy &= held_policy
         self._failed.set()
 
     async def start(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ recalls requests that wait behind a loaded engine's slots for an engine with a f
 event is O(log engines).
 
 Every sample has one owner at a time, and only its owner can finish it. A lost engine's samples go
-back to the front of the queue. So the pool delivers each submitted sample exactly once.
+back to the front of the queue, with the text that is known of them. So the pool delivers each
+submitted sample exactly once.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tlt.contracts import SampleRequest
+from tlt.contracts import SampleRequest, Text
 from tlt.errors import EngineError
 
 
@@ -45,6 +46,27 @@ class _Work:
     request: SampleRequest
     attempts: int = 0
     owner: str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """The response as far as it is known."""
+    logprobs: list[float] = field(default_factory=list)
+    policy_version: int = 0
+    """Version of the policy that drew it."""
+
+    def gained(self, place: int, text: Text) -> None:
+        """Note that the response continues at a place; what does not fit is left out."""
+        if place == 0:  # an engine may have started again
+            self.token_ids, self.logprobs = [], []
+        if place == len(self.token_ids):
+            self.token_ids += text.token_ids
+            self.logprobs += text.logprobs
+            self.policy_version = text.policy_version
+
+    def keep(self, size: int) -> None:
+        """Begin the next attempt with so many tokens of the response."""
+        size = max(0, size)
+        del self.token_ids[size:], self.logprobs[size:]
+        begun = Text(tuple(self.token_ids), tuple(self.logprobs), self.policy_version)
+        self.request = replace(self.request, begun=begun if size else None)
 
 
 @dataclass(slots=True)
@@ -98,14 +120,26 @@ class Dispatcher:
         self._engines[name] = EngineLoad(name, slots)
         self._changed(self._engines[name])
 
-    def engine_lost(self, name: str) -> list[str]:
-        """Remove an engine, requeue all of its samples, and return their ids."""
+    def gained(self, name: str, texts: Iterable[tuple[str, int, Text]]) -> None:
+        """Note what running samples have gained, to continue them if their engine is lost."""
+        for sample_id, place, text in texts:
+            if self._owned(sample_id, name):
+                self._unfinished[sample_id].gained(place, text)
+
+    def engine_lost(self, name: str, keep_texts: bool = False) -> dict[str, int]:
+        """Remove an engine, and requeue all of its samples.
+
+        Return the samples, and how many tokens of each one need not be drawn again: none, unless
+        the texts are kept.
+        """
         engine = self._engines.pop(name, None)
         if engine is None:
-            return []
+            return {}
         for work in reversed(engine.works.values()):
+            # The last known token may be the response's end; its engine draws it again, and ends.
+            work.keep(len(work.token_ids) - 1 if keep_texts else 0)
             self._requeue(work)
-        return list(engine.works)
+        return {sample_id: len(work.token_ids) for sample_id, work in engine.works.items()}
 
     def finished(self, name: str, sample_ids: Iterable[str]) -> list[str]:
         """Note finished samples; return their ids without unknown and repeated ones."""
@@ -126,7 +160,9 @@ class Dispatcher:
             return []
         again = [sample_id for sample_id in sample_ids if self._owned(sample_id, name)]
         for sample_id in again:
-            self._requeue(engine.works.pop(sample_id))
+            work = engine.works.pop(sample_id)
+            work.keep(0)
+            self._requeue(work)
         self._changed(engine)
         return again
 

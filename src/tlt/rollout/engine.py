@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import DRAFTERS, OFF, EngineStats, Recheck, SampleRequest, StepReport
+from tlt.contracts import DRAFTERS, OFF, EngineStats, Recheck, SampleRequest, StepReport, Text
 from tlt.errors import ConfigError, EngineUnsafe
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Verdict
@@ -68,6 +68,10 @@ class RolloutEngine(EngineLoop):
                     "distribution. Set temperature = 0, start it without drafter, or see "
                     "`tlt doctor`"
                 )
+
+    def take_texts(self) -> list[tuple[str, int, Text]]:
+        """Return what running requests have gained; only keyed sampling can continue it."""
+        return super().take_texts() if self._is_keyed else []
 
     def recheck(self, recheck: Recheck) -> Verdict | None:
         """Generate a sample again without drafts; only with keyed sampling it must be the same."""

@@ -18,15 +18,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from tlt.contracts import WHOLE, Finished, Recheck, Sample, SampleRequest
+from tlt.contracts import WHOLE, Finished, Recheck, Sample, SampleRequest, Text
 from tlt.errors import EngineError, WeightMismatch
 from tlt.rollout.recheck import Verdict, compare
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+TEXTS_S = 1.0
+"""Seconds between two notes of the texts of running requests."""
+Gained = tuple[str, int, tuple[int, ...], tuple[float, ...]]
+"""A sample's id, a place in its response, and the tokens and log-probabilities from there on."""
 
 
 class EngineCore(Protocol):
@@ -42,6 +47,10 @@ class EngineCore(Protocol):
 
     def step(self) -> Iterable[Finished]:
         """Run one engine step, and return the requests that it finished."""
+        ...
+
+    def gained(self) -> Iterable[Gained]:
+        """Return what the running requests have drawn since the last call."""
         ...
 
     def begin_recheck(self, recheck: Recheck) -> None:
@@ -86,6 +95,9 @@ class EngineLoop:
         self._finished: list[Sample] = []
         self._in_flight: dict[str, tuple[float, float]] = {}
         """Each request in flight, when it arrived, and when it left the queue."""
+        self._texts: list[tuple[str, int, Text]] = []
+        """What running requests have gained since `take_texts`: ids, places in the responses."""
+        self._texts_noted_s = clock()
         self._rechecking: _Rechecking | None = None
         self._ended_recheck = ""
         self._slots = 0
@@ -144,6 +156,15 @@ class EngineLoop:
                 self._raise_if_stalled()
             samples, self._finished = self._finished, []
             return samples
+
+    def take_texts(self) -> list[tuple[str, int, Text]]:
+        """Return what running requests have gained: ids, places in the responses, and tokens.
+
+        They continue what earlier calls have returned, and are at most `TEXTS_S` old.
+        """
+        with self._lock:
+            texts, self._texts = self._texts, []
+            return texts
 
     def between_steps(self, command: Callable[[], T]) -> T:
         """Run a command in the loop's thread, between two engine steps; return its result."""
@@ -271,9 +292,12 @@ class EngineLoop:
             self._recheck_turn(rechecking, is_in_the_way=bool(admitted or num_commands))
         self._run_commands(num_commands)
         for request, _ in admitted:
+            if request.begun and request.begun.policy_version != self.policy_version:
+                request = replace(request, begun=None)  # never a sample of two policies
             self._core.admit(request)
         if self._in_flight:
             self._collect(self._core.step())
+            self._note_texts()
         self._turn_started_s = None
         return True
 
@@ -342,6 +366,17 @@ class EngineLoop:
             with self._lock:
                 self._finished.extend(samples)
                 self._lock.notify_all()
+
+    def _note_texts(self) -> None:
+        """Keep what running requests have gained for the pool, and drop what has ended."""
+        if self._clock() - self._texts_noted_s < TEXTS_S:
+            return
+        self._texts_noted_s = self._clock()
+        version = self.policy_version
+        gained = [(name, at, Text(ids, of, version)) for name, at, ids, of in self._core.gained()]
+        with self._lock:
+            kept = [text for text in self._texts if text[0] in self._in_flight]
+            self._texts = kept + gained
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

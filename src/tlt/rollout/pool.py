@@ -55,8 +55,9 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-POLL_S = 2.0
-"""Seconds after which an engine with nothing to deliver shows that it is alive."""
+POLL_S = 1.0
+"""Seconds after which an engine with nothing to deliver shows that it is alive, and says what its
+running samples have gained."""
 
 
 class RolloutPool:
@@ -85,6 +86,8 @@ class RolloutPool:
         self._absent: dict[str, list[Span]] = {}
         """Times without an engine since the last `take_spans`, by place."""
         self.num_restarts = 0
+        self.num_kept_tokens = 0
+        """Tokens of lost engines that other engines continue, and need not draw again."""
         self.num_broken = 0
         """Samples that ended by abort or error, and that the pool generated again."""
 
@@ -332,21 +335,29 @@ class RolloutPool:
         if (listener := self._idle.listener) is not None:
             listener.ready(name, report)
         self._pump()
-        progress = Progress(self._config.health_timeout_s, self._clock)
+        progress, texts_due_s = Progress(self._config.health_timeout_s, self._clock), 0.0
         while True:
             if samples := await client.call(Engine.take_finished, POLL_S):
                 await self._deliver(name, samples)
+            if self._dispatcher.outstanding(name) and self._clock() >= texts_due_s:
+                self._dispatcher.gained(name, await client.call(Engine.take_texts))
+                texts_due_s = self._clock() + POLL_S
             if progress.is_due(bool(samples)):
                 held = await client.call(Engine.held)
                 progress.compare(name, self._dispatcher.held_by(name), held)
 
     async def _lost(self, name: str, client: EngineClient, error: Exception) -> None:
+        # Not of an engine that failed by itself, or whose policy is in doubt.
+        keep_texts = isinstance(error, EngineGone) and client.held_policy
         try:
-            requeued = self._dispatcher.engine_lost(name)
+            requeued = self._dispatcher.engine_lost(name, keep_texts)
         except EngineError as poison:
             await self._fail(poison)
             return
-        logger.warning("%s is lost (%r); %d samples start again", name, error, len(requeued))
+        kept = sum(requeued.values())
+        lost = f"{name} is lost ({error!r}); {len(requeued)} samples go to other engines"
+        logger.warning("%s, which continue them after %d tokens", lost, kept)
+        self.num_kept_tokens += kept
         self.num_restarts += 1
         self._pump()
         if (listener := self._idle.listener) is not None:

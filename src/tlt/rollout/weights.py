@@ -119,7 +119,7 @@ class WeightDistribution:
             raise refused[0]  # the weights are wrong, not the engines
         for client, answer in zip(clients.values(), answers, strict=True):
             if isinstance(answer, BaseException):
-                client.mark_failed(f"it did not take new weights: {answer!r}")
+                client.mark_failed(f"it did not take new weights: {answer!r}", held_policy=False)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     # --- engines that sleep -------------------------------------------------------------------

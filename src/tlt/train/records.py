@@ -62,6 +62,7 @@ class PoolCounters:
 
     async def step_started(self) -> None:
         self._restarts, self._broken = self._pool.num_restarts, self._pool.num_broken
+        self._kept_tokens = self._pool.num_kept_tokens
         self._before = await self._pool.stats()
 
     async def rollout_ended(self) -> PoolWork:
@@ -78,6 +79,7 @@ class PoolCounters:
     def step_ended(self) -> Record:
         return {
             "rollout/engine_restarts": self._pool.num_restarts - self._restarts,
+            "rollout/kept_tokens": self._pool.num_kept_tokens - self._kept_tokens,
             "rollout/broken_samples": self._pool.num_broken - self._broken,
         }
 

@@ -21,6 +21,8 @@ from tlt.vllm.lossless_checks import check_code, check_engine, has_drafter, spec
 
 CONFIG_KEY = "tlt"
 """Key of our settings in vLLM's `additional_config`."""
+BEGUN = "tlt_begun"
+"""Key in a request's `extra_args`: how many tokens of its response are at the end of its prompt."""
 _HERE = "tlt.vllm"
 CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache on CPUs, the fewest of vLLM's fast attention there. Requests

@@ -18,13 +18,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import DRAFTERS, WHOLE, Finished, Recheck, SampleRequest, SamplingSpec
+from tlt.contracts import DRAFTERS, WHOLE, Finished, Recheck, SampleRequest, SamplingSpec, Text
 from tlt.errors import EngineError, WeightMismatch
 from tlt.hardware import thread_environment
 from tlt.node.cores import claim_cores
 from tlt.spans import Span
 from tlt.timing.node import Node
-from tlt.vllm.args import CONFIG_KEY, engine_args, max_draft_tokens
+from tlt.vllm.args import BEGUN, CONFIG_KEY, engine_args, max_draft_tokens
 from tlt.vllm.environment import RUNNER_VARIABLE, rounds_by_batch, uses_v2
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,8 @@ PROCESS_ENVIRONMENT = thread_environment() | {
     "TQDM_DISABLE": "1",
 }
 """Environment that a process needs before it imports vLLM; the user's values win."""
+NOTHING = Text((), (), 0)
+"""The beginning of a response that starts at its first token."""
 
 
 class VllmCore:
@@ -58,6 +60,8 @@ class VllmCore:
         """Drafters that this engine was started with."""
         self._requests: dict[str, tuple[SampleRequest, str]] = {}
         """Each request in flight, and vLLM's name for it."""
+        self._places: dict[str, int] = {}
+        """Tokens of each response that are begun, or that `gained` has returned."""
         self._cores: tuple[int, ...] = ()
         self.node: Node | None = None
         """The emulated node, once started; None without emulation."""
@@ -178,12 +182,14 @@ class VllmCore:
             raise WeightMismatch(f"{self._name} has no policy since it slept; load one first")
         from vllm.inputs.engine import tokens_input
 
+        begun = request.begun.token_ids if request.begun else ()
         vllm_id = self.llm.add_request(
             request.sample_id,
-            tokens_input(list(request.prompt_token_ids)),
-            sampling_params(request.sampling),
+            tokens_input([*request.prompt_token_ids, *begun]),
+            sampling_params(request.sampling, num_begun=len(begun)),
         )
         self._requests[request.sample_id] = (request, vllm_id)
+        self._places[request.sample_id] = len(begun)
 
     def step(self) -> list[Finished]:
         """Run one engine step, and return the requests that it finished."""
@@ -192,12 +198,14 @@ class VllmCore:
             if not output.finished or output.request_id not in self._requests:
                 continue
             request, vllm_id = self._requests.pop(output.request_id)
+            self._places.pop(request.sample_id)
             completion = output.outputs[0]
             logprobs = completion.logprobs.logprobs if request.sampling.logprobs else ()
+            begun = request.begun or NOTHING
             end = Finished(
                 sample_id=request.sample_id,
-                token_ids=tuple(completion.token_ids),
-                logprobs=tuple(logprobs),
+                token_ids=(*begun.token_ids, *completion.token_ids),
+                logprobs=(*begun.logprobs, *logprobs),
                 finish_reason=completion.finish_reason,
                 finished_at_s=time.time(),
             )
@@ -205,6 +213,25 @@ class VllmCore:
                 self._keep_states(vllm_id, request, end)
             finished.append(end)
         return finished
+
+    def gained(self) -> list[tuple[str, int, tuple[int, ...], tuple[float, ...]]]:
+        """Return the tokens that running requests have drawn since the last call.
+
+        Without those that another engine could not continue: it must draw the same noise, and
+        settings such as stop texts look at the whole response.
+        """
+        texts = []
+        for sample_id, (request, vllm_id) in self._requests.items():
+            sampling = request.sampling
+            if sampling.extra or (sampling.seed is None and sampling.temperature > 0):
+                continue
+            place = self._places[sample_id]
+            first = place - len((request.begun or NOTHING).token_ids)
+            drawn, logprobs = running_text(self.llm, vllm_id, first)
+            if drawn:
+                self._places[sample_id] = place + len(drawn)
+                texts.append((sample_id, place, drawn, logprobs))
+        return texts
 
     def begin_recheck(self, recheck: Recheck) -> None:
         """Hand a recheck to vLLM. Nothing is drafted or counted until `end_recheck`."""
@@ -219,6 +246,7 @@ class VllmCore:
     def end_recheck(self, recheck: Recheck) -> Mapping[int, float]:
         """Forget a recheck, and abort it if it still runs; return the margins of its draws."""
         unfinished = self._requests.pop(recheck.request.sample_id, None)
+        self._places.pop(recheck.request.sample_id, None)
         if unfinished is not None:
             self.llm.abort_request([unfinished[1]], internal=True)
         self.controller.uncounted = False
@@ -366,6 +394,18 @@ class VllmCore:
         return self.node.commands.takes(sum(getattr(self.node, part) for part in parts))
 
 
+def running_text(llm: Any, vllm_id: str, first: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return what a running request has drawn from a place on: tokens and log-probabilities.
+
+    vLLM hands out the text of a running request with every engine step, or not at all. Its output
+    processor collects it in both cases.
+    """
+    state = llm.output_processor.request_states[vllm_id]
+    logprobs = state.logprobs_processor.logprobs
+    drawn = tuple(state.detokenizer.output_token_ids[first:])
+    return drawn, () if logprobs is None else tuple(logprobs.logprobs[first:])
+
+
 def stream_seed(seed: int | None, name: str) -> int:
     """Return the seed of one engine's random numbers.
 
@@ -375,13 +415,17 @@ def stream_seed(seed: int | None, name: str) -> int:
     return secrets.randbits(31) if seed is None else (seed ^ zlib.crc32(name.encode())) >> 1
 
 
-def sampling_params(sampling: SamplingSpec) -> Any:
-    """Return vLLM's sampling parameters: token ids in and out, only the finished response."""
+def sampling_params(sampling: SamplingSpec, num_begun: int = 0) -> Any:
+    """Return vLLM's sampling parameters: token ids in and out, only the finished response.
+
+    `num_begun` tokens of the response are at the end of the prompt.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     arguments: dict[str, Any] = {
-        "max_tokens": sampling.max_tokens,
+        "max_tokens": sampling.max_tokens - num_begun,
+        "extra_args": {BEGUN: num_begun} if num_begun else None,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

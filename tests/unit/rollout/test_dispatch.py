@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.contracts import SampleRequest, SamplingSpec, Text
 from tlt.errors import EngineError
 from tlt.rollout.dispatch import Assign, Dispatcher, Recall
 
@@ -97,7 +97,7 @@ def test_a_lost_engine_gives_everything_back_once() -> None:
     dispatcher.actions()
     assert dispatcher.finished("a", ["0"]) == ["0"]
     assert sorted(dispatcher.engine_lost("a")) == ["1", "2", "3", "4", "5"]
-    assert dispatcher.engine_lost("a") == []
+    assert dispatcher.engine_lost("a") == {}
     assert dispatcher.finished("a", ["1"]) == []  # a late message of the lost engine
     dispatcher.engine_ready("b", 8)
     (assign,) = dispatcher.actions()
@@ -105,6 +105,37 @@ def test_a_lost_engine_gives_everything_back_once() -> None:
     assert [r.sample_id for r in assign.requests] == ["1", "2", "3", "4", "5"]
     assert dispatcher.finished("b", ["1", "9"]) == ["1"]
     assert dispatcher.finished("b", ["1"]) == []
+
+
+def test_the_text_of_a_lost_engine_is_continued() -> None:
+    dispatcher = Dispatcher(prefetch=0)
+    dispatcher.submit([request(1), request(2)])
+    dispatcher.engine_ready("a", 2)
+    dispatcher.actions()
+
+    def text(*token_ids: int) -> Text:
+        return Text(token_ids, (-0.5,) * len(token_ids), policy_version=3)
+
+    dispatcher.gained("a", [("1", 0, text(5, 6)), ("2", 0, text(9))])
+    dispatcher.gained("a", [("1", 2, text(7)), ("1", 4, text(8))])  # one answer was lost
+    dispatcher.gained("b", [("1", 3, text(8))])  # not its owner
+    # The last known token may be the end of the response, so it is drawn again.
+    assert dispatcher.engine_lost("a", keep_texts=True) == {"1": 2, "2": 0}
+    dispatcher.engine_ready("b", 2)
+    assert [r.begun for r in sent(dispatcher)] == [text(5, 6), None]
+    dispatcher.gained("b", [("1", 2, text(7, 8, 9))])
+    assert dispatcher.engine_lost("b", keep_texts=True) == {"1": 4, "2": 0}
+    dispatcher.engine_ready("c", 2)
+    assert [r.begun for r in sent(dispatcher)] == [text(5, 6, 7, 8), None]
+    dispatcher.gained("c", [("1", 0, text(5))])  # the engine has started again
+    assert dispatcher.failed("c", ["1"]) == ["1"]
+    assert [r.begun for r in sent(dispatcher)] == [None]
+    dispatcher.gained("c", [("1", 0, text(5, 6))])
+    assert dispatcher.engine_lost("c") == {"1": 0, "2": 0}  # its policy is in doubt
+
+
+def sent(dispatcher: Dispatcher) -> list[SampleRequest]:
+    return [r for of in dispatcher.actions() if isinstance(of, Assign) for r in of.requests]
 
 
 def test_a_sample_that_kills_engines_is_named() -> None:

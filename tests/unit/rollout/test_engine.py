@@ -3,16 +3,25 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
 from tlt.config.rollout import EngineConfig
-from tlt.contracts import Finished, FinishReason, Recheck, Sample, SampleRequest, SamplingSpec
+from tlt.contracts import (
+    Finished,
+    FinishReason,
+    Recheck,
+    Sample,
+    SampleRequest,
+    SamplingSpec,
+    Text,
+)
 from tlt.errors import ConfigError, EngineError, WeightMismatch
 from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.loop import EngineLoop
+from tlt.rollout.loop import TEXTS_S, EngineLoop, Gained
 from tlt.rollout.recheck import Verdict
 from tlt.vllm.core import stream_seed
 
@@ -35,6 +44,7 @@ class FakeCore:
     def __init__(self) -> None:
         self.left: dict[str, int] = {}
         self.admitted: list[str] = []
+        self.begun: list[Text | None] = []
         self.rechecks: list[str] = []
         self.reason: FinishReason = "length"
         self.error: Exception | None = None
@@ -52,6 +62,7 @@ class FakeCore:
 
     def admit(self, request: SampleRequest) -> None:
         self.admitted.append(request.sample_id)
+        self.begun.append(request.begun)
         self.left[request.sample_id] = request.sampling.max_tokens
 
     def step(self) -> list[Finished]:
@@ -66,6 +77,9 @@ class FakeCore:
         for sample_id in ended:
             del self.left[sample_id]
         return [Finished(sample_id, (7,), (-0.5,), self.reason, 0.0) for sample_id in ended]
+
+    def gained(self) -> list[Gained]:
+        return [(sample_id, 0, (7,), (-0.5,)) for sample_id in self.left]
 
     def begin_recheck(self, recheck: Recheck) -> None:
         self.rechecks.append("begun")
@@ -393,3 +407,35 @@ def test_no_two_engines_draw_the_same_numbers() -> None:
     for seed in (None, 7):
         assert len({stream_seed(seed, name) for name in names}) == 64
     assert stream_seed(7, "engine-0") == stream_seed(7, "engine-0") < 2**32
+
+
+def test_running_texts_are_noted_by_the_clock_until_they_end(loop: Loop) -> None:
+    def step() -> None:
+        steps = loop.core.num_steps
+        loop.core.may_step.release()
+        until(lambda: loop.core.num_steps > steps)
+        loop.core.wait_in_step()
+
+    text = Text((7,), (-0.5,), policy_version=0)
+    loop.submit([request("long", max_tokens=MANY), request("short", max_tokens=3)])
+    loop.core.wait_in_step()
+    step()
+    assert loop.take_texts() == [], "no second has passed"
+    loop.clock.now_s += TEXTS_S
+    step()
+    assert loop.take_texts() == [("long", 0, text), ("short", 0, text)]
+    loop.clock.now_s += TEXTS_S
+    step()  # "short" ends
+    loop.clock.now_s += TEXTS_S
+    step()
+    assert loop.take_texts() == [("long", 0, text), ("long", 0, text)]
+
+
+def test_a_text_of_another_policy_is_not_continued(loop: Loop) -> None:
+    loop.policy_version = 4
+    texts = [Text((7,), (-0.5,), policy_version=version) for version in (3, 4)]
+    loop.submit(
+        [replace(request(str(n), max_tokens=MANY), begun=text) for n, text in enumerate(texts)]
+    )
+    loop.core.wait_in_step()
+    assert loop.core.begun == [None, texts[1]]

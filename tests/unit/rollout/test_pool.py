@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tlt.config.rollout import PoolConfig
-from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec
+from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec, Text
 from tlt.errors import ConfigError, EngineError, EngineGone, WeightMismatch
+from tlt.rollout import pool as pool_module
 from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks, Verdict
@@ -34,6 +35,7 @@ class FakeEngine:
     is_keyed: bool = False  # the request alone decides the length and tokens of its response
     rounds_by_batch: bool = False
     dead: bool = False
+    error: Exception = field(default_factory=lambda: EngineError("gone"))  # of a dead one
     refuse_requests: Exception | None = None
     refuse_commands: Exception | None = None
     break_off: set[str] = field(default_factory=set)  # samples that end once by an error
@@ -46,6 +48,8 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.waiting: list[SampleRequest] = []
+        self.submitted: list[SampleRequest] = []
+        self.texts: list[tuple[str, int, Text]] = []
         self.running: dict[str, list[Any]] = {}
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.options: dict[str, dict[str, Any]] = {}
@@ -92,6 +96,7 @@ class FakeEngine:
         if self.fail_submission == 0:
             raise EngineError("the network was away")
         await asyncio.sleep(self.submit_s)
+        self.submitted.extend(requests)
         self.waiting.extend(requests)
 
     async def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
@@ -103,7 +108,7 @@ class FakeEngine:
     async def take_finished(self, timeout_s: float) -> list[Sample]:
         await asyncio.sleep(self.tick_s)
         if self.dead:
-            raise EngineError("gone")
+            raise self.error
         while self.waiting and len(self.running) < self.slots:
             r = self.waiting.pop(0)
             self.running[r.sample_id] = [*self.drawn(r)]
@@ -127,6 +132,10 @@ class FakeEngine:
         rng = random.Random(request.sampling.seed)
         length = rng.randint(1, request.sampling.max_tokens)
         return tuple(rng.randrange(100) for _ in range(length)), length
+
+    async def take_texts(self) -> list[tuple[str, int, Text]]:
+        texts, self.texts = self.texts, []
+        return texts
 
     async def held(self) -> list[str]:
         return [*self.running, *(r.sample_id for r in self.waiting)]
@@ -234,6 +243,34 @@ async def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
     async with started(Engines(refuse_requests=ConfigError("too long"))) as pool:
         with pytest.raises(ConfigError, match="too long"):
             await generate(pool, 1)
+
+
+@pytest.mark.parametrize("fault", ["killed", "failed by itself", "refused a drafter"])
+async def test_the_successor_continues_what_a_killed_engine_has_drawn(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It draws from the start what an engine drew that may not have held the policy."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(pool_module, "POLL_S", 0.0)
+    made = Engines()
+    async with started(made, num_engines=2) as pool:
+        rollout = asyncio.create_task(generate(pool, 1, max_tokens=300))
+        await until(lambda: any(engine.submitted for engine in made.values()))
+        (engine,) = (engine for engine in made.values() if engine.submitted)
+        engine.texts = [("0", 0, Text((5, 6, 7), (-0.5,) * 3, policy_version=0))]
+        await until(lambda: not engine.texts)
+        if fault == "refused a drafter":
+            engine.refuse_commands = WeightMismatch("not the learner's policy")
+            await pool.update_drafter([("w", torch.ones(2))], version=1)
+        else:
+            error = EngineGone if fault == "killed" else EngineError
+            engine.error, engine.dead = error("gone"), True
+        await until(lambda: sum(len(e.submitted) for e in made.values()) == 2)
+        (again,) = (e.submitted[0] for e in made.values() if e is not engine and e.submitted)
+        kept = Text((5, 6), (-0.5,) * 2, policy_version=0) if fault == "killed" else None
+        assert again.begun == kept
+        assert pool.num_kept_tokens == (2 if kept else 0)
+        await rollout
 
 
 # --- weights ------------------------------------------------------------------------------------

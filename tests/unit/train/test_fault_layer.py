@@ -190,6 +190,9 @@ class Engine(Actor):
             del self.waiting[sample_id]
         return taken
 
+    def take_texts(self) -> list[Any]:
+        return []
+
     def held(self) -> list[str]:
         return [*self.waiting, *self.running, *(sample.sample_id for sample in self.finished)]
 

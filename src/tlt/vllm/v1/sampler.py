@@ -35,6 +35,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 
 from tlt.vllm import keyed
+from tlt.vllm.args import BEGUN
 
 _LOGPROBS_OF = {"raw_logprobs": keyed.RAW, "processed_logprobs": keyed.AT_TEMPERATURE}
 _GREEDY_BELOW = 1e-5
@@ -68,11 +69,15 @@ class RunnerKeys:
         """Return the requests' seeds and the positions of their next tokens."""
         batch = self._runner.input_batch
         keys: Any = np.zeros(num_requests, np.uint64)
-        for index, name in enumerate(batch.req_ids[:num_requests]):
-            seed = self._runner.requests[name].sampling_params.seed
-            keys[index] = _seed_of(self._engine_seed, name) if seed is None else seed % 2**64
         positions = batch.num_tokens_no_spec[:num_requests] - batch.num_prompt_tokens[:num_requests]
-        return keys, positions.astype(np.int64)
+        positions = positions.astype(np.int64)
+        for index, name in enumerate(batch.req_ids[:num_requests]):
+            sampling = self._runner.requests[name].sampling_params
+            seed = sampling.seed
+            keys[index] = _seed_of(self._engine_seed, name) if seed is None else seed % 2**64
+            if sampling.extra_args:
+                positions[index] += sampling.extra_args.get(BEGUN, 0)
+        return keys, positions
 
 
 @functools.lru_cache(maxsize=65536)
