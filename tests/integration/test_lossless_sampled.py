@@ -6,10 +6,12 @@ whether the sampler draws from the policy's distribution at all. One chi-squared
 probabilities that transformers computes.
 """
 
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,10 @@ from workloads import (
 )
 
 from speed import by_size
-from tlt.contracts import SampleRequest, SamplingSpec
+from tlt.contracts import SampleRequest, SamplingSpec, Text
 from tlt.errors import EngineUnsafe
 from tlt.node.weights import SharedWeights
+from tlt.rollout import loop
 
 pytestmark = pytest.mark.vllm
 
@@ -158,6 +161,71 @@ def test_same_samples_while_the_drafter_is_swapped_and_poisoned(
     tokens, rate = drafting.accepted_during(partial(drafting.tokens_of, work))
     assert tokens == reference["temperature alone"]
     assert rate == pytest.approx(good_rate, abs=0.1)
+
+
+def texts_of(engine: Any, requests: Sequence[SampleRequest]) -> dict[str, list[Any]]:
+    """Generate these requests; return what the engine said of each text while it ran."""
+    loop.TEXTS_S, texts, num_ended = 0.0, [], 0
+    engine.submit(requests)
+    while num_ended < len(requests):
+        num_ended += len(engine.take_finished(timeout_s=0.01))
+        texts += engine.take_texts()
+    loop.TEXTS_S = 1.0
+    return {
+        r.sample_id: [(at, text) for name, at, text in texts if name == r.sample_id]
+        for r in requests
+    }
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("strategy", ["off", "switching"])
+def test_a_sample_that_another_engine_began_is_continued(
+    drafting: EngineProcess, strategy: str
+) -> None:
+    """Same tokens and log-probabilities, wherever the engine before was lost."""
+    settings = [
+        *SETTINGS["temperature alone"],
+        *SETTINGS["top-p and top-k"][:3],
+        {"temperature": 0},
+    ]
+    work = seeded(random_prompts(24, seed=3), settings, MAX_TOKENS)
+    drafting.call("set_strategy", STRATEGIES["off"])
+    drafting.call("submit", work)
+    whole = drafting.collect([request.sample_id for request in work])
+    drafting.call("set_strategy", STRATEGIES[strategy])
+    sizes = itertools.cycle((1, 2, 31, 32, 33, 40, MAX_TOKENS - 1))
+    begun = []
+    for request, sample, size in zip(work, whole, sizes, strict=False):
+        text = Text(sample.token_ids[:size], sample.logprobs[:size], policy_version=0)
+        begun.append(replace(request, begun=text))
+    drafting.call("reset_prefix_cache")
+    drafting.call("submit", begun)
+    again = drafting.collect([request.sample_id for request in work])
+    assert [s.token_ids for s in again] == [s.token_ids for s in whole]
+    assert [s.logprobs for s in again] == [s.logprobs for s in whole]
+    assert [s.finish_reason for s in again] == [s.finish_reason for s in whole]
+
+
+@pytest.mark.gate
+def test_an_engine_says_what_its_running_samples_have_gained(drafting: EngineProcess) -> None:
+    work = workload("temperature alone")[:6]
+    drafting.call("set_strategy", STRATEGIES["switching"])
+    drafting.call("submit", work)
+    whole = {s.sample_id: s for s in drafting.collect([request.sample_id for request in work])}
+    for name, texts in drafting.call(texts_of, work).items():
+        assert len(texts) > 3
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        for place, text in texts:
+            assert place == len(tokens)
+            tokens += text.token_ids
+            logprobs += text.logprobs
+        assert 0 < len(tokens) < MAX_TOKENS
+        assert whole[name].token_ids[: len(tokens)] == tuple(tokens)
+        assert whole[name].logprobs[: len(tokens)] == tuple(logprobs)
+    with_stop = replace(work[0], sampling=replace(work[0].sampling, extra={"stop": ["no such"]}))
+    without_seed = replace(work[1], sampling=replace(work[1].sampling, seed=None))
+    assert not any(drafting.call(texts_of, [with_stop, without_seed]).values())
 
 
 @pytest.mark.gate

@@ -14,7 +14,7 @@ from interpreter import InterpretedEngine
 from workloads import TINY_ARGS, random_prompts, seeded
 
 from tlt.config.rollout import EngineConfig, NgramConfig
-from tlt.contracts import Recheck, Sample
+from tlt.contracts import Recheck, Sample, Text
 from tlt.rollout.recheck import NEAR_TIES
 
 pytestmark = pytest.mark.vllm
@@ -111,6 +111,25 @@ def test_same_samples_while_drafters_and_draft_lengths_switch(
 ) -> None:
     assert len({s.token_ids for s in reference}) == len(WORK)
     check_equal(engine, reference)
+
+
+@pytest.mark.gate
+def test_a_sample_that_another_engine_began_is_continued(
+    engine: InterpretedEngine, reference: list[Sample]
+) -> None:
+    engine.call("set_strategy", SWITCHING)
+    work, wanted = [], []
+    for number, (request, sample) in enumerate(zip(WORK, reference, strict=True)):
+        size = min(1 + 3 * (number % 3), len(sample.token_ids) - 1)
+        if not request.sampling.extra:
+            begun = Text(sample.token_ids[:size], sample.logprobs[:size], policy_version=0)
+            work.append(replace(request, begun=begun))
+            wanted.append(sample)
+    engine.call("submit", work)
+    again = engine.collect([request.sample_id for request in work])
+    assert [s.token_ids for s in again] == [s.token_ids for s in wanted]
+    for one, other in zip(again, wanted, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_samples_are_rechecked(engine: InterpretedEngine, reference: list[Sample]) -> None:

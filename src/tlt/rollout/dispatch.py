@@ -22,6 +22,9 @@ from dataclasses import dataclass, field, replace
 from tlt.contracts import SampleRequest, Text
 from tlt.errors import EngineError
 
+CONTINUED_ATTEMPTS = 2
+"""Attempts after which a sample's text is no longer continued: engines may die of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Assign:
@@ -136,8 +139,9 @@ class Dispatcher:
         if engine is None:
             return {}
         for work in reversed(engine.works.values()):
-            # The last known token may be the response's end; its engine draws it again, and ends.
-            work.keep(len(work.token_ids) - 1 if keep_texts else 0)
+            # The last known token may be the response's end; the next engine draws it again.
+            trusted = keep_texts and work.attempts <= CONTINUED_ATTEMPTS
+            work.keep(len(work.token_ids) - 1 if trusted else 0)
             self._requeue(work)
         return {sample_id: len(work.token_ids) for sample_id, work in engine.works.items()}
 

@@ -56,8 +56,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_S = 1.0
-"""Seconds after which an engine with nothing to deliver shows that it is alive, and says what its
-running samples have gained."""
+"""Seconds after which an engine shows that it is alive, and how far its running samples are."""
 
 
 class RolloutPool:
@@ -78,8 +77,8 @@ class RolloutPool:
         self._failure: Exception | None = None
         self._started = False
         self._told_rounding = False
-        self._delivered: set[str] = set()
-        """Engines that have delivered a sample."""
+        self._useful: set[str] = set()
+        """Engines that have drawn anything."""
         self._idle = IdleTime(self._dispatcher, self._clients, self._spawn_send)
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
@@ -291,7 +290,7 @@ class RolloutPool:
     async def _serve(self, slot: str) -> None:
         """Keep an engine in one place of the pool."""
         lost_s: deque[float] = deque(maxlen=self._config.max_restarts + 1)
-        useless = 0  # engines in a row that delivered no sample, however long they took to fail
+        useless = 0  # engines in a row that drew nothing, however long they took to fail
         for incarnation in itertools.count():
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
             client = EngineClient(name, self._spawn(name), self._config)
@@ -308,8 +307,8 @@ class RolloutPool:
                     await self._fail(error)  # an engine that fails to start once will fail again
                     return
                 lost_s.append(self._clock())
-                useless = 0 if name in self._delivered else useless + 1
-                self._delivered.discard(name)
+                useless = 0 if name in self._useful else useless + 1
+                self._useful.discard(name)
                 within_s = lost_s[-1] - lost_s[0]
                 is_often = (
                     len(lost_s) == lost_s.maxlen and within_s <= self._config.restart_window_s
@@ -340,7 +339,9 @@ class RolloutPool:
             if samples := await client.call(Engine.take_finished, POLL_S):
                 await self._deliver(name, samples)
             if self._dispatcher.outstanding(name) and self._clock() >= texts_due_s:
-                self._dispatcher.gained(name, await client.call(Engine.take_texts))
+                if texts := await client.call(Engine.take_texts):
+                    self._useful.add(name)
+                self._dispatcher.gained(name, texts)
                 texts_due_s = self._clock() + POLL_S
             if progress.is_due(bool(samples)):
                 held = await client.call(Engine.held)
@@ -354,10 +355,9 @@ class RolloutPool:
         except EngineError as poison:
             await self._fail(poison)
             return
-        kept = sum(requeued.values())
+        self.num_kept_tokens += (kept := sum(requeued.values()))
         lost = f"{name} is lost ({error!r}); {len(requeued)} samples go to other engines"
         logger.warning("%s, which continue them after %d tokens", lost, kept)
-        self.num_kept_tokens += kept
         self.num_restarts += 1
         self._pump()
         if (listener := self._idle.listener) is not None:
@@ -400,7 +400,7 @@ class RolloutPool:
             return
         by_id = {s.sample_id: s for s in samples if s.finish_reason in WHOLE}
         for sample_id in self._dispatcher.finished(name, by_id):
-            self._delivered.add(name)
+            self._useful.add(name)
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
             self._idle.rechecks.finished(by_id[sample_id])
         if not self._dispatcher.num_unfinished:

@@ -85,7 +85,9 @@ class _Adaptive:
             num_prefills = num_prefill_tokens = 0
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
                 request = requests[request_id]
-                if request.num_computed_tokens < request.num_prompt_tokens:
+                # A preempted request reads its response again, and then decodes.
+                read = max(request.num_prompt_tokens, request.num_tokens - 1)
+                if request.num_computed_tokens < read:
                     num_prefills += 1
                     num_prefill_tokens += num_tokens
             record = self.controller.step_scheduled(

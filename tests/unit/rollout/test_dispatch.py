@@ -108,7 +108,7 @@ def test_a_lost_engine_gives_everything_back_once() -> None:
 
 
 def test_the_text_of_a_lost_engine_is_continued() -> None:
-    dispatcher = Dispatcher(prefetch=0)
+    dispatcher = Dispatcher(prefetch=0, max_attempts=9)
     dispatcher.submit([request(1), request(2)])
     dispatcher.engine_ready("a", 2)
     dispatcher.actions()
@@ -132,6 +132,10 @@ def test_the_text_of_a_lost_engine_is_continued() -> None:
     assert [r.begun for r in sent(dispatcher)] == [None]
     dispatcher.gained("c", [("1", 0, text(5, 6))])
     assert dispatcher.engine_lost("c") == {"1": 0, "2": 0}  # its policy is in doubt
+    dispatcher.engine_ready("d", 2)
+    assert [r.begun for r in sent(dispatcher)] == [None, None]
+    dispatcher.gained("d", [("1", 0, text(5, 6))])
+    assert dispatcher.engine_lost("d", keep_texts=True) == {"1": 0, "2": 0}, "its text may kill"
 
 
 def sent(dispatcher: Dispatcher) -> list[SampleRequest]:
