@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, Rows, count, table
+from statistics import median
+
+from registry.core import Doc, Rows, count, figures, percent, spread, table
 
 PARTS = {
     "rollout": "calls between the pool and its engines, in real time",
@@ -21,6 +23,24 @@ def faults(d: Doc) -> Rows:
         passed, failed = str(found["passed"]), str(found["failed"])
         rows.append([what, number, f"{found['cpu_seconds']:.0f} s", passed, failed])
     return rows
+
+
+@table("continuation", "continuation")
+def continuation(d: Doc) -> Rows:
+    """Return what a killed engine costs a rollout, with and without continuation."""
+    runs = d["runs"]
+    plain = median(run["seconds"] for run in runs["undisturbed"])
+    rows = [["samples of the killed engine", "rollout", "lost", "tokens not drawn again"]]
+    rows.append(["no engine is killed", f"{plain:.1f} s", "", ""])
+    for arm in ("continue", "start again"):
+        seconds = median(run["seconds"] for run in runs[arm])
+        kept = median(run["kept_tokens"] for run in runs[arm])
+        lost = spread(d["lost_s"][arm], "{:.1f}", " s")
+        rows.append([arm, f"{seconds:.1f} s", lost, f"{kept:.0f}"])
+    return rows
+
+
+figures("continuation", "continuation", {"killed_at": lambda d: percent(d["killed_at"])})
 
 
 @table("soak", "soak")

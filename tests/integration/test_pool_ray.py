@@ -1,5 +1,6 @@
 """The pool on a real local Ray cluster with real engines."""
 
+import asyncio
 import os
 import signal
 from dataclasses import replace
@@ -19,6 +20,7 @@ from workloads import (
 from tlt.config.rollout import EngineConfig, PoolConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.node.weights import SharedWeights
+from tlt.rollout.client import place_of
 from tlt.rollout.pool import RolloutPool
 
 pytestmark = [
@@ -54,6 +56,9 @@ def requests(count: int, run: str) -> list[SampleRequest]:
     ]
 
 
+LONG = SampleRequest("tail", (5, 6, 7), SamplingSpec(480, temperature=1, ignore_eos=True, seed=7))
+
+
 def same_prompt(count: int) -> list[SampleRequest]:
     """Return the requests of one group, which the pool spreads over its engines."""
     sampling = SamplingSpec(max_tokens=32, temperature=1, ignore_eos=True)
@@ -73,6 +78,7 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
         alone.call("update_policy", weights.manifest(), 1)
     tokens_alone = alone.tokens_of(requests(96, "alone"))
     reference = {str(index): tokens for index, tokens in enumerate(tokens_alone)}
+    (alone_long,) = alone.tokens_of([LONG])
     alone.close()
 
     settings = config(tiny, fresh_drafter)
@@ -104,6 +110,24 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
             assert sample.token_ids == reference[sample.sample_id.split("/")[1]]
             assert sample.policy_version == 1
         assert used == {"engine-0.1", "engine-1"}
+        await kill_in_the_tail(pool, started, alone_long)
+
+
+async def kill_in_the_tail(
+    pool: RolloutPool, started: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    """Kill the engine of the last sample; another engine continues the text."""
+    rollout = aiter(pool.generate([LONG]))
+    last = asyncio.ensure_future(anext(rollout))
+    (owner,) = [name for name, held in pool.loads().items() if held]
+    process = next(
+        p for name, p in started.items() if place_of(name) == owner and name in pool.engines
+    )
+    before = pool.num_kept_tokens
+    await asyncio.sleep(2.5)
+    os.kill(process.pid, signal.SIGKILL)
+    assert (await last).token_ids == expected
+    assert pool.num_kept_tokens - before > 20
 
 
 async def test_weights_reach_engines_of_other_nodes(tiny: Path, fresh_drafter: Path) -> None:
