@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from tlt.contracts import EngineStats
+from tlt.contracts import EngineStats, Text
 from tlt.doctor.engines import (
     KV_CACHE_BYTES,
     LEAST_ACCEPTED,
@@ -106,6 +106,20 @@ def policy_update(place: Place) -> dict[str, Any]:
     if first == expected:
         raise AssertionError("both policies generate the same tokens: nothing was shown")
     return {"update_s": seconds, "differing_samples": differing}
+
+
+def continued(place: Place) -> dict[str, Any]:
+    """Samples that another engine began go on with the same tokens."""
+    requests = work(24, 64)
+    with started(engine_config(place)) as engine:
+        expected = tokens_of(engine, requests)
+        begun = []
+        for number, (request, tokens) in enumerate(zip(requests, expected, strict=True)):
+            size = 1 + 7 * number % 63
+            text = Text(tokens[:size], (0.0,) * size, policy_version=0)
+            begun.append(replace(request, begun=text))
+        tokens_again = tokens_of(engine, begun)
+    return {"differing": expect_same(place, tokens_again, expected, "continued by another engine")}
 
 
 def sleep(place: Place) -> dict[str, Any]:

@@ -59,6 +59,7 @@ CHECKS = (
     Check(sameness.bfloat16),
     Check(lifecycle.drafter_swap, invariant=True),
     Check(lifecycle.policy_update, invariant=True),
+    Check(lifecycle.continued, invariant=True),
     Check(lifecycle.sleep, invariant=True),
     Check(lifecycle.states),
     Check(sameness.tensor_parallel, invariant=True, min_gpus=2),
