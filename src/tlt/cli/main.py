@@ -29,6 +29,7 @@ from tlt.cli import (
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Fast, lossless RL training of reasoning LLMs on stock vLLM, Ray and PyTorch.",
 )
 app.command("demo")(demo.demo)

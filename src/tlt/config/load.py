@@ -125,7 +125,9 @@ def _explain(schema: type[BaseModel], problem: Any) -> str:
     key = ".".join(location)
     fields, field = _find(schema, location)
     if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], list(fields), 1)
+        name = location[-1]
+        initials = "".join(word[:1] for word in name.split("_"))  # lr, for learning_rate
+        close = [initials] if initials in fields else difflib.get_close_matches(name, fields, 1)
         hint = f"did you mean {close[0]}?" if close else f"known here: {', '.join(fields)}"
         return f"{key} is not a setting; {hint}"
     section = schema_of(field.annotation) if field is not None else None

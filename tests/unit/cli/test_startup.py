@@ -20,7 +20,7 @@ def _children_s() -> float:
     "code",
     [
         "import tlt",
-        "import sys; sys.argv = ['tlt', '--help']; from tlt.cli.main import app; app()",
+        "import sys; sys.argv = ['tlt', '-h']; from tlt.cli.main import app; app()",
     ],
 )
 def test_light(code: str) -> None:

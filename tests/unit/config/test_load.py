@@ -18,7 +18,11 @@ RECIPE = Path(__file__).parents[3] / "configs" / "tiny_tail_cpu.toml"
 
 @pytest.mark.parametrize(
     ("override", "hint"),
-    [("learner.lrr=1", "did you mean lr?"), ("zzz.a=1", "known here: run, policy")],
+    [
+        ("learner.lrr=1", "did you mean lr?"),
+        ("learner.learning_rate=1", "did you mean lr?"),
+        ("zzz.a=1", "known here: run, policy"),
+    ],
 )
 def test_a_wrong_key_is_named_with_a_suggestion(override: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refused:
