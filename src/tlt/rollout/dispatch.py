@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,19 +50,19 @@ class _Work:
     request: SampleRequest
     attempts: int = 0
     owner: str | None = None
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
     """The response as far as it is known."""
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
     policy_version: int = 0
     """Version of the policy that drew it."""
 
     def gained(self, place: int, text: Text) -> None:
         """Note that the response continues at a place; what does not fit is left out."""
         if place == 0:  # an engine may have started again
-            self.token_ids, self.logprobs = [], []
+            self.keep(0)
         if place == len(self.token_ids):
-            self.token_ids += text.token_ids
-            self.logprobs += text.logprobs
+            self.token_ids.extend(text.token_ids)
+            self.logprobs.extend(text.logprobs)
             self.policy_version = text.policy_version
 
     def keep(self, size: int) -> None:

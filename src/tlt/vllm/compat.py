@@ -98,6 +98,21 @@ def applied() -> dict[str, bool]:
     return dict(_applied)
 
 
+# --- texts of running requests ------------------------------------------------------------------
+# vLLM hands out the text of a running request with every engine step, or only at its end. Its
+# output processor collects the text in both cases. Can go when vLLM answers for one request.
+
+
+def running_text(llm: Any, vllm_id: str, first: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return what a running request has drawn from a place on: tokens and log-probabilities."""
+    state = llm.output_processor.request_states.get(vllm_id)
+    if state is None:
+        return (), ()
+    logprobs = state.logprobs_processor.logprobs
+    drawn = tuple(state.detokenizer.output_token_ids[first:])
+    return drawn, () if logprobs is None else tuple(logprobs.logprobs[first:])
+
+
 # --- loading weights into a running model -------------------------------------------------------
 # `model.load_weights` in place does not work on CPU: vLLM packs linear weights for the kernels and
 # drops the originals (AttributeError: weight_loader). vLLM's layerwise reload restores the loadable

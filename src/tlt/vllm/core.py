@@ -220,6 +220,8 @@ class VllmCore:
         Without those that another engine could not continue: it must draw the same noise, and
         settings such as stop texts look at the whole response.
         """
+        from tlt.vllm import compat
+
         texts = []
         for sample_id, (request, vllm_id) in self._requests.items():
             sampling = request.sampling
@@ -227,7 +229,7 @@ class VllmCore:
                 continue
             place = self._places[sample_id]
             first = place - len((request.begun or NOTHING).token_ids)
-            drawn, logprobs = running_text(self.llm, vllm_id, first)
+            drawn, logprobs = compat.running_text(self.llm, vllm_id, first)
             if drawn:
                 self._places[sample_id] = place + len(drawn)
                 texts.append((sample_id, place, drawn, logprobs))
@@ -392,18 +394,6 @@ class VllmCore:
         if self.node is None:
             return nullcontext()
         return self.node.commands.takes(sum(getattr(self.node, part) for part in parts))
-
-
-def running_text(llm: Any, vllm_id: str, first: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return what a running request has drawn from a place on: tokens and log-probabilities.
-
-    vLLM hands out the text of a running request with every engine step, or not at all. Its output
-    processor collects it in both cases.
-    """
-    state = llm.output_processor.request_states[vllm_id]
-    logprobs = state.logprobs_processor.logprobs
-    drawn = tuple(state.detokenizer.output_token_ids[first:])
-    return drawn, () if logprobs is None else tuple(logprobs.logprobs[first:])
 
 
 def stream_seed(seed: int | None, name: str) -> int:
