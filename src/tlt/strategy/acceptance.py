@@ -7,9 +7,11 @@ numbers: an update costs microseconds, and memory does not grow with time.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 from tlt.contracts import Arm, StepReport
+
+Gained = list[tuple[float, float]]
+"""Tokens that a request gains per step with drafts of 0, 1, ... tokens: expected and optimistic."""
 
 
 class Acceptance:
@@ -42,6 +44,10 @@ class Acceptance:
         """Verified requests by draft length: entry i counts drafts longer than i tokens."""
         self._offered = 0.0
         self._drafted = 0.0
+        self._chances: tuple[list[float], list[float]] | None = None
+        """Chances in recent and in all text, until a memory changes."""
+        self._gained: dict[tuple[bool, int], Gained] = {}
+        """Tokens gained in all text (True) or recent text, by the length in use."""
 
     def observe(self, report: StepReport) -> bool:
         """Learn from the drafts that an engine step verified.
@@ -53,8 +59,8 @@ class Acceptance:
         if length == 0 or num_requests <= 0:
             return False
         reached = [num_requests]
-        for position in range(length):
-            accepted = report.accepted_at[position] if position < len(report.accepted_at) else 0
+        accepted_at = report.accepted_at[:length]
+        for position, accepted in enumerate(accepted_at + (0,) * (length - len(accepted_at))):
             reached.append(min(accepted, reached[-1]))
             self._verified[position] += num_requests
         self._latest.observe(reached)
@@ -63,6 +69,7 @@ class Acceptance:
         self._usual.observe(reached)
         if turned:
             self._recent.become(self._latest, self.LATEST)
+        self._changed()
         keep = math.exp(-num_requests / self.USUAL)
         self._offered = keep * self._offered + num_requests * length
         self._drafted = keep * self._drafted + min(
@@ -84,6 +91,7 @@ class Acceptance:
         self._latest.forget(0.0)
         self._recent.forget(weight)
         self._usual.forget(weight)
+        self._changed()
 
     @property
     def ease(self) -> float:
@@ -104,32 +112,49 @@ class Acceptance:
         if changed:
             self._recent.become(self._latest, self.LATEST)
             self._usual.become(self._latest, self.LATEST)
+            self._changed()
         return changed
 
     def expect_other_text(self) -> None:
         """Expect usual text until drafts say otherwise: other requests are running."""
         self._recent.become(self._usual, self.OTHER_TEXT)
+        self._changed()
 
-    def drafted(self, num_draft_tokens: int) -> float:
-        """Return the tokens that a request drafts per step.
+    @property
+    def drafted_share(self) -> float:
+        """Share of the asked tokens that are drafted.
 
         A model drafts all that it is asked for, and a lookup without a match none.
         """
-        share = self._drafted / self._offered if self._offered > 0 else 1.0
-        return share * num_draft_tokens
+        return self._drafted / self._offered if self._offered > 0 else 1.0
 
-    def recent_tokens(self, num_draft_tokens: int, in_use: int = 0) -> tuple[float, float]:
-        """Return the tokens that a request gains per step in recent text: expected and optimistic.
+    def recent_tokens(self, in_use: int = 0) -> Gained:
+        """Return the tokens that a request gains per step in recent text.
 
-        Drafts of the length in use share their first positions with this length, so that there is
-        no optimism about these positions.
+        Drafts of the length in use share their first positions with longer and shorter drafts, so
+        that there is no optimism about these positions.
         """
-        shape = self._usual.chances(num_draft_tokens)
-        return self._recent.tokens(num_draft_tokens, in_use, shape)
+        return self._tokens(usual=False, num_given=in_use)
 
-    def usual_tokens(self, num_draft_tokens: int) -> tuple[float, float]:
-        """Return the tokens that a request gains per step in all text: expected and optimistic."""
-        return self._usual.tokens(num_draft_tokens, 0)
+    def usual_tokens(self) -> Gained:
+        """Return the tokens that a request gains per step in all text."""
+        return self._tokens(usual=True, num_given=0)
+
+    def _tokens(self, usual: bool, num_given: int) -> Gained:
+        """Return the tokens gained, computed once for each change of a memory."""
+        gained = self._gained.get((usual, num_given))
+        if gained is None:
+            if self._chances is None:
+                shape = self._usual.chances()
+                self._chances = self._recent.chances(shape), shape
+            memory = self._usual if usual else self._recent
+            gained = memory.tokens(self._chances[usual], num_given)
+            self._gained[usual, num_given] = gained
+        return gained
+
+    def _changed(self) -> None:
+        self._chances = None
+        self._gained.clear()
 
 
 class _Chances:
@@ -148,9 +173,13 @@ class _Chances:
     def observe(self, reached: list[int]) -> None:
         """Count a step's drafts: `reached[i]` of them were accepted up to position i."""
         keep = math.exp(-reached[0] / self._window)
-        for position, (before, accepted) in enumerate(pairwise(reached)):
-            self._reached[position] = keep * self._reached[position] + before
-            self._accepted[position] = keep * self._accepted[position] + accepted
+        num, accepted = len(reached) - 1, reached[1:]
+        self._reached[:num] = [
+            keep * old + new for old, new in zip(self._reached, reached, strict=False)
+        ][:num]
+        self._accepted[:num] = [
+            keep * old + new for old, new in zip(self._accepted, accepted, strict=False)
+        ]
 
     def forget(self, weight: float) -> None:
         """Keep the chances, but with the weight of at most `weight` drafts."""
@@ -181,7 +210,7 @@ class _Chances:
         variance = expected * (1 - expected) * (1 / num + 1 / num_other)
         return abs(self._accepted[0] / num - expected) > self.DEVIATIONS * math.sqrt(variance)
 
-    def chances(self, num_draft_tokens: int, shape: list[float] | None = None) -> list[float]:
+    def chances(self, shape: list[float] | None = None) -> list[float]:
         """Return the chance of each position.
 
         An unknown position has the chance of the position before it. With `shape`, the chances of a
@@ -189,32 +218,39 @@ class _Chances:
         """
         chances: list[float] = []
         chance = shape[0] if shape else self._prior
-        for position in range(min(num_draft_tokens, len(self._reached))):
+        odds = _odds(chance)
+        for position, (reached, accepted) in enumerate(
+            zip(self._reached, self._accepted, strict=True)
+        ):
             if shape and position:
-                odds = _odds(shape[position]) / _odds(shape[position - 1]) * _odds(chance)
-                chance = odds / (1 + odds)
-            weight = self._reached[position] + self.PRIOR_WEIGHT
-            chance = (self._accepted[position] + self.PRIOR_WEIGHT * chance) / weight
+                before, odds = odds, _odds(shape[position])
+                ratio = odds / before * _odds(chance)
+                chance = ratio / (1 + ratio)
+            chance = (accepted + self.PRIOR_WEIGHT * chance) / (reached + self.PRIOR_WEIGHT)
             chances.append(chance)
         return chances
 
-    def tokens(
-        self, num_draft_tokens: int, num_given: int, shape: list[float] | None = None
-    ) -> tuple[float, float]:
-        """Return expected tokens, and optimistic ones for positions from `num_given` on."""
+    def tokens(self, chances: list[float], num_given: int) -> Gained:
+        """Return the tokens gained, with optimism from the position `num_given` on."""
         expected = optimistic = rate = upper = 1.0
         variance = 0.0
-        for position, chance in enumerate(self.chances(num_draft_tokens, shape)):
+        gained = [(1.0, 1.0)]
+        for position, chance in enumerate(chances):
             rate *= chance
             if position >= num_given:
                 weight = self._reached[position] + self.PRIOR_WEIGHT
-                variance += max(chance * (1 - chance), 0.05) / weight / max(chance, 0.05) ** 2
-            upper = min(upper, rate * (1 + 1.5 * math.sqrt(variance)))
+                spread = chance * (1 - chance)
+                least = chance if chance > 0.05 else 0.05
+                variance += (spread if spread > 0.05 else 0.05) / weight / least**2
+            highest = rate * (1 + 1.5 * math.sqrt(variance))
+            if highest < upper:
+                upper = highest
             expected += rate
             optimistic += upper
-        return expected, optimistic
+            gained.append((expected, optimistic))
+        return gained
 
 
 def _odds(chance: float) -> float:
-    chance = min(max(chance, 0.01), 0.99)
+    chance = 0.01 if chance < 0.01 else 0.99 if chance > 0.99 else chance
     return chance / (1 - chance)

@@ -25,7 +25,7 @@ the same decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,8 +33,6 @@ from tlt.contracts import DRAFTERS, OFF, Arm, StepContext, StepReport
 from tlt.strategy.acceptance import Acceptance
 from tlt.strategy.step_time import MAX_RATIO, StepTime, batch_bucket
 
-Times = Mapping[Arm, tuple[float, float]]
-"""Seconds of a step of every arm: expected and optimistic."""
 Trial = Literal["due", "promising"]
 """Why an arm gets a trial: its drafter's retry interval has passed, or its optimistic rate exceeds
 the best arm's."""
@@ -71,24 +69,37 @@ class _Spent:
     trials_s: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """An arm, and what the strategy expects of it at the batch size of the latest choice."""
+
+    arm: Arm
+    seconds: float = 1.0
+    """Seconds of a step."""
+    least_s: float = 1.0
+    """Seconds of a step, optimistic."""
+    visits: float = 0.0
+    """Timed steps at about this batch size."""
+    rate: float = 0.0
+    """Tokens per second in recent text."""
+
+
 class Adaptive:
     """Chooses the arm with the best predicted throughput; see the module's docstring."""
 
     def __init__(self, arms: Collection[Arm], caution: Caution | None = None) -> None:
         self._caution = caution or Caution()
-        self._arms = sorted({*arms, OFF}, key=lambda arm: (arm.drafter, arm.num_draft_tokens))
-        self._lengths: dict[str, list[Arm]] = {}
+        self._off = _Candidate(OFF)
+        self._lengths: dict[str, list[_Candidate]] = {}
         """The arms of each drafter, by rising draft length."""
-        for arm in self._arms:
-            if arm != OFF:
-                self._lengths.setdefault(arm.drafter, []).append(arm)
+        for arm in sorted({*arms} - {OFF}, key=lambda arm: (arm.drafter, arm.num_draft_tokens)):
+            self._lengths.setdefault(arm.drafter, []).append(_Candidate(arm))
         self._acceptance = {
-            drafter: Acceptance(arms[-1].num_draft_tokens, DRAFTERS[drafter].prior)
-            for drafter, arms in self._lengths.items()
+            drafter: Acceptance(lengths[-1].arm.num_draft_tokens, DRAFTERS[drafter].prior)
+            for drafter, lengths in self._lengths.items()
         }
-        self._time = StepTime(frozenset(self._arms))
-        self._current = OFF
-        self._settled = OFF
+        self._time = StepTime(self.arms())
+        self._current = self._settled = self._off
         self._trial: Trial | None = None
         self._steps_left = 0
         self._chosen_for = 0
@@ -108,7 +119,8 @@ class Adaptive:
 
     def arms(self) -> frozenset[Arm]:
         """Return every arm that may be chosen."""
-        return frozenset(self._arms)
+        drafting = (one.arm for lengths in self._lengths.values() for one in lengths)
+        return frozenset((OFF, *drafting))
 
     # --- learning -----------------------------------------------------------------------------
 
@@ -134,7 +146,7 @@ class Adaptive:
         if self._trial and self._best_rate > 0:
             decoding_s = elapsed_s - self._time.prefill_s(report.num_prefill_tokens)
             cost_s = max(0.0, decoding_s) - report.num_output_tokens / self._best_rate
-            account = self._spent_due[self._current.drafter] if self._trial == "due" else spent
+            account = self._spent_due[self._current.arm.drafter] if self._trial == "due" else spent
             account.trials_s = max(0.0, account.trials_s + cost_s)
         self._switches = min(3.0, self._switches + elapsed_s * self._caution.switches_per_s)
         self._steps += 1
@@ -146,198 +158,192 @@ class Adaptive:
         """Return the arm that drafts in the next engine step."""
         if context.drafter_version != self._version:
             if self._version is not None:
-                for drafter, arms in self._lengths.items():
-                    if arms[0].uses_model:
+                for drafter, lengths in self._lengths.items():
+                    if lengths[0].arm.uses_model:
                         self._expect_change(drafter)
             self._version = context.drafter_version
         num_decodes = self._num_decodes = context.num_decodes or context.num_prefills
         self._steps_left -= 1
         if num_decodes <= 0 or not self._time.known:
-            return self._current
+            return self._current.arm
         grown = num_decodes > 2 * self._chosen_for  # a new rollout has started
         if grown:
             self._chosen_for = num_decodes
             for acceptance in self._acceptance.values():
                 acceptance.expect_other_text()
         elif self._steps_left > 0:
-            return self._current
-        if context.num_prefills > context.num_decodes and self._current == OFF:
+            return self._current.arm
+        if context.num_prefills > context.num_decodes and self._current is self._off:
             return OFF  # no trials while the batch fills up
-        if self._trial and self._current.drafter not in ("off", self._settled.drafter):
-            in_use = self._acceptance.get(self._settled.drafter)
-            tried = self._acceptance[self._current.drafter]
-            if tried.believe_latest(ease=in_use.ease if in_use else 1.0):
+        tried, in_use = self._current.arm.drafter, self._settled.arm.drafter
+        if self._trial and tried not in ("off", in_use):
+            known = self._acceptance.get(in_use)
+            if self._acceptance[tried].believe_latest(ease=known.ease if known else 1.0):
                 self._failed_trials.clear()
-        arm, trial = self._choose(num_decodes)
-        if arm != self._current and self._switches >= 1:
+        chosen, trial = self._choose(num_decodes)
+        if chosen is not self._current and self._switches >= 1:
             self._switches -= 1
-            if arm.drafter != self._current.drafter and arm != OFF:
-                self._acceptance[arm.drafter].begin()
-            self._current = arm
+            drafter = chosen.arm.drafter
+            if drafter not in ("off", tried):
+                self._acceptance[drafter].begin()
+            self._current = chosen
             self._chosen_for = num_decodes
             self._trial = trial
             if not trial:
-                self._settled = arm
+                self._settled = chosen
             elif trial == "due":
-                self._failed_trials[arm.drafter] = self._failed_trials.get(arm.drafter, 0) + 1
-            self._steps_left = self._trial_steps(arm) if trial else self._caution.dwell_steps
-        elif arm == self._current:
+                self._failed_trials[drafter] = self._failed_trials.get(drafter, 0) + 1
+            self._steps_left = self._trial_steps(chosen) if trial else self._caution.dwell_steps
+        elif chosen is self._current:
             self._chosen_for = num_decodes
             self._trial = trial
             self._steps_left = 2  # the same arm again: decide in two steps
-        return self._current
+        return self._current.arm
 
-    def _choose(self, num_decodes: int) -> tuple[Arm, Trial | None]:
+    def _choose(self, num_decodes: int) -> tuple[_Candidate, Trial | None]:
         """Return the best arm; or an arm that gets a trial, and the reason for the trial."""
-        times = self._times(num_decodes)
-        rates = {arm: self._rate(num_decodes, arm, times) for arm in self._arms}
-        best = self._best(num_decodes, {arm: rate for arm, (rate, _) in rates.items()}, times)
-        self._best_rate = rates[best][0]
-        gains = {
-            arm: self._optimistic_gain(num_decodes, arm, best, times)
-            for arm in self._arms
-            if arm.drafter != "off"
-        }
-        gains[OFF] = rates[OFF][1] / self._best_rate
+        self._estimate(num_decodes)
+        best = self._best(num_decodes)
+        self._best_rate = best.rate
         worth = 1 + self._caution.margin
-        promising = sorted((a for a in gains if gains[a] >= worth), key=lambda a: -gains[a])
-        trials: list[tuple[Arm, Trial]] = []
-        trials += [(arm, "due") for arm in self._due(num_decodes, times)]
-        trials += [(arm, "promising") for arm in promising]
-        for arm, trial in trials:
-            if arm != best and self._may_try(arm, num_decodes, rates[arm][0], trial):
-                return arm, trial
-        self._failed_trials[best.drafter] = 0
+        gains = [
+            (self._optimistic_gain(num_decodes, one, best), one)
+            for lengths in self._lengths.values()
+            for one in lengths
+        ]
+        gains.append((num_decodes / self._off.least_s / best.rate, self._off))
+        promising = sorted((one for one in gains if one[0] >= worth), key=lambda one: -one[0])
+        trials: list[tuple[_Candidate, Trial]] = []
+        trials += [(one, "due") for one in self._due()]
+        trials += [(one, "promising") for _, one in promising]
+        for one, trial in trials:
+            if one is not best and self._may_try(one, num_decodes, trial):
+                return one, trial
+        self._failed_trials[best.arm.drafter] = 0
         return best, None
 
-    def _best(self, num_decodes: int, rates: dict[Arm, float], times: Times) -> Arm:
+    def _estimate(self, num_decodes: int) -> None:
+        """Estimate step times, which do not depend on the text, and rates in recent text.
+
+        The optimistic time of an arm that was never timed at any batch size is at most that of the
+        next shorter draft.
+        """
+        off = self._off
+        off.seconds, error, off.visits = self._time.expected_s(num_decodes, 0, OFF)
+        off.least_s = off.seconds * (1 - 0.5 * error)
+        off.rate = num_decodes / off.seconds
+        for drafter, lengths in self._lengths.items():
+            gained = self._acceptance[drafter].recent_tokens()
+            share, shorter_s = self._acceptance[drafter].drafted_share, off.seconds
+            for one in lengths:
+                length = one.arm.num_draft_tokens
+                one.seconds, error, one.visits = self._time.expected_s(
+                    num_decodes, num_decodes * (share * length), one.arm
+                )
+                one.least_s = one.seconds * (1 - 0.5 * error)
+                if not one.visits and not self._time.timed(one.arm):
+                    one.least_s = min(one.least_s, shorter_s)
+                one.rate = num_decodes * gained[length][0] / one.seconds
+                shorter_s = one.seconds
+
+    def _best(self, num_decodes: int) -> _Candidate:
         """Return the arm with the best expected rate.
 
         Each drafter enters with its best draft length in recent text. Among these arms, the best
         in all text wins, provided that it beats plain decoding in recent text.
         """
         kept, margin = self._settled, self._caution.margin
-        champions = {
-            drafter: max(tried, key=lambda arm: rates[arm] * (1 + margin * (arm == kept)))
-            for drafter, lengths in self._lengths.items()
-            if (tried := [arm for arm in lengths if self._time.visits(num_decodes, arm) >= 1])
-        }
+        champions = [
+            max(tried, key=lambda one: one.rate * (1 + margin * (one is kept)))
+            for lengths in self._lengths.values()
+            if (tried := [one for one in lengths if one.visits >= 1])
+        ]
         if not champions:
-            return OFF
+            return self._off
 
-        def in_usual_text(arm: Arm) -> float:
-            rate = self._rate(num_decodes, arm, times, usual=True)[0]
-            return rate * (1 + margin * (arm.drafter == kept.drafter))
+        def in_usual_text(one: _Candidate) -> float:
+            rate = self._usual_rate(num_decodes, one)
+            return rate * (1 + margin * (one.arm.drafter == kept.arm.drafter))
 
-        champion = max(champions.values(), key=in_usual_text)
-        favour = 1 + margin * (1 if kept == OFF else -1)
-        return champion if rates[champion] >= favour * rates[OFF] else OFF
+        champion = max(champions, key=in_usual_text) if len(champions) > 1 else champions[0]
+        favour = 1 + margin * (1 if kept is self._off else -1)
+        return champion if champion.rate >= favour * self._off.rate else self._off
 
-    def _optimistic_gain(self, num_decodes: int, arm: Arm, best: Arm, times: Times) -> float:
+    def _optimistic_gain(self, num_decodes: int, one: _Candidate, best: _Candidate) -> float:
         """Return the ratio of the arm's optimistic rate to the best arm's rate.
 
-        Optimism about acceptance ends once the acceptance of a drafter is known and another drafter
-        is in use: only due trials remain. Otherwise optimism would rise wherever text is hard for
-        the drafter in use, and such text is hard for all drafters. Optimism about the step time
-        remains until the arm was timed at about this batch size: step times do not depend on text.
+        There is no optimism about draft positions that the best arm also verifies. Optimism about
+        acceptance ends once the acceptance of a drafter is known and another drafter is in use:
+        only due trials remain. Otherwise optimism would rise wherever text is hard for the drafter
+        in use, and such text is hard for all drafters. Optimism about the step time remains until
+        the arm was timed at about this batch size: step times do not depend on text.
         """
-        if best != OFF and arm.drafter != best.drafter:
-            expected, optimistic = self._rate(num_decodes, arm, times, usual=True)
-            if self._acceptance[arm.drafter].num_verified >= self._caution.known_drafts:
-                seconds, least_s = times[arm]
-                timed = self._time.visits(num_decodes, arm) >= 1
-                optimistic = 0.0 if timed else expected * seconds / least_s
-            return optimistic / self._rate(num_decodes, best, times, usual=True)[0]
-        return self._rate(num_decodes, arm, times, in_use=best)[1] / self._best_rate
+        drafter, length = one.arm.drafter, one.arm.num_draft_tokens
+        acceptance = self._acceptance[drafter]
+        if best is self._off or drafter == best.arm.drafter:
+            tokens = acceptance.recent_tokens(best.arm.num_draft_tokens)[length][1]
+            return num_decodes * tokens / one.least_s / best.rate
+        expected, tokens = acceptance.usual_tokens()[length]
+        if acceptance.num_verified >= self._caution.known_drafts:
+            tokens = 0.0 if one.visits >= 1 else expected
+        return num_decodes * tokens / one.least_s / self._usual_rate(num_decodes, best)
 
-    def _trial_steps(self, arm: Arm) -> int:
+    def _usual_rate(self, num_decodes: int, one: _Candidate) -> float:
+        """Return the tokens per second of a drafting arm in all text."""
+        tokens = self._acceptance[one.arm.drafter].usual_tokens()[one.arm.num_draft_tokens][0]
+        return num_decodes * tokens / one.seconds
+
+    def _trial_steps(self, one: _Candidate) -> int:
         """Return the number of engine steps of a trial.
 
         A trial verifies about a dozen drafts. Unless it is the first trial of the arm, it includes
         a step that both verifies and drafts with the arm, for its time.
         """
         steps = min(math.ceil(12 / max(self._num_decodes, 1)), 6)
-        is_first = arm != OFF and not self._acceptance[arm.drafter].seen(arm)
-        return steps if is_first else steps + 1
+        known = one is self._off or self._acceptance[one.arm.drafter].seen(one.arm)
+        return steps + known
 
-    def _due(self, num_decodes: int, times: Times) -> list[Arm]:
+    def _due(self) -> list[_Candidate]:
         """Return the most promising arm of each drafter whose retry interval has passed."""
 
-        def optimistic(arm: Arm) -> float:
-            return self._rate(num_decodes, arm, times, usual=True)[1]
+        def optimistic(one: _Candidate) -> float:
+            gained = self._acceptance[one.arm.drafter].usual_tokens()
+            return gained[one.arm.num_draft_tokens][1] / one.least_s
 
         due = []
         for drafter, lengths in self._lengths.items():
             # While no drafter is in use, trials stay frequent: the text may have become easy.
-            doublings = min(4 if self._settled != OFF else 1, self._failed_trials.get(drafter, 0))
+            most = 1 if self._settled is self._off else 4
+            doublings = min(most, self._failed_trials.get(drafter, 0))
             steps = self._steps - self._last_used.get(drafter, 0)
             if steps > self._caution.retry_interval_steps << doublings:
-                num_seen = sum(self._acceptance[drafter].seen(arm) for arm in lengths)
+                acceptance = self._acceptance[drafter]
+                num_seen = sum(acceptance.seen(one.arm) for one in lengths)
                 due.append(max(lengths[: num_seen + 1], key=optimistic))
         return due
 
-    def _may_try(self, arm: Arm, num_decodes: int, rate: float, trial: Trial) -> bool:
+    def _may_try(self, one: _Candidate, num_decodes: int, trial: Trial) -> bool:
         """Return whether the arm may get a trial now.
 
         Shorter drafts go first: they are cheaper and teach about longer ones. No trial may cost
         more than the rest of its budget.
         """
-        if arm.num_draft_tokens:
-            lengths = self._lengths[arm.drafter]
-            place = lengths.index(arm)
-            if place and not self._acceptance[arm.drafter].seen(lengths[place - 1]):
+        drafter = one.arm.drafter
+        if one is not self._off:
+            lengths = self._lengths[drafter]
+            place = lengths.index(one)
+            if place and not self._acceptance[drafter].seen(lengths[place - 1].arm):
                 return False
-        lost = max(0.0, 1 - rate / self._best_rate) if self._best_rate > 0 else 0.0
-        step_s = self._time.expected_s(num_decodes, 0, arm)[0]
-        cost_s = self._trial_steps(arm) * step_s * lost
+        lost = max(0.0, 1 - one.rate / self._best_rate) if self._best_rate > 0 else 0.0
+        step_s = self._time.expected_s(num_decodes, 0, one.arm)[0]
+        cost_s = self._trial_steps(one) * step_s * lost
         share = self._caution.probe_share
         if trial == "due":
-            due = self._spent_due[arm.drafter]
-            return due.trials_s + cost_s <= share * (1 + (self._settled == OFF)) * due.busy_s
+            due, none_in_use = self._spent_due[drafter], self._settled is self._off
+            return due.trials_s + cost_s <= share * (1 + none_in_use) * due.busy_s
         here = self._spent.get(batch_bucket(num_decodes), _Spent())
-        first_s = self._caution.first_probes_steps * self._time.expected_s(num_decodes, 0, OFF)[0]
+        first_s = self._caution.first_probes_steps * self._off.seconds
         return here.trials_s + cost_s <= first_s + share * here.busy_s
-
-    def _times(self, num_decodes: int) -> Times:
-        """Return the step times of all arms; they do not depend on the text.
-
-        The optimistic time of an arm that was never timed at any batch size is at most that of the
-        next shorter draft.
-        """
-        seconds, error = self._time.expected_s(num_decodes, 0, OFF)
-        times = {OFF: (seconds, seconds * (1 - 0.5 * error))}
-        for drafter, lengths in self._lengths.items():
-            shorter_s = times[OFF][0]
-            for arm in lengths:
-                drafted = self._acceptance[drafter].drafted(arm.num_draft_tokens)
-                draft_tokens = num_decodes * drafted
-                seconds, error = self._time.expected_s(num_decodes, draft_tokens, arm)
-                least_s = seconds * (1 - 0.5 * error)
-                times[arm] = (
-                    seconds,
-                    least_s if self._time.timed(arm) else min(least_s, shorter_s),
-                )
-                shorter_s = seconds
-        return times
-
-    def _rate(
-        self, num_decodes: int, arm: Arm, times: Times, usual: bool = False, in_use: Arm = OFF
-    ) -> tuple[float, float]:
-        """Return an arm's tokens per second: expected and optimistic.
-
-        The rates are those in recent text, or in all text if `usual`. There is no optimism about
-        draft positions that the arm `in_use` also verifies.
-        """
-        gained = optimistic = 1.0
-        if arm.num_draft_tokens:
-            acceptance = self._acceptance[arm.drafter]
-            gained, optimistic = (
-                acceptance.usual_tokens(arm.num_draft_tokens)
-                if usual
-                else acceptance.recent_tokens(arm.num_draft_tokens, in_use.num_draft_tokens)
-            )
-        seconds, least_s = times[arm]
-        return num_decodes * gained / seconds, num_decodes * optimistic / least_s
 
     def _expect_change(self, drafter: str) -> None:
         """Try a drafter again soon that has become another one."""

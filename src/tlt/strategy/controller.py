@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.spans import Span, SpanLog
@@ -148,8 +149,11 @@ class DraftController:
         """
         now, started_s = self.now_s(), self.started_s(record)
         self._last_finished_s = now
-        most = max((accepted for _, accepted in drafts), default=0)
-        accepted_at = tuple(sum(n > place for _, n in drafts) for place in range(most))
+        num_drafted, num_accepted = zip(*drafts, strict=True) if drafts else ((), ())
+        ends = [0] * (max(num_accepted, default=0) + 1)
+        for num in num_accepted:
+            ends[num] += 1
+        accepted_at = tuple(accumulate(reversed(ends)))[-2::-1]
         report = StepReport(
             step=record.context.step,
             verified=record.verified,
@@ -157,7 +161,7 @@ class DraftController:
             num_decodes=record.context.num_decodes,
             num_prefill_tokens=record.num_prefill_tokens,
             num_drafts=len(drafts),
-            num_draft_tokens=sum(drafted for drafted, _ in drafts),
+            num_draft_tokens=sum(num_drafted),
             num_accepted_tokens=sum(accepted_at),
             accepted_at=accepted_at,
             num_output_tokens=num_output_tokens,

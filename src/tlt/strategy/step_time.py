@@ -7,8 +7,9 @@ numbers: an update costs microseconds, and memory does not grow with time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
 
 from tlt.contracts import Arm, DrafterName, StepReport
 
@@ -43,8 +44,10 @@ class StepTime:
     """Scales of requests and of prefilled tokens in the fit's inputs."""
 
     def __init__(self, arms: frozenset[Arm]) -> None:
-        self._drafters: list[DrafterName] = sorted({a.drafter for a in arms if a.num_draft_tokens})
-        size = 4 + 3 * len(self._drafters)
+        drafters: list[DrafterName] = sorted({a.drafter for a in arms if a.num_draft_tokens})
+        self._first_input = {drafter: 4 + 3 * i for i, drafter in enumerate(drafters)}
+        """Index of each drafter's first input of the fit."""
+        size = 4 + 3 * len(drafters)
         self._normal = [[0.0] * size for _ in range(size)]
         self._target = [0.0] * size
         self._parts = [0.0] * size
@@ -55,9 +58,11 @@ class StepTime:
         the machine."""
         self._growth = 1.0
         self._unsolved = 0
-        self._cells: dict[tuple[int, Arm], _Cell] = {}
-        self._timed: set[Arm] = set()
-        self._error: dict[str, float] = dict.fromkeys(["off", *self._drafters], 0.4)
+        self._solved = 0
+        """Number of solutions of the fit so far."""
+        self._cells: dict[Arm, dict[int, _Cell]] = {}
+        """The cells of each arm that was ever timed, by bucket of batch sizes."""
+        self._error: dict[str, float] = dict.fromkeys(["off", *drafters], 0.4)
         """Typical relative error of the fit without correction, by drafter."""
 
     @property
@@ -70,15 +75,11 @@ class StepTime:
         elapsed_s = report.elapsed_s
         if not (math.isfinite(elapsed_s) and elapsed_s > 0):
             return
-        inputs = self._inputs(
-            report.num_decodes,
-            report.num_draft_tokens,
-            report.num_prefill_tokens,
-            report.proposed,
-        )
         if not self.known:
             self._start(elapsed_s)
-        fitted_s = self._fit(inputs)
+        fitted_s = self._fit(
+            report.num_decodes, report.num_draft_tokens, report.proposed, report.num_prefill_tokens
+        )
         elapsed_s /= self._pace
         elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
         prefill_s = self._prefill_s(report.num_prefill_tokens)
@@ -86,7 +87,7 @@ class StepTime:
             if self._follow_pace(report, elapsed_s - prefill_s):
                 return
             self._correct(report, elapsed_s - prefill_s, fitted_s - prefill_s)
-        self._refit(inputs, elapsed_s)
+        self._refit(report, elapsed_s)
 
     def _follow_pace(self, report: StepReport, elapsed_s: float) -> bool:
         """Update the pace from arms with well-known times; the error of others would spread.
@@ -95,9 +96,11 @@ class StepTime:
         make the arm in use look slow next to arms last timed before, and rare trials take hundreds
         of steps to find that out.
         """
-        if self.visits(report.num_decodes, report.proposed) < self.PACE_STEPS:
+        expected_s, _, visits = self._usual_s(
+            report.num_decodes, report.num_draft_tokens, report.proposed
+        )
+        if visits < self.PACE_STEPS:
             return False
-        expected_s = self._usual_s(report.num_decodes, report.num_draft_tokens, report.proposed)[0]
         surprise = math.log(elapsed_s / expected_s)
         self._pace *= math.exp(min(0.4, max(-0.4, surprise)) / self.PACE_WINDOW)
         if abs(surprise) < math.log(self.JUMP):
@@ -118,72 +121,79 @@ class StepTime:
     def _prefill_s(self, num_prefill_tokens: int) -> float:
         return self._parts[3] * num_prefill_tokens / self.PREFILL
 
-    def expected_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
-        """Return the expected seconds of a step without prefills, and their relative error."""
-        seconds, error = self._usual_s(num_decodes, draft_tokens, arm)
-        return self._pace * seconds, error
+    def expected_s(
+        self, num_decodes: int, draft_tokens: float, arm: Arm
+    ) -> tuple[float, float, float]:
+        """Return the expected seconds of a step without prefills, and how sure they are.
 
-    def _usual_s(self, num_decodes: int, draft_tokens: float, arm: Arm) -> tuple[float, float]:
-        fitted_s = self._fit(self._inputs(num_decodes, draft_tokens, 0, arm))
+        That is their relative error, and the arm's number of steps at about this batch size; nearby
+        sizes count half.
+        """
+        seconds, error, visits = self._usual_s(num_decodes, draft_tokens, arm)
+        return self._pace * seconds, error, visits
+
+    def _usual_s(
+        self, num_decodes: int, draft_tokens: float, arm: Arm
+    ) -> tuple[float, float, float]:
+        fitted_s = self._fit(num_decodes, draft_tokens, arm)
         weight = total = 0.0
-        for near, cell in self._near(num_decodes, arm):
-            inputs = self._inputs(cell.num_decodes, cell.draft_tokens, 0, arm)
-            weight += near * cell.weight
-            total += near * cell.weight * cell.seconds / self._fit(inputs)
+        cells = self._cells.get(arm, {})
+        for place, near in _around(num_decodes) if cells else ():
+            if (cell := cells.get(place)) is None:
+                continue
+            if cell.solved != self._solved:
+                cell.fitted_s = self._fit(cell.num_decodes, cell.draft_tokens, arm)
+                cell.solved = self._solved
+            share = near * cell.weight
+            weight += share
+            total += share * cell.seconds / cell.fitted_s
         ratio = (total + self.CELL_PRIOR) / (weight + self.CELL_PRIOR)
-        return fitted_s * ratio, self._error[arm.drafter] / math.sqrt(1 + weight)
-
-    def visits(self, num_decodes: int, arm: Arm) -> float:
-        """Return the arm's number of steps at about this batch size; nearby sizes count half."""
-        return sum(near * cell.weight for near, cell in self._near(num_decodes, arm))
+        return fitted_s * ratio, self._error[arm.drafter] / math.sqrt(1 + weight), weight
 
     def timed(self, arm: Arm) -> bool:
         """Return whether a step of this arm was ever timed, at any batch size."""
-        return arm in self._timed
+        return arm in self._cells
 
-    def _near(self, num_decodes: int, arm: Arm) -> Iterator[tuple[float, _Cell]]:
-        bucket = batch_bucket(num_decodes)
-        beside = (batch_bucket(bucket * 2 // 3), batch_bucket(bucket + 1))
-        for place, near in ((bucket, 1.0), (beside[0], 0.5), (beside[1], 0.5)):
-            cell = self._cells.get((place, arm))
-            if cell is not None:
-                yield near, cell
-
-    def _inputs(
-        self, num_decodes: float, draft_tokens: float, num_prefill_tokens: int, proposed: Arm
-    ) -> list[float]:
-        """Return the fit's inputs.
+    def _inputs(self, report: StepReport) -> list[tuple[int, float]]:
+        """Return the fit's inputs, as pairs of index and value; all other inputs are 0.
 
         They are 1, decodes, drafts to verify, prefilled tokens, and per drafter: on, passes, rows
         of all passes. Their scales are the prior: a cost that several inputs could explain goes
         mostly to the largest input, so that slow large batches do not make small ones look slow.
         """
-        inputs = [
-            1.0,
-            num_decodes / self.ROWS,
-            draft_tokens / self.ROWS,
-            num_prefill_tokens / self.PREFILL,
-        ]
-        for drafter in self._drafters:
-            passes = proposed.num_draft_tokens if drafter == proposed.drafter else 0
-            inputs += [0.2 * (passes > 0), passes / 8, passes * num_decodes / self.ROWS]
-        return inputs
+        rows, passes = report.num_decodes / self.ROWS, report.proposed.num_draft_tokens
+        inputs = [(0, 1.0), (1, rows), (2, report.num_draft_tokens / self.ROWS)]
+        inputs.append((3, report.num_prefill_tokens / self.PREFILL))
+        first = self._first_input.get(report.proposed.drafter)
+        if first is not None:
+            inputs += [(first, 0.2), (first + 1, passes / 8), (first + 2, passes * rows)]
+        return [(index, value) for index, value in inputs if value]
 
     def _start(self, first_s: float) -> None:
         """Start the fit with the guess that drafts cost a little, relative to the first step."""
         self._scale = first_s
         guess = [0.9, 0.05, 0.05, 1.0]
-        guess += [0.1, 0.1, 0.02] * len(self._drafters)
+        guess += [0.1, 0.1, 0.02] * len(self._first_input)
         for index, part in enumerate(guess):
             self._parts[index] = part * first_s
             self._normal[index][index] = 0.05
             self._target[index] = 0.05 * part
 
-    def _fit(self, inputs: list[float]) -> float:
-        total = sum(part * value for part, value in zip(self._parts, inputs, strict=True))
+    def _fit(
+        self, num_decodes: float, draft_tokens: float, arm: Arm, num_prefill_tokens: int = 0
+    ) -> float:
+        """Return the fitted seconds of a step: the parts times `_inputs`, without making a list."""
+        parts, rows, passes = self._parts, num_decodes / self.ROWS, arm.num_draft_tokens
+        total = parts[0] + parts[1] * rows + parts[2] * (draft_tokens / self.ROWS)
+        total += parts[3] * (num_prefill_tokens / self.PREFILL)
+        first = self._first_input.get(arm.drafter)
+        if first is not None:
+            total += parts[first] * 0.2
+            total += parts[first + 1] * (passes / 8)
+            total += parts[first + 2] * (passes * rows)
         return max(total, 1e-3 * self._scale, 1e-9)
 
-    def _refit(self, inputs: list[float], elapsed_s: float) -> None:
+    def _refit(self, report: StepReport, elapsed_s: float) -> None:
         """Update the least squares of relative errors, in which newer steps weigh more.
 
         Deciding must cost next to nothing: weights of new steps grow instead of all sums shrinking,
@@ -192,22 +202,23 @@ class StepTime:
         self._growth *= 2 ** (1 / self.HALF_LIFE)
         weight = self._growth * (self._scale / elapsed_s) ** 2
         relative = elapsed_s / self._scale
-        active = [(index, value) for index, value in enumerate(inputs) if value]
-        for index, left in active:
-            row = self._normal[index]
-            for other, right in active:
-                row[other] += weight * left * right
-            self._target[index] += weight * left * relative
+        inputs = self._inputs(report)
+        for index, left in inputs:
+            row, share = self._normal[index], weight * left
+            for other, right in inputs:
+                row[other] += share * right
+            self._target[index] += share * relative
         self._unsolved += 1
         if self._unsolved >= self.SOLVE_EVERY or self._growth < 1.05:
             self._solve()
 
     def _solve(self) -> None:
         self._unsolved = 0
+        self._solved += 1
         parts = [part / self._scale for part in self._parts]
         for index, row in enumerate(self._normal):
             diagonal = row[index] + 1e-3 * self._growth
-            slope = self._target[index] - sum(a * p for a, p in zip(row, parts, strict=True))
+            slope = self._target[index] - sum(map(mul, row, parts))
             parts[index] = max(0.0, parts[index] + slope / diagonal)
         self._parts = [part * self._scale for part in parts]
         if self._growth > 1e6:
@@ -216,9 +227,8 @@ class StepTime:
             self._growth = 1.0
 
     def _correct(self, report: StepReport, elapsed_s: float, fitted_s: float) -> None:
-        self._timed.add(report.proposed)
-        key = (batch_bucket(report.num_decodes), report.proposed)
-        cell = self._cells.setdefault(key, _Cell())
+        cells = self._cells.setdefault(report.proposed, {})
+        cell = cells.setdefault(batch_bucket(report.num_decodes), _Cell())
         if cell.weight < 1:  # the first step of a cell shows the error of the fit alone
             miss = min(abs(math.log(elapsed_s / fitted_s)), 0.5)
             error = self._error[report.proposed.drafter]
@@ -227,6 +237,7 @@ class StepTime:
         cell.seconds += (elapsed_s - cell.seconds) / cell.weight
         cell.draft_tokens += (report.num_draft_tokens - cell.draft_tokens) / cell.weight
         cell.num_decodes += (report.num_decodes - cell.num_decodes) / cell.weight
+        cell.solved = -1
 
 
 @dataclass(slots=True)
@@ -237,6 +248,21 @@ class _Cell:
     seconds: float = 0.0
     draft_tokens: float = 0.0
     num_decodes: float = 0.0
+    fitted_s: float = 0.0
+    """Seconds by the fit alone."""
+    solved: int = -1
+    """Number of the solution that `fitted_s` comes from."""
+
+
+@lru_cache(4096)
+def _around(num_decodes: int) -> tuple[tuple[int, float], ...]:
+    """Return a batch size's bucket and the two beside it, each with its nearness."""
+    bucket = batch_bucket(num_decodes)
+    return (
+        (bucket, 1.0),
+        (batch_bucket(bucket * 2 // 3), 0.5),
+        (batch_bucket(bucket + 1), 0.5),
+    )
 
 
 def batch_bucket(num_decodes: int) -> int:
