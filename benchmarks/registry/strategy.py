@@ -132,3 +132,17 @@ for name in ("no_drafter", "random_drafter", "random_text"):
             "runs": lambda d: str(d["repeats"]),
         },
     )
+
+
+@table("strategy.cost", "decisions")
+def cost(d: Doc) -> Rows:
+    rows = [["running requests", "ms per engine step", "before estimates were kept", "decisions"]]
+    for name, now in d["workloads"].items():
+        before = d["earlier"]["workloads"][name]
+        same = now["decisions"] == before["decisions"]
+        label = "128 to 1" if name == "rollouts" else name
+        cells = [
+            f"{row['ms']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in (now, before)
+        ]
+        rows.append([label, *cells, "the same" if same else "differ"])
+    return rows
