@@ -137,7 +137,7 @@ class Oracle:
         self._run = run
         self._known: dict[tuple[int, float], Arm] = {}
 
-    def arms(self) -> frozenset[Arm]:
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
         return frozenset(self._run.table.seconds)
 
     def decide(self, context: StepContext) -> Arm:

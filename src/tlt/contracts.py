@@ -204,7 +204,10 @@ class Drafter:
     prior: float
     """Chance that a draft token is accepted, before any draft was verified."""
     draft_lengths: tuple[int, ...]
-    """Draft lengths that a learning strategy chooses from when its spec names no arms."""
+    """Draft lengths on CPUs that a learning strategy chooses from when its spec names no arms."""
+    gpu_draft_lengths: tuple[int, ...] = (1, 3, 7)
+    """The same on GPUs. Full CUDA graphs serve every batch of such engine steps: they verify 2, 4
+    or 8 tokens per request."""
     setting: str = ""
     """Key of `[engine]` that an engine with this drafter sets; empty if it needs none."""
     example: str = ""
@@ -219,6 +222,7 @@ DRAFTERS = {
         label="n-grams",
         prior=0.3,
         draft_lengths=(2, 4, 8),
+        gpu_draft_lengths=(3, 7),
         setting="ngram",
         example="{ min_match = 2 }",
         module="tlt.vllm.ngram",
@@ -313,8 +317,11 @@ class StepReport:
 class Strategy(Protocol):
     """Chooses the arm of every engine step. Pure: no torch, no vLLM, only an injected clock."""
 
-    def arms(self) -> frozenset[Arm]:
-        """Return every arm that `decide` may return; the engine prepares for exactly these."""
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
+        """Return every arm that `decide` may return, with this many decodes or with any number.
+
+        The engine prepares for exactly these.
+        """
         ...
 
     def decide(self, context: StepContext) -> Arm:

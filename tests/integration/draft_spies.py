@@ -17,7 +17,7 @@ class Scripted:
         self._arms = [parse_arm(arm) for arm in arms]
         self._step = 0
 
-    def arms(self) -> frozenset[Any]:
+    def arms(self, num_decodes: int | None = None) -> frozenset[Any]:
         return frozenset(self._arms)
 
     def decide(self, context: Any) -> Any:

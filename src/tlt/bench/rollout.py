@@ -32,9 +32,9 @@ from tlt.contracts import Sample, SampleRequest, SamplingSpec, ShowProgress, Ste
 from tlt.errors import ConfigError
 from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
-from tlt.strategy.spec import LEARNING, build_strategy, complete_strategy
+from tlt.strategy.spec import LEARNING, build_strategy
 from tlt.tasks.tail import length_summary
-from tlt.vllm.args import drafters, engine_args
+from tlt.vllm.args import engine_args, strategy_spec
 from tlt.vllm.lossless_checks import check_sampling
 
 
@@ -111,7 +111,7 @@ def engine_for(plan: Plan, setup: str) -> EngineConfig:
     change: dict[str, Any] = {"drafter": drafter, "core_group": f"bench-{setup}"}
     config = plan.engine.model_copy(update=change | {"max_draft_tokens": None})
     check_sampling(SamplingSpec(1, plan.temperature, plan.top_p), speculating=setup != "off")
-    strategies = [complete_strategy(mode.strategy, drafters(config)) for mode in modes]
+    strategies = [strategy_spec(config, mode.strategy) for mode in modes]
     arms = {arm for strategy in strategies for arm in build_strategy(strategy).arms()}
     # The engine is prepared for all arms of its modes; each mode sets its own strategy.
     all_arms = {"kind": "random", "arms": [[a.drafter, a.num_draft_tokens] for a in arms]}

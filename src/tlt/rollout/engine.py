@@ -17,8 +17,8 @@ from tlt.errors import ConfigError, EngineUnsafe
 from tlt.rollout.loop import EngineLoop
 from tlt.rollout.recheck import Verdict
 from tlt.spans import Span
-from tlt.strategy.spec import build_strategy, complete_strategy
-from tlt.vllm.args import drafters
+from tlt.strategy.spec import build_strategy
+from tlt.vllm.args import strategy_spec
 from tlt.vllm.core import VllmCore
 from tlt.vllm.lossless_checks import check_length, check_sampling
 
@@ -113,7 +113,7 @@ class RolloutEngine(EngineLoop):
 
     def set_strategy(self, spec: dict[str, Any]) -> None:
         """Choose arms by another strategy from the next engine step on."""
-        strategy = build_strategy(complete_strategy(spec, drafters(self.config)))
+        strategy = build_strategy(strategy_spec(self.config, spec))
         longest = self.core.max_draft_tokens
         for arm in strategy.arms():
             if arm.num_draft_tokens > longest:

@@ -117,7 +117,7 @@ class Adaptive:
         self._failed_trials: dict[str, int] = {}
         """Due trials of each drafter since acceptance last changed."""
 
-    def arms(self) -> frozenset[Arm]:
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
         """Return every arm that may be chosen."""
         drafting = (one.arm for lengths in self._lengths.values() for one in lengths)
         return frozenset((OFF, *drafting))

@@ -52,8 +52,10 @@ class BegMab:
         self._current = OFF
         self._steps_left = 0
 
-    def arms(self) -> frozenset[Arm]:
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
         """Return every arm that may be chosen."""
+        if num_decodes is not None:
+            return frozenset(self._buckets[bisect_left(LIMITS, num_decodes)])
         return frozenset(arm for bucket in self._buckets for arm in bucket)
 
     def observe(self, report: StepReport) -> None:

@@ -41,8 +41,7 @@ from itertools import groupby
 from math import gcd, lcm
 from typing import Any
 
-from tlt.contracts import Arm, StepContext, Strategy
-from tlt.strategy.spec import ByBatchSize
+from tlt.contracts import Arm, Strategy
 
 Choices = Sequence[tuple[int, frozenset[Arm]]]
 """Pairs of (largest number of decodes, arms that may be chosen), rising to `max_num_seqs`."""
@@ -113,18 +112,10 @@ class GraphPlan:
 
 
 def choices_of(strategy: Strategy, max_num_seqs: int) -> Choices:
-    """Return the arms that a strategy may choose at each number of decodes.
-
-    `ByBatchSize` states its choice for each number. Any other strategy may choose any arm.
-    """
-    if not isinstance(strategy, ByBatchSize):
-        return [(max_num_seqs, strategy.arms())]
-    decided = [
-        (n, strategy.decide(StepContext(step=0, num_decodes=n, num_prefills=0, num_waiting=0)))
-        for n in range(1, max_num_seqs + 1)
-    ]
-    runs = groupby(decided, key=lambda entry: entry[1])
-    return [(list(run)[-1][0], frozenset({arm})) for arm, run in runs]
+    """Return the arms that a strategy may choose at each number of decodes."""
+    allowed = [(n, strategy.arms(n)) for n in range(1, max_num_seqs + 1)]
+    runs = groupby(allowed, key=lambda entry: entry[1])
+    return [(list(run)[-1][0], arms) for arms, run in runs]
 
 
 def _widest_batches(choices: Choices, max_num_seqs: int) -> dict[int, int]:

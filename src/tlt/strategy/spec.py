@@ -39,7 +39,7 @@ class _Unlearning:
 
     _arms: Sequence[Arm]
 
-    def arms(self) -> frozenset[Arm]:
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
         return frozenset(self._arms)
 
     def observe(self, report: StepReport) -> None:
@@ -79,8 +79,14 @@ class ByBatchSize(_Unlearning):
         self._limits = limits
         self._arms = [Arm(drafter, k) if k else OFF for _, k in schedule] + [OFF]
 
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
+        return frozenset(self._arms if num_decodes is None else [self._at(num_decodes)])
+
     def decide(self, context: StepContext) -> Arm:
-        return self._arms[bisect_left(self._limits, context.num_decodes)]
+        return self._at(context.num_decodes)
+
+    def _at(self, num_decodes: int) -> Arm:
+        return self._arms[bisect_left(self._limits, num_decodes)]
 
 
 class RandomArms(_Unlearning):
@@ -150,11 +156,18 @@ def parse_arm(value: Sequence[Any]) -> Arm:
         raise ConfigError(str(error)) from error
 
 
-def complete_strategy(spec: StrategySpec, drafters: Collection[DrafterName]) -> dict[str, Any]:
+def complete_strategy(
+    spec: StrategySpec, drafters: Collection[DrafterName], on_gpu: bool = False
+) -> dict[str, Any]:
     """Return the spec with all arms of an engine with these drafters, if it names no arms."""
     if spec.get("kind") not in LEARNING or spec.get("arms"):
         return dict(spec)
-    arms = [[name, k] for name in sorted(drafters) for k in DRAFTERS[name].draft_lengths]
+    found = [(name, DRAFTERS[name]) for name in sorted(drafters)]
+    arms = [
+        [name, k]
+        for name, drafter in found
+        for k in (drafter.gpu_draft_lengths if on_gpu else drafter.draft_lengths)
+    ]
     return {**spec, "arms": [["off", 0], *arms]}
 
 

@@ -144,7 +144,7 @@ def _engine(config: TrainConfig, model: dict[str, Any]) -> tuple[EngineConfig, i
         checked = engine.model_copy(update={"drafter": "made by the run"})
     try:
         engine_args(checked)
-        return engine, max_draft_tokens(engine)
+        return engine, max_draft_tokens(checked)
     except ConfigError as error:
         raise type(error)(f"engine: {error}") from error
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:

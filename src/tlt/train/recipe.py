@@ -129,7 +129,7 @@ num_gpus = {node_gpus}
 {memory}"""
 TAIL = """
 [tlt]
-enabled = true  # drafts where they pay, by measured speed
+enabled = true  # drafts where they pay: n-grams, until a drafter beats them
 harvest = {harvest}  # idle engines train the drafter; an engine that is alone never is idle
 """
 

@@ -15,7 +15,7 @@ from tlt.config.rollout import EngineConfig, NgramConfig
 from tlt.contracts import DRAFTERS, Arm, DrafterName
 from tlt.errors import ConfigError
 from tlt.strategy.graphs import GraphPlan, choices_of
-from tlt.strategy.spec import build_strategy, complete_strategy
+from tlt.strategy.spec import StrategySpec, build_strategy, complete_strategy
 from tlt.vllm.environment import TRANSFER_BACKENDS, uses_v2
 from tlt.vllm.lossless_checks import check_code, check_engine, has_drafter, speculates
 
@@ -59,17 +59,21 @@ LIMITS = {
 def drafters(config: EngineConfig) -> list[DrafterName]:
     """Return the drafters of a strategy whose spec names no arms.
 
-    On GPUs a lookup of n-grams waits for the sampled tokens, which costs a trained drafter a part
-    of its asynchronous scheduling. To have both, name them in the strategy's arms.
+    N-grams draft beside the draft model: it may be new and know nothing yet. On the V1 runner they
+    would cost every engine step its asynchronous scheduling, so there the draft model is alone on
+    GPUs. On V2 an n-gram arm costs only the engine steps that use it (`tlt.vllm.ngram.v2`).
     """
     names = [name for name in DRAFTERS if has_drafter(config, name)]
     with_model = [name for name in names if not DRAFTERS[name].module]
-    return with_model if with_model and config.num_gpus else names
+    alone = with_model and config.num_gpus and not uses_v2(config)
+    return with_model if alone else names
 
 
-def strategy_spec(config: EngineConfig) -> dict[str, Any]:
-    """Return the engine's strategy with its arms named."""
-    return complete_strategy(config.strategy, drafters(config))
+def strategy_spec(config: EngineConfig, spec: StrategySpec | None = None) -> dict[str, Any]:
+    """Return the engine's strategy, or another one for this engine, with its arms named."""
+    return complete_strategy(
+        config.strategy if spec is None else spec, drafters(config), config.num_gpus > 0
+    )
 
 
 def max_draft_tokens(config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ class Scripted:
         self.contexts: list[StepContext] = []
         self.reports: list[StepReport] = []
 
-    def arms(self) -> frozenset[Arm]:
+    def arms(self, num_decodes: int | None = None) -> frozenset[Arm]:
         return frozenset(self.script)
 
     def decide(self, context: StepContext) -> Arm:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from graph_model import Graph, cases, full_share, graph_for, graphs_of
 from tlt.contracts import OFF, Arm
 from tlt.strategy.graphs import STEPS_PER_DOUBLING, Choices, GraphPlan, choices_of
-from tlt.strategy.spec import build_strategy
+from tlt.strategy.spec import build_strategy, complete_strategy
 
 
 def eagle(*lengths: int) -> frozenset[Arm]:
@@ -66,6 +66,18 @@ def test_lengths_with_a_small_common_multiple_get_full_graphs(max_num_seqs: int)
     assert share(*range(9)) < 0.9 or max_num_seqs < 8
 
 
+def test_every_batch_has_a_full_graph_for_the_draft_lengths_of_gpus() -> None:
+    for drafters in (["eagle3"], ["ngram"], ["eagle3", "ngram"]):
+        spec = complete_strategy({"kind": "adaptive"}, drafters, on_gpu=True)
+        gpu = GraphPlan.for_arms([(256, build_strategy(spec).arms())], 256)
+        assert full_share(gpu) == 1.0
+        assert len(graphs_of(gpu)) <= 152
+    spec = complete_strategy({"kind": "adaptive"}, ["eagle3"])
+    cpu = GraphPlan.for_arms([(256, build_strategy(spec).arms())], 256)
+    assert full_share(cpu) < 0.7
+    assert len(graphs_of(cpu)) == 209
+
+
 def test_sizes_of_plain_decoding() -> None:
     plan = GraphPlan.for_arms([(48, eagle(0))], 48, mixed_tokens=0)
     assert plan.sizes == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48)
@@ -95,6 +107,8 @@ def test_choices_of_strategies() -> None:
     assert choices_of(table, 10) == [(4, eagle(4)), (10, eagle(2))]
     arms = build_strategy({"kind": "random", "arms": [["off", 0], ["eagle3", 3]]})
     assert choices_of(arms, 64) == [(64, eagle(0, 3))]
+    bandit = build_strategy({"kind": "beg_mab", "arms": [["eagle3", k] for k in (1, 7)]})
+    assert choices_of(bandit, 64) == [(8, eagle(0, 1, 7)), (32, eagle(0, 1)), (64, eagle(0))]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def test_errors_name_the_key_and_what_works(spec: dict[str, Any], names: str) ->
 def test_a_learning_kind_takes_the_arms_of_the_engine_unless_the_spec_names_some() -> None:
     spec = complete_strategy({"kind": "adaptive"}, ["ngram"])
     assert build_strategy(spec).arms() == {OFF, Arm("ngram", 2), Arm("ngram", 4), Arm("ngram", 8)}
+    on_gpu = complete_strategy({"kind": "adaptive"}, ["ngram", "eagle3"], on_gpu=True)
+    gpu_arms = {OFF, *(Arm("eagle3", k) for k in (1, 3, 7)), Arm("ngram", 3), Arm("ngram", 7)}
+    assert build_strategy(on_gpu).arms() == gpu_arms
     assert build_strategy(complete_strategy({"kind": "beg_mab"}, [])).arms() == {OFF}
     named = {"kind": "adaptive", "arms": [["eagle3", 3]], "margin": 0.1}
     assert build_strategy(complete_strategy(named, ["ngram"])).arms() == {OFF, Arm("eagle3", 3)}

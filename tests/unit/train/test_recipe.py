@@ -13,10 +13,15 @@ pytest.importorskip("torch")
 pytest.importorskip("reasoning_gym")
 
 from model_folders import SHAPES
+from tlt.config.load import load_config
+from tlt.config.rollout import EngineConfig
+from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
 from tlt.models import tiny
+from tlt.strategy.spec import build_strategy
 from tlt.tasks.file import task_of
 from tlt.train.recipe import Hardware, choose, parse_hardware
+from tlt.vllm.args import strategy_spec
 
 QWEN3_8B = SHAPES["qwen3_8b"]
 GPU_NODE = Hardware(gpus=8, gpu_gib=79.0, host_gib=900.0)
@@ -71,6 +76,11 @@ def test_a_large_model_gets_settings_that_the_check_accepts(outline: Path, hardw
     engines = settings["pool"]["num_engines"] * settings["engine"]["num_gpus"]
     assert engines == settings["learner"]["num_ranks"]
     assert settings["tlt"]["harvest"] == (settings["pool"]["num_engines"] > 1)
+    # N-grams draft until the drafter that the run makes is worth it.
+    config = resolve_defaults(load_config(TrainConfig, Path("run.toml")))
+    engine = EngineConfig(model="m", **config.engine.model_dump() | {"drafter": "made by the run"})
+    arms = build_strategy(strategy_spec(engine)).arms()
+    assert {arm.drafter for arm in arms} == {"off", "ngram", "eagle3"}
 
 
 def test_what_fits_nowhere_is_refused(outline: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import SampleRequest, SamplingSpec
 from tlt.errors import ConfigError, LossyError
-from tlt.vllm.args import engine_args, max_draft_tokens
+from tlt.strategy.spec import build_strategy
+from tlt.vllm.args import engine_args, max_draft_tokens, strategy_spec
 from tlt.vllm.lossless_checks import check_length, check_params, check_sampling, code_arguments
 
 EAGLE = {"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 4}
@@ -130,6 +131,20 @@ def test_ngrams_are_looked_up_by_the_runner_of_the_device() -> None:
     for num_gpus, method in ((0, "ngram"), (1, "ngram_gpu")):
         args = engine_args(config(drafter=None, strategy=NGRAM, num_gpus=num_gpus))
         assert args["speculative_config"]["method"] == method
+
+
+@pytest.mark.parametrize(("runner", "also"), [(None, {"ngram"}), ("0", set())])
+def test_n_grams_draft_beside_a_drafter_where_they_cost_other_engine_steps_nothing(
+    runner: str | None, also: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On vLLM's V1 runner a lookup would end asynchronous scheduling in every engine step."""
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    gpu = config(num_gpus=1, strategy={"kind": "adaptive"})
+    arms = build_strategy(strategy_spec(gpu)).arms()
+    assert {arm.drafter for arm in arms} == {"off", "eagle3", *also}
+    assert engine_args(gpu)["async_scheduling"]
 
 
 def test_gpu_engines_get_graphs_for_their_arms() -> None:

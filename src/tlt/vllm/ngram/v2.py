@@ -2,9 +2,10 @@
 
 A lookup in the history of all samples runs on the host. V2 keeps the text of every request in host
 memory that the device writes to. The lookup waits until the device has written the tokens of the
-engine step, which costs such steps the overlap of asynchronous scheduling and nothing else. Rows
-that find nothing repeat their last token, as in vLLM's own n-gram speculator: the device embeds
-every draft, so there must be one.
+engine step, which costs such steps the overlap of asynchronous scheduling and nothing else. Engine
+steps of other arms do no work for lookups, but for the texts of samples that end: the history
+learns what it missed of running samples in the next lookup. Rows that find nothing repeat their
+last token, as in vLLM's own n-gram speculator: the device embeds every draft, so there must be one.
 """
 
 from __future__ import annotations
