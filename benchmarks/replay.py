@@ -30,7 +30,7 @@ from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
 from tlt.observe.provenance import provenance
 from tlt.strategy.adaptive import Adaptive
-from tlt.strategy.beg_mab import VERIFIED_TOKENS, BegMab
+from tlt.strategy.beg_mab import BegMab
 from tlt.strategy.spec import Fixed
 from tlt.tasks.tail import HeavyTail
 
@@ -57,8 +57,6 @@ class StepTable:
     """Share of requests whose draft is accepted at least up to each position."""
     drafted_share: dict[str, float]
     """Drafted tokens per requested token."""
-    verified_tokens: int = VERIFIED_TOKENS
-    """Tokens that a step of this hardware can verify with profit, for the buckets of BEG-MAB."""
 
     def __post_init__(self) -> None:
         """Make the rates fall with the position.
@@ -260,7 +258,7 @@ def published_h100() -> StepTable:
     for length, points in speedups.items():
         gained = 1 + sum(rates[:length])
         table[Arm("eagle3", length)] = [(b, 0.01 * gained / speedup) for b, speedup in points]
-    return StepTable(table, {"eagle3": rates}, {"eagle3": 1.0}, verified_tokens=2048)
+    return StepTable(table, {"eagle3": rates}, {"eagle3": 1.0})
 
 
 def compare(
@@ -293,9 +291,7 @@ def contenders(table: StepTable) -> dict[str, Callable[[Run], Strategy]]:
     arms = list(table.seconds)
     strategies: dict[str, Callable[[Run], Strategy]] = {
         "adaptive": lambda run: Adaptive(arms),
-        "beg_mab": lambda run: BegMab(
-            arms, random.Random(0), verified_tokens=table.verified_tokens
-        ),
+        "beg_mab": lambda run: BegMab(arms, random.Random(0)),
     }
     for arm in sorted(arms, key=lambda arm: (arm.drafter != "off", str(arm))):
         strategies[str(arm)] = lambda run, arm=arm: Fixed(arm)  # type: ignore[misc]

@@ -131,6 +131,31 @@ def test_the_same_reports_give_the_same_decisions() -> None:
         assert first == second
 
 
+def test_beg_mab_has_a_group_of_arms_per_bucket_and_is_off_in_large_batches() -> None:
+    arms = [OFF, *(Arm("eagle3", k) for k in (48, 32, 16, 8)), Arm("ngram", 8)]
+    bandit = BegMab(arms, random.Random(0))
+    of_size = {1: {48}, 2: {32}, 4: {32}, 5: {16}, 20: {16}, 21: {8}, 32: {8}, 33: {0}, 500: {0}}
+    for num_decodes, lengths in of_size.items():
+        allowed = bandit.arms(num_decodes)
+        assert {arm.num_draft_tokens for arm in allowed} == lengths, num_decodes
+        assert bandit.decide(StepContext(0, num_decodes, 0, 0)) in allowed
+    assert bandit.arms(21) == {Arm("eagle3", 8), Arm("ngram", 8)}
+    assert bandit.arms() == set(arms)
+    assert BegMab([], random.Random(0)).arms(1) == {OFF}
+
+
+def test_beg_mab_learns_for_each_batch_size_which_arm_of_the_group_is_faster() -> None:
+    fast, slow = Arm("eagle3", 2), Arm("ngram", 2)
+
+    def outcome(step: int, decodes: int, last: Arm, arm: Arm) -> tuple[float, tuple[int, ...]]:
+        return 0.01 if (arm == fast) == (decodes == 8) else 0.02, (decodes,) * last.num_draft_tokens
+
+    for num_decodes, best in ((8, fast), (9, slow)):
+        bandit = BegMab([fast, slow], random.Random(0))
+        used = drive(bandit, 400, lambda step, n=num_decodes: StepContext(step, n, 0, 0), outcome)  # type: ignore[misc]
+        assert 0.9 < used.count(best) / len(used) < 1
+
+
 def test_memory_does_not_grow_with_time() -> None:
     strategy = Adaptive(ARMS)
     sizes = []

@@ -108,7 +108,7 @@ def test_choices_of_strategies() -> None:
     arms = build_strategy({"kind": "random", "arms": [["off", 0], ["eagle3", 3]]})
     assert choices_of(arms, 64) == [(64, eagle(0, 3))]
     bandit = build_strategy({"kind": "beg_mab", "arms": [["eagle3", k] for k in (1, 7)]})
-    assert choices_of(bandit, 64) == [(8, eagle(0, 1, 7)), (32, eagle(0, 1)), (64, eagle(0))]
+    assert choices_of(bandit, 64) == [(4, eagle(7)), (32, eagle(1)), (64, eagle(0))]
 
 
 @pytest.mark.parametrize(
