@@ -121,7 +121,7 @@ test-unit:
 # Real engines and a real local Ray cluster: one test or more of every promise. What needs one core
 # runs twice at once, each half bound to a core of its own.
 test-gate:
-	$(BIN)/pytest tests/integration tests/e2e -m "gate and not two_cores" -n 2 --dist loadfile
+	$(BIN)/pytest tests/integration tests/e2e tests/gpu -m "gate and not two_cores" -n 2 --dist loadfile
 	$(BIN)/pytest tests/integration tests/e2e -m "gate and two_cores"
 
 # The driver and its actors under seeded faults: the pool in real time, harvest and a whole run in

@@ -71,7 +71,7 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
     if not is_outline(folder):
         return None
     model = read_settings(folder, "policy.model", "name a model folder")
-    engine, draft_tokens = _engine(config, model)
+    engine, draft_tokens = engine_config(config, model)
     plan_placement(config)
     _check_learner(config)
     given = engine.engine_args.get("max_model_len", 0) - draft_tokens - config.sampling.max_tokens
@@ -86,7 +86,7 @@ def prepare(config: TrainConfig) -> Prepared:
             f"policy.model: {model.get('model_type')} attends in a sliding window, which packed "
             "training rows do not know; use a model with full attention, such as Llama or Qwen2"
         )
-    engine, draft_tokens = _engine(config, model)
+    engine, draft_tokens = engine_config(config, model)
     plan = plan_placement(config)
     _check_emulation(config)
     _check_cores(config)
@@ -107,7 +107,7 @@ def prepare(config: TrainConfig) -> Prepared:
     return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
 
 
-def _engine(config: TrainConfig, model: dict[str, Any]) -> tuple[EngineConfig, int]:
+def engine_config(config: TrainConfig, model: dict[str, Any]) -> tuple[EngineConfig, int]:
     """Return the settings of the engines, and the longest draft that their strategy makes."""
     engine = EngineConfig(
         model=config.policy.model,
