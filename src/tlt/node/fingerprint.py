@@ -4,7 +4,8 @@ A fingerprint is made from a few columns of a tensor. Engines cannot show all of
 kernels pack matrices and drop the originals. But the product of a matrix and a one-hot vector is
 exactly one of its columns, for every memory layout and every kernel, because all other columns are
 multiplied by zero. So engines compute the columns with the code that generates samples, and both
-sides add up the same numbers.
+sides add up the same numbers. The exception is float32 on GPUs, which may round the matrix to TF32:
+those engines read the matrix itself.
 
 A fingerprint is two sums over hashes of the values: a plain one, and one weighted by row and
 column. The fingerprint of a fused matrix follows from the fingerprints of its parts. Rows of zeros

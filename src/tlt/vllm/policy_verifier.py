@@ -122,13 +122,19 @@ class PolicyVerifier:
 def policy_fingerprint(
     model: torch.nn.Module, dtype: torch.dtype, seed: int
 ) -> dict[str, Fingerprint]:
-    """Return the fingerprint of every tensor of a model, by vLLM's names."""
+    """Return the fingerprint of every tensor of a model, by vLLM's names.
+
+    CPU kernels multiply with a packed copy of a matrix, so its columns are computed. GPU kernels
+    multiply with the matrix itself, but tensor cores may round float32 to TF32 on the way: such a
+    matrix is read where it is stored.
+    """
     found = {}
     for prefix, module in model.named_modules():
         multiplies = isinstance(module, LinearBase | ParallelLMHead)
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
-            if multiplies and name == "weight":
+            is_rounded = dtype is torch.float32 and parameter.device.type != "cpu"
+            if multiplies and name == "weight" and not is_rounded:
                 found[full] = of_columns(_columns_of(module, parameter.device, dtype, seed))
             elif parameter.numel():
                 # vLLM keeps some tensors in a wider dtype than the policy's.
