@@ -22,7 +22,7 @@ import ray
 
 from tlt.config.train import TrainConfig
 from tlt.hardware import thread_environment
-from tlt.learner.batch import TrainSample, Weighting
+from tlt.learner.batch import WAITING_ROWS, TrainSample, Weighting
 from tlt.learner.calls import InOrder, RankFailed, RankGone
 from tlt.logs import LogSettings, log_to_file
 from tlt.node.cluster import end_actors, end_with_ray, this_node
@@ -30,13 +30,13 @@ from tlt.node.cores import bind_process, claim_cores
 from tlt.node.shared import SharedFolder, run_environment
 from tlt.node.weights import SharedWeights, file_bytes
 from tlt.states.buffer import BufferSettings, SampleBuffer
-from tlt.states.captured import Captured
 from tlt.states.writer import StateWriter, Stored
 from tlt.user_code import import_from
 
 if TYPE_CHECKING:
     import torch
 
+    from tlt.learner.policy import PackedRow
     from tlt.learner.rank import RankSettings, UpdateReport
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class LearnerActor:
         )
         self._writer = None
         if self._plan.buffer is not None:
-            self._writer = StateWriter(SampleBuffer(self._plan.buffer))
+            self._writer = StateWriter(SampleBuffer(self._plan.buffer), WAITING_ROWS)
         device = torch.device("cuda" if self._plan.on_gpu else "cpu")
         keep = self._keep if self._writer and self._plan.captures else None
         self._rank = LearnerRank(self._plan.rank, device, keep)
@@ -189,10 +189,10 @@ class LearnerActor:
         self._rl_step = rl_step
         self._rank.accumulate(rows)
 
-    def _keep(self, sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
+    def _keep(self, row: PackedRow, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
         assert self._writer is not None
-        captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
-        self._writer.write(sample.sample_id, self._rl_step, captured)
+        texts = [(s.sample_id, s.prompt_ids, s.response_ids) for s in row.samples]
+        self._writer.write_row(self._rl_step, texts, row.unshare_E, aux_TA, final_TH)
 
     def remember_logprobs(self, rows: Rows) -> None:
         self._rank.remember_logprobs(rows)

@@ -17,6 +17,9 @@ from tlt.packing import pack
 
 HEAD_CHUNK_TOKENS = 2048
 """Largest number of tokens whose logits are in memory at once."""
+WAITING_ROWS = 2
+"""Rows whose captured states may wait on the host: one is being stored while the next one is
+computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from tlt.learner.packed_attention import has_kernel
 from tlt.learner.policy import PackedPolicy, PackedRow
 from tlt.learner.policy_loss import loss_function, policy_loss
 
-KeepStates = Callable[[TrainSample, torch.Tensor, torch.Tensor], None]
-"""`keep(sample, aux_TA, final_TH)` stores the hidden states of one sample of the training pass."""
+KeepStates = Callable[[PackedRow, torch.Tensor, torch.Tensor], None]
+"""`keep(row, aux_TA, final_TH)` stores the hidden states of a row of the training pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,9 @@ class LearnerRank:
         for samples in rows:
             row = self._pack(samples)
             output = self._policy(row, with_states=self.keep_states is not None and bool(samples))
+            if self.keep_states and output.aux_TA is not None and output.final_TH is not None:
+                # Before the backward pass, beside which the states leave the device.
+                self.keep_states(row, output.aux_TA, output.final_TH)
             old_P = output.logprob_P.detach()
             if self._remembers and samples:
                 old_P = torch.cat([self._old_logprobs[s.sample_id] for s in samples])
@@ -164,7 +167,6 @@ class LearnerRank:
             )
             # FSDP averages gradients over ranks, while the loss is a sum.
             (result.total * dist.get_world_size()).backward()
-            self._keep(row, output.aux_TA, output.final_TH)
             self._sums.add(
                 Sums(
                     loss=result.total.item(),
@@ -234,19 +236,6 @@ class LearnerRank:
     @torch.no_grad()
     def _reference_logprobs(self, row: PackedRow) -> torch.Tensor | None:
         return None if self._reference is None else self._reference(row).logprob_P
-
-    def _keep(
-        self, row: PackedRow, aux_TA: torch.Tensor | None, final_TH: torch.Tensor | None
-    ) -> None:
-        if self.keep_states is None or aux_TA is None or final_TH is None:
-            return
-        if row.unshare_E is not None:
-            aux_TA, final_TH = aux_TA[row.unshare_E], final_TH[row.unshare_E]
-        begin = 0
-        for sample, length in zip(row.samples, row.lengths, strict=True):
-            part = slice(begin, begin + length)
-            self.keep_states(sample, aux_TA[part], final_TH[part])
-            begin += length
 
     def _total(self, sums: Sums) -> Sums:
         values = torch.tensor(list(asdict(sums).values()), dtype=torch.float64, device=self.device)

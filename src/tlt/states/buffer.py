@@ -248,19 +248,26 @@ class SampleBuffer:
         return True
 
     def capped(self, sample_id: str, rl_step: int, sample: Captured) -> Captured:
-        """Cut a window from anywhere in a long response, so that all depths are learned.
+        """Return the window of a sample that the buffer keeps.
 
         The window is a copy: it does not keep the rest of the sample.
         """
-        size = self.settings.max_sample_tokens
-        if len(sample) <= size:
+        if len(sample) <= self.settings.max_sample_tokens:
             return sample
-        last = len(sample) - size
-        # The prompt may take at most half of the window.
-        lowest = min(max(0, sample.first_learned - size // 2), last)
-        begin = lowest + int(_digest(sample_id, rl_step)[8:], 16) % (last - lowest + 1)
-        window = sample.window(begin, begin + size)
+        window = sample.window(*self.window(sample_id, rl_step, len(sample), sample.first_learned))
         return replace(window, aux_TA=window.aux_TA.clone(), final_TH=window.final_TH.clone())
+
+    def window(
+        self, sample_id: str, rl_step: int, num_tokens: int, first_learned: int
+    ) -> tuple[int, int]:
+        """Return where in a sample the window is: anywhere in a long response, so that all depths
+        are learned."""
+        size = self.settings.max_sample_tokens
+        last = max(0, num_tokens - size)
+        # The prompt may take at most half of the window.
+        lowest = min(max(0, first_learned - size // 2), last)
+        begin = lowest + int(_digest(sample_id, rl_step)[8:], 16) % (last - lowest + 1)
+        return begin, min(begin + size, num_tokens)
 
     # --- reading ------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Shapes: T positions, A fused states (3H), H hidden.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,11 +43,13 @@ class Captured:
         response_ids: Sequence[int],
         aux_TA: torch.Tensor,
         final_TH: torch.Tensor,
+        first_position: int = 0,
     ) -> Captured:
-        """Combine a whole sample with its hidden states."""
-        token_ids = torch.tensor([*prompt_ids, *response_ids])
-        mask = torch.arange(len(token_ids)) >= len(prompt_ids)
-        return cls(token_ids, mask, aux_TA, final_TH)
+        """Combine a sample with its hidden states, which may be those of a window."""
+        part = slice(first_position, first_position + len(aux_TA))
+        token_ids = torch.tensor([*prompt_ids, *response_ids][part])
+        mask = torch.arange(len(prompt_ids) + len(response_ids))[part] >= len(prompt_ids)
+        return cls(token_ids, mask, aux_TA, final_TH, first_position)
 
     def __len__(self) -> int:
         return len(self.token_ids_T)
@@ -89,6 +92,47 @@ class Captured:
     def first_learned(self) -> int:
         """Index of the first learned token."""
         return int(self.loss_mask_T.to(torch.uint8).argmax())
+
+
+class HostCopy:
+    """Tensors on their way to the host, beside the work of their device. A CPU's stay as they are.
+
+    The copy begins when the device has computed the tensors, and work that was queued after them
+    does not delay it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._done = list(tensors), None
+        if not tensors[0].is_cuda:
+            return
+        stream = _copy_stream(tensors[0].device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._tensors = [_to_host(tensor, stream) for tensor in tensors]
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+
+    def is_done(self) -> bool:
+        """Return whether the copy has ended."""
+        return self._done is None or bool(self._done.query())
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the tensors on the host when the copy has ended."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._tensors
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
+
+
+def _to_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    """Start a copy to the host on the current stream, `stream`."""
+    tensor.record_stream(stream)  # keeps the memory until the copy has ended
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)
 
 
 @torch.no_grad()

@@ -21,13 +21,15 @@ from tlt.config.train import TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.hardware import Dtype, Machine
 from tlt.harvest.leases import moved_bytes
-from tlt.learner.batch import HEAD_CHUNK_TOKENS
+from tlt.learner.batch import HEAD_CHUNK_TOKENS, WAITING_ROWS
 
 GIB = 2**30
 BFLOAT16, FLOAT32 = 2, 4
 STATE_BYTES, RESTING_BYTES = 16, 12
 """Bytes of a parameter in its rank: float32 weight, gradient and two moments; between updates,
 without its gradient."""
+STATES = 4
+"""Captured states of a token: three fused ones and the final one."""
 LOGITS = 3
 """Float32 tensors of the size of the logits in the backward pass of the head."""
 CONTEXT_BYTES = GRAPH_BYTES = GIB
@@ -131,7 +133,7 @@ def learner_memory(
         own = FLOAT32 * shape.parameters // num_ranks
         resting, always = resting + own, always + own + c * ends
     if captures:
-        always += 4 * 2 * tokens * hidden  # three fused states and the final one in bfloat16
+        always += STATES * BFLOAT16 * tokens * hidden
     # A layer saves for its backward pass: the two norms' inputs in float32, their two outputs each,
     # the four of the MLP, and those of attention, whose loop repeats keys and values for each head.
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -216,15 +218,19 @@ class Sizes:
         self.drafter_parameters = drafter.num_parameters if self.drafts else 0
         captured = int(config.capture.capacity_gib * GIB)
         self.captured = (("captured states", captured),) * config.capture.enabled
+        captures = config.capture.enabled and config.capture.by != "engines"
+        row_tokens = max(config.learner.row_tokens, self.longest_sample)
+        self.waiting = WAITING_ROWS * STATES * BFLOAT16 * row_tokens * shape.hidden * captures
+        """Captured states of one rank that may wait on the host."""
         self.learner = learner_memory(
             shape,
-            row_tokens=max(config.learner.row_tokens, self.longest_sample),
+            row_tokens=row_tokens,
             num_ranks=config.learner.num_ranks,
             dtype="bfloat16" if self.c == BFLOAT16 else "float32",
             gradient_checkpointing=config.learner.gradient_checkpointing,
             attention_kernel=bool(config.learner.num_gpus) and self.c == BFLOAT16,
             reference=config.algorithm.kl_weight > 0,
-            captures=config.capture.enabled and config.capture.by != "engines",
+            captures=captures,
         )
         ends = BFLOAT16 * shape.hidden * (2 * shape.vocab + self.draft_vocab)
         work = FLOAT32 * tlt.row_tokens * tlt.num_draft_tokens
@@ -314,12 +320,14 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
     # Pinned memory comes in powers of two: up to twice the size.
     parked = 2 * moved_bytes(sizes.drafter_parameters)
     parked += 2 * BFLOAT16 * shape.vocab * shape.hidden
+    waiting = (("captured states on their way", 2 * ranks * sizes.waiting),) * bool(sizes.waiting)
     running = (
         ("checkpoint on its way to disk", saved),
         ("new policy in shared memory", 2 * sizes.weights),
         *asleep * harvests,
         *processes,
         *sizes.captured,
+        *waiting,
         *(("trainers between leases", engines * parked),) * harvests,
     )
     return [
@@ -338,7 +346,7 @@ def _cpu_host(sizes: Sizes) -> Place:
     trainers = min(engines, config.tlt.max_trainers) * sizes.trainer
     parts = (
         ("engines", engines * own),
-        ("learner", ranks * sizes.learner.peak),
+        ("learner", ranks * (sizes.learner.peak + sizes.waiting)),
         ("new policy in shared memory", 2 * sizes.weights),
         ("processes", (engines * (1 + harvests) + ranks) * CPU_PROCESS_BYTES),
         *(("drafter's trainers", trainers),) * harvests,

@@ -56,6 +56,9 @@ def test_the_7b_recipe_fits_and_every_part_has_its_size(tmp_path: Path) -> None:
     assert 20 < gib(places["a GPU, update"], "learner") < 40
     start = places["host, start"]
     assert gib(start, "ranks load the policy in float32") == pytest.approx(8 * 30.4e9 / GIB, 0.01)
+    # Two rows of 18,432 tokens of every rank, in pinned memory.
+    way = gib(places["host, running"], "captured states on their way")
+    assert way == pytest.approx(8 * 2 * 2 * 18432 * 8 * 3584 / GIB, rel=0.01)
 
 
 def test_engines_and_ranks_of_separate_nodes_are_not_added_up(tmp_path: Path) -> None:
