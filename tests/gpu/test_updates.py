@@ -21,8 +21,8 @@ from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.drafter.evaluation import Acceptance, compare
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.learner import rank as rank_module
-from tlt.learner.batch import TrainSample, Weighting
-from tlt.learner.policy import PackedPolicy
+from tlt.learner.batch import WAITING_ROWS, TrainSample, Weighting
+from tlt.learner.policy import PackedPolicy, PackedRow
 from tlt.learner.rank import LearnerRank, RankSettings
 from tlt.models import tiny
 from tlt.states.buffer import BufferSettings, SampleBuffer
@@ -140,11 +140,12 @@ def update(
     )  # fmt: skip
     folder.mkdir()
     buffer = BufferSettings(folder=str(folder), capacity_bytes=2**20, max_sample_tokens=16)
-    writer = StateWriter(SampleBuffer(buffer))
+    writer = StateWriter(SampleBuffer(buffer), WAITING_ROWS)
 
-    def keep(sample: TrainSample, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
-        captured = Captured.of(sample.prompt_ids, sample.response_ids, aux_TA, final_TH)
-        writer.write(sample.sample_id, 1, captured)
+    def keep(row: PackedRow, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
+        texts = [(s.sample_id, s.prompt_ids, s.response_ids) for s in row.samples]
+        index = None if row.unshare_E is None else row.unshare_E.cpu()  # no streams here
+        writer.write_row(1, texts, index, aux_TA.cpu(), final_TH.cpu())
 
     rank = LearnerRank(settings, device, keep)
     rank.remember_logprobs([batch])
