@@ -50,7 +50,7 @@ ARMS_OF_GPUS = (
 """Longer drafts of the model cost these cores more than the arms' dilation has room for."""
 ADAPTIVE = f'engine.strategy={{kind="adaptive", arms={ARMS_OF_GPUS}}}'
 WITH_DRAFTER = (f'engine.drafter="{DRAFTER}"', "tlt.harvest=false")
-TLT = ("tlt.enabled=true", ADAPTIVE, f'engine.drafter="{DRAFTER}"', "tlt.lr=1e-3")
+TLT = ("tlt.enabled=true", ADAPTIVE, f'engine.drafter="{DRAFTER}"', "tlt.lr=5e-4")
 FAST = ("learner.lr=2e-3",)
 EQUAL = ("debug.forced_lengths={median=64, p95=64, longest=64}",)
 
@@ -80,39 +80,41 @@ def with_strategy(spec: str) -> tuple[str, ...]:
 
 
 ARMS = {
-    "off": Arm("no speculation", (), dilation=10),
+    "off": Arm("no speculation", (), dilation=8),
     "fixed": Arm(
         "stock: frozen drafter, always 3 tokens",
         with_strategy('{kind="fixed", drafter="eagle3", num_draft_tokens=3}'),
-        steps_share=0.4,
+        steps_share=0.2,
     ),
     "by_batch": Arm(
         "stock: frozen drafter, length by batch size",
         with_strategy('{kind="by_batch_size", drafter="eagle3", schedule=[[4, 4], [16, 2]]}'),
-        steps_share=0.4,
+        steps_share=0.2,
     ),
     "beg_mab": Arm(
         "frozen drafter, BEG-MAB",
         with_strategy(f'{{kind="beg_mab", arms={ARMS_OF_GPUS}}}'),
-        steps_share=0.4,
+        steps_share=0.2,
     ),
-    "ngram": Arm("n-grams, adaptive", ("tlt.enabled=true", "tlt.harvest=false"), dilation=12),
-    "frozen": Arm("frozen drafter, adaptive", ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER)),
+    "ngram": Arm("n-grams, adaptive", ("tlt.enabled=true", "tlt.harvest=false"), dilation=10),
+    "frozen": Arm(
+        "frozen drafter, adaptive", ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER), steps_share=0.6
+    ),
     "nothing": Arm("TLT from nothing", ("tlt.enabled=true", ADAPTIVE)),
-    "tlt": Arm("TLT from a drafter", TLT),
+    "tlt": Arm("TLT from a drafter", TLT, steps_share=0.6),
     "fast_frozen": Arm(
         "frozen drafter, policy moves fast",
         ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER, *FAST),
         "",
-        0.5,
+        0.4,
     ),
     "fast_tlt": Arm(
         "TLT from a drafter, policy moves fast",
         (*TLT, *FAST),
         "fast_frozen",
-        0.5,
+        0.4,
     ),
-    "equal_off": Arm("no speculation, equal lengths", EQUAL, "", 0.2, dilation=10),
+    "equal_off": Arm("no speculation, equal lengths", EQUAL, "", 0.2, dilation=8),
     "equal_tlt": Arm(
         "TLT from nothing, equal lengths", ("tlt.enabled=true", ADAPTIVE, *EQUAL), "equal_off", 0.2
     ),
@@ -151,8 +153,8 @@ def make_models() -> None:
     commands = {
         "models/words": "models words",
         DRAFTER: "drafter train --model models/words --task word_problems --draft-tokens 3 "
-        "--out runs/words-small-drafter --row-tokens 2048 --num-samples 768 --num-held-out 32 "
-        "--max-tokens 256 --dtype float32 --lr 2e-3 --budget-minutes 5",
+        "--out runs/words-small-drafter --row-tokens 512 --num-samples 768 --num-held-out 32 "
+        "--max-tokens 256 --dtype float32 --lr 4e-3 --budget-minutes 5",
     }
     for folder, command in commands.items():
         if not (ROOT / folder).exists():

@@ -28,9 +28,9 @@ def constant(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> tuple[Path
     import torch
     from transformers import AutoTokenizer
 
+    from tlt.drafter.agreement import DRAFT_NOISE
     from tlt.drafter.checkpoint import save_drafter
     from tlt.drafter.trainer import fresh_drafter
-    from tlt.vllm.keyed import DRAFT_NOISE
 
     policy = load_policy(tiny)
     generator = torch.Generator().manual_seed(3)

@@ -24,7 +24,7 @@ def drafts_with_noise() -> dict[str, Any]:
     import torch
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-    from tlt.vllm.keyed import DRAFT_NOISE
+    from tlt.drafter.agreement import DRAFT_NOISE
     from tlt.vllm.v2.speculator import draw_drafts
 
     temperature, seeds = torch.full((3,), 0.7), torch.tensor([11, 12, 13])

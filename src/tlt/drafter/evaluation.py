@@ -5,7 +5,7 @@ The policy's side of an evaluation is half of the work and the same for every dr
 is better on the same windows; held-out samples change as the policy moves, so that acceptance
 lengths of different times do not compare.
 
-Shapes: V vocabulary, H hidden, C chains, n positions.
+Shapes: V vocabulary, D draft vocabulary, K likeliest tokens, H hidden, C chains, n positions.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tlt.drafter.agreement import DRAFT_NOISE, LIKELIEST, joint_log_chances
 from tlt.drafter.eagle3.model import Eagle3Drafter
 from tlt.drafter.passes import DraftPasses, Row, ShouldStop, check_stop
 from tlt.states.captured import Captured
@@ -26,10 +27,10 @@ CHAINS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How drafts of the drafter's most likely tokens fare, by draft position."""
+    """How drafts of the drafter fare in an engine, by draft position."""
 
     agreement: tuple[float, ...]
-    """Share of positions where the draft is the policy's most likely token."""
+    """Share of positions where the drafter's likeliest token is the policy's."""
     rates: dict[float, tuple[float, ...]]
     """Per temperature: chance that draft position j is accepted once positions 0..j-1 are."""
 
@@ -46,16 +47,19 @@ class Acceptance:
 class PolicyOutput:
     """The policy's output at n positions, reduced to what evaluating any draft needs."""
 
-    best_n: torch.Tensor
-    """The policy's most likely token."""
+    token_ids_nK: torch.Tensor
+    """The policy's likeliest tokens, the likeliest first."""
+    logits_nK: torch.Tensor
     log_sum_n: dict[float, torch.Tensor]
     """Per temperature: log of the sum of exp(logit / temperature) over the whole vocabulary."""
 
     @classmethod
     def of(cls, logits_nV: torch.Tensor, temperatures: Sequence[float]) -> PolicyOutput:
         """Reduce the policy's logits."""
+        logits_nK, token_ids_nK = logits_nV.topk(min(LIKELIEST, logits_nV.shape[-1]), -1)
         return cls(
-            logits_nV.argmax(-1),
+            token_ids_nK,
+            logits_nK,
             {t: (logits_nV / t if t != 1 else logits_nV).logsumexp(-1) for t in temperatures if t},
         )
 
@@ -63,13 +67,18 @@ class PolicyOutput:
     def joined(cls, parts: Sequence[PolicyOutput]) -> PolicyOutput:
         """Concatenate the outputs of consecutive positions."""
         return cls(
-            torch.cat([part.best_n for part in parts]),
+            torch.cat([part.token_ids_nK for part in parts]),
+            torch.cat([part.logits_nK for part in parts]),
             {t: torch.cat([part.log_sum_n[t] for part in parts]) for t in parts[0].log_sum_n},
         )
 
     def at(self, places: torch.Tensor) -> PolicyOutput:
         """Return the output at some of the positions."""
-        return PolicyOutput(self.best_n[places], {t: x[places] for t, x in self.log_sum_n.items()})
+        return PolicyOutput(
+            self.token_ids_nK[places],
+            self.logits_nK[places],
+            {t: x[places] for t, x in self.log_sum_n.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,51 +91,86 @@ class HeldOutWindow:
 
 
 class AcceptanceMeter:
-    """Sums acceptances over rows of held-out samples into an `Acceptance`.
+    """Sums acceptances over drafts of held-out samples into an `Acceptance`.
 
-    A draft token d is accepted with the probability p(d) that the policy gives it. The text after
-    the chain's start stands for the accepted tokens: position j counts where drafts 0..j-1 equal
-    the text. The expected length is exact for text sampled at the same temperature.
+    A draft is accepted with the chance that it equals the policy's draw with the same noise. The
+    text after the chain's start stands for the accepted tokens: position j counts by the chance
+    that drafts 0..j-1 equal the text. The expected length is exact for text sampled at the same
+    temperature.
     """
 
     def __init__(self, num_steps: int, temperatures: Sequence[float]) -> None:
         self._hits = [0.0] * num_steps
         self._counts = [0] * num_steps
         self._accepted = {t: [0.0] * num_steps for t in temperatures}
-        self._reached = [0.0] * num_steps
+        self._reached = {t: [0.0] * num_steps for t in temperatures}
 
     def add(
         self,
         step: int,
-        draft_ids_n: torch.Tensor,
-        draft_logits_n: torch.Tensor,
+        drafted: Drafted,
         policy: PolicyOutput,
-        reached_n: torch.Tensor,
-    ) -> None:
-        """Count the drafts of one position.
+        text_n: torch.Tensor,
+        reached_n: Mapping[float, torch.Tensor],
+    ) -> dict[float, torch.Tensor]:
+        """Count the drafts of one position, and return the chances [n] to reach the next one.
 
-        `draft_logits_n` are the policy's logits of the drafts. `reached_n` is true where all
-        earlier drafts of the chain equal the text.
+        `reached_n` has, by temperature, the chance that all earlier drafts of the chain equal the
+        text, whose next token is `text_n`.
         """
-        hit_n = policy.best_n == draft_ids_n
+        hit_n = policy.token_ids_nK[:, 0] == drafted.best_n
         self._hits[step] += hit_n.sum().item()
         self._counts[step] += len(hit_n)
-        self._reached[step] += reached_n.sum().item()
+        following: dict[float, torch.Tensor] = {}
         for temperature, sums in self._accepted.items():
-            chance_n = hit_n.float()
             if temperature > 0:
-                log_sum_n = policy.log_sum_n[temperature]
-                chance_n = (draft_logits_n / temperature - log_sum_n).exp().clamp(max=1.0)
-            sums[step] += (chance_n * reached_n).sum().item()
+                accepted_n, follows_n = drafted.chances(policy, text_n, temperature)
+            else:
+                accepted_n, follows_n = hit_n.float(), (drafted.best_n == text_n).float()
+            reached = reached_n[temperature]
+            sums[step] += (accepted_n * reached).sum().item()
+            self._reached[temperature][step] += reached.sum().item()
+            following[temperature] = reached * follows_n
+        return following
 
     def result(self) -> Acceptance:
         """Return the acceptance over everything that was added."""
         counted = zip(self._hits, self._counts, strict=True)
         rates = {
-            t: tuple(a / r if r else 0.0 for a, r in zip(sums, self._reached, strict=True))
+            t: tuple(a / r if r else 0.0 for a, r in zip(sums, self._reached[t], strict=True))
             for t, sums in self._accepted.items()
         }
         return Acceptance(tuple(hits / max(count, 1) for hits, count in counted), rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A drafter's output at n positions."""
+
+    logits_nD: torch.Tensor
+    """Logits over the draft vocabulary."""
+    best_n: torch.Tensor
+    """The drafter's likeliest token."""
+    draft_id_V: torch.Tensor
+    """Draft id of each token; -1 where the drafter lacks it."""
+
+    def chances(
+        self, policy: PolicyOutput, text_n: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the chances [n] that the draft is accepted, and that it is the text's token.
+
+        The second one is given that the policy drew that token. It is 0 if the token is not among
+        the policy's likeliest.
+        """
+        log_p_nK = policy.logits_nK / temperature - policy.log_sum_n[temperature][:, None]
+        draft_id_nK = self.draft_id_V[policy.token_ids_nK]
+        log_q_nD = (self.logits_nD.float() / (temperature * DRAFT_NOISE)).log_softmax(-1)
+        log_q_nK = log_q_nD.gather(-1, draft_id_nK.clamp_min(0))
+        log_q_nK = log_q_nK.masked_fill(draft_id_nK < 0, float("-inf"))
+        joint_nK = joint_log_chances(log_p_nK, log_q_nK)
+        is_text_nK = policy.token_ids_nK == text_n[:, None]
+        given_nK = (joint_nK - log_p_nK).exp()
+        return joint_nK.exp().sum(-1), (given_nK * is_text_nK).sum(-1).clamp(max=1.0)
 
 
 @torch.no_grad()
@@ -162,28 +206,30 @@ def evaluate(
     """Evaluate the drafter against the policy's whole vocabulary."""
     meter = AcceptanceMeter(passes.num_draft_tokens, temperatures)
     drafter = passes.drafter
-    vocabulary_V = drafter.draft_token_ids()
+    vocabulary = drafter.draft_token_ids()
+    draft_id_V = vocabulary.new_full((drafter.config.vocab_size,), -1)
+    draft_id_V[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
     for window in windows:
         row = window.row
         starts = row.chains.starts
         with passes.autocast():
             outputs = passes.unroll(row, should_stop)
-            reached_C = torch.ones_like(starts, dtype=torch.bool)
+            reached_C = {t: torch.ones_like(starts, dtype=torch.float) for t in temperatures}
             for step, hidden_CH in enumerate(outputs):
                 check_stop(hidden_CH, should_stop)
                 learned_C = row.learned(step)
-                draft_C = vocabulary_V[drafter.lm_head(hidden_CH).argmax(-1)]
+                logits_nD = drafter.lm_head(hidden_CH[learned_C])
+                drafted = Drafted(logits_nD, vocabulary[logits_nD.argmax(-1)], draft_id_V)
                 target = torch.searchsorted(starts, starts[learned_C] + step)
-                drafted = draft_C[learned_C]
-                meter.add(
+                following = meter.add(
                     step,
                     drafted,
-                    passes.token_logits(drafted, row.final_TH[starts[target] + 1]),
                     window.policy.at(target),
-                    reached_C[learned_C],
+                    row.token_ids_T[starts[learned_C] + 2 + step],
+                    {t: reached[learned_C] for t, reached in reached_C.items()},
                 )
-                text_C = row.token_ids_T[(starts + 2 + step).clamp(max=row.lengths[0] - 1)]
-                reached_C = reached_C & (draft_C == text_C)
+                for t, chance_n in following.items():
+                    reached_C[t][learned_C] = chance_n
     return meter.result()
 
 

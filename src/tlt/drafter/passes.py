@@ -89,11 +89,6 @@ class DraftPasses:
         """Return the logits [n, V] that a head gives to the policy's last hidden states."""
         return (final_nH.to(head_VH.dtype) @ head_VH.T).float()
 
-    def token_logits(self, token_ids_n: torch.Tensor, final_nH: torch.Tensor) -> torch.Tensor:
-        """Return the policy's logit of one token per state, rounded as `project` rounds it."""
-        head_nH = self.head_VH[token_ids_n]
-        return torch.bmm(final_nH.to(head_nH.dtype)[:, None], head_nH[:, :, None]).flatten().float()
-
     def autocast(self) -> torch.autocast:
         """Return the context in which passes run: matrix products in bfloat16 where configured."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self._bfloat16)

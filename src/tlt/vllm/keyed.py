@@ -27,16 +27,6 @@ BLOCK = 64
 _BLOCKS, _TOKENS = 0, 1
 """Purposes of noise: the third word of the generator's counter."""
 
-DRAFT_NOISE = 0.5
-"""Share of the request's noise that a drafter draws with: `argmax(log q + share * g)`.
-
-A draft is accepted if it equals the policy's draw, `argmax(log p + g)`. With 1 both draws agree
-where the drafter's q is close to the policy's p; with 0 the draft is the likeliest token, which is
-best where the policy is sure of a token that the drafter can only guess. Half of the noise gave
-more tokens per draft than either with all policies and temperatures measured: 1.03 to 1.07 of those
-of the likeliest token (`benchmarks/results/draft_noise.json`). No share changes any sample, because
-the policy's draw does not depend on drafts."""
-
 NOTHING, RAW, AT_TEMPERATURE = range(3)
 """Distributions whose log-probabilities `draw_rows` writes."""
 

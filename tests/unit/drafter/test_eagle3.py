@@ -10,9 +10,10 @@ import torch
 from drafter_fixtures import CONFIG, captured, drafter
 
 from tlt.drafter import vocabulary
+from tlt.drafter.agreement import DRAFT_NOISE, LIKELIEST, joint_log_chances
 from tlt.drafter.eagle3.config import Eagle3Config, default_aux_layers
 from tlt.drafter.eagle3.model import Eagle3Drafter, unrolled_loss
-from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, PolicyOutput
+from tlt.drafter.evaluation import Acceptance, AcceptanceMeter, Drafted, PolicyOutput
 from tlt.drafter.passes import Row
 from tlt.states.captured import Captured
 
@@ -132,20 +133,37 @@ def test_expected_acceptance_length() -> None:
     assert acceptance.length(0.0) == 5
 
 
-def test_the_meter_averages_the_probability_that_the_policy_gives_the_draft() -> None:
+def test_the_meter_averages_chances_of_equal_draws() -> None:
+    """A drafter with the policy's logits is always right, once its noise is the policy's."""
     logits = torch.log(torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3]]))
-    meter = AcceptanceMeter(2, [0.0, 1.0, 0.5])
-    drafts = torch.tensor([0, 2])
-    drafted = logits.gather(-1, drafts[:, None])[:, 0]
-    policy = PolicyOutput.of(logits, [0.0, 1.0, 0.5])
-    meter.add(0, drafts, drafted, policy, torch.tensor([True, True]))
-    meter.add(1, drafts, drafted, policy, torch.tensor([True, False]))
+    meter = AcceptanceMeter(2, [0.0, 1.0])
+    policy = PolicyOutput.of(logits, [0.0, 1.0])
+    best, text = logits.argmax(-1), torch.tensor([0, 2])
+    same = Drafted(DRAFT_NOISE * logits, best, torch.arange(3))
+    reached = meter.add(0, same, policy, text, {t: torch.ones(2) for t in (0.0, 1.0)})
+    torch.testing.assert_close(reached, {0.0: torch.tensor([1.0, 0]), 1.0: torch.ones(2)})
+    lacking = Drafted(torch.zeros(2, 1), torch.tensor([2, 2]), torch.tensor([-1, -1, 0]))
+    reached = meter.add(1, lacking, policy, text, reached)
     result = meter.result()
-    assert result.agreement == (0.5, 0.5)
-    assert result.rates[0.0] == (0.5, 1.0)
-    assert result.rates[1.0] == pytest.approx((0.5, 0.7))
-    sharp = 0.49 / (0.49 + 0.04 + 0.01)
-    assert result.rates[0.5] == pytest.approx(((sharp + 0.09 / 0.46) / 2, sharp))
+    assert result.agreement == (1.0, 0.0)
+    assert result.rates[0.0] == (1.0, 0.0)
+    assert result.rates[1.0] == pytest.approx((1.0, (0.1 + 0.3) / 2))
+    torch.testing.assert_close(reached[1.0], torch.tensor([0.0, 1]))
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.5])
+def test_the_chance_of_equal_draws_is_what_counting_finds(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    log_p = (3 * torch.randn(200, generator=generator)).log_softmax(-1)
+    log_q = (log_p + scale * torch.randn(200, generator=generator)).log_softmax(-1)
+    log_q[3] = -torch.inf  # a token that the drafter lacks
+    noise = -torch.empty(20_000, 200).exponential_(generator=generator).log()
+    drawn, drafted = (log_p + noise).argmax(-1), (log_q + noise).argmax(-1)
+    top_p, likeliest = log_p.topk(LIKELIEST)
+    joint = joint_log_chances(top_p, log_q[likeliest]).exp()
+    assert joint.sum().item() == pytest.approx((drawn == drafted).float().mean().item(), abs=0.015)
+    counted = ((drawn == drafted) & (drawn == likeliest[0])).float().mean().item()
+    assert joint[0].item() == pytest.approx(counted, abs=0.015)
 
 
 # --- folders and vocabulary -----------------------------------------------------------------------

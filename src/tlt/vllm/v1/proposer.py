@@ -3,7 +3,7 @@
 vLLM builds one proposer per engine. `SwitchingProposer` is its EAGLE proposer; when the arm of an
 engine step has another drafter, the drafts come from a `Lookup` (`tlt.vllm.runner`). In engines
 with the keyed sampler, EAGLE-3's drafts are drawn with the noise of their request
-(`keyed.DRAFT_NOISE`).
+(`drafter.agreement.DRAFT_NOISE`).
 
 EAGLE-3 can take over at any engine step without a new prefill, because its KV cache is complete by
 then. Stock vLLM runs the draft model in every engine step for that, even if it drafts nothing. Here
@@ -28,6 +28,7 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from tlt.contracts import DrafterName
+from tlt.drafter.agreement import DRAFT_NOISE
 from tlt.vllm import compat, keyed
 from tlt.vllm.catch_up import Missed, MissedInputs
 from tlt.vllm.runner import Lookup
@@ -218,7 +219,7 @@ class SwitchingProposer(EagleProposer):
         self._key_B, position_B = self._keys.of_batch(num_requests)
         self._position_B = position_B + self.num_sampled.numpy()[:num_requests]
         inverse_B = sampler.inverse_temperature(sampling, num_requests, _has_top(sampling))
-        self._inverse_B = inverse_B / np.float32(keyed.DRAFT_NOISE)
+        self._inverse_B = inverse_B / np.float32(DRAFT_NOISE)
 
     def _sample_draft_tokens(
         self, hidden_states: torch.Tensor, sampling_metadata: Any

@@ -38,8 +38,8 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tlt.contracts import DrafterName
+from tlt.drafter.agreement import DRAFT_NOISE
 from tlt.vllm.catch_up import Missed, MissedInputs, sequences
-from tlt.vllm.keyed import DRAFT_NOISE
 from tlt.vllm.runner import Lookup
 
 
