@@ -2,8 +2,8 @@
 
     python benchmarks/replay.py benchmarks/results/strategy/live/rollout.json
 
-Writes `strategy.json`; `benchmarks/pictures.py` draws it. The comparison always includes a table of
-step times from published H100 figures.
+Writes `strategy.json`. The comparison always includes a table of step times from published H100
+figures.
 
 A `StepTable` holds the step time of each arm at each batch size, and the acceptance of each
 drafter. `replay` runs a strategy against the table step by step, as an engine would: each step

@@ -7,9 +7,14 @@ reward at this very batch size or, with probability epsilon, a random arm. The r
 step is its tokens per second, with the arm's median tokens per request over all batch sizes in
 place of the step's own.
 
-Two things differ from the release, because vLLM verifies drafts one engine step later and because
-its drafts are chains. A chosen arm stays for two engine steps: fewer would teach nothing. And the
-release wants as many draft lengths as buckets; here any number of lengths is dealt out evenly.
+The figures are those of the release (github.com/mit-han-lab/fastrl, commit bce3df7) as its trainer
+runs it. The window is the default of its server: the trainer sets none, so the bandit's own default
+of 1,000 has no effect.
+
+Three things differ from the release. A chosen arm stays for two engine steps, because vLLM verifies
+drafts one engine step later. Any number of draft lengths, of chains, is dealt out evenly to the
+buckets; the release wants as many lengths as buckets. And a switch is free here: the release
+prefills again to begin speculation, so it first waits for ten engine steps with small batches.
 """
 
 from __future__ import annotations
