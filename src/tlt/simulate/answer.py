@@ -22,6 +22,7 @@ from tlt.simulate.scenario import (
     workload_of,
 )
 from tlt.simulate.workload import Workload
+from tlt.timing import profiles
 
 Figures = dict[str, dict[str, float]]
 """Figures of every mode."""
@@ -197,6 +198,13 @@ def _assumptions(config: ScenarioConfig, cluster: Cluster, workload: Workload) -
     )
     if config.workload.trace:
         lengths = f"lengths of {config.workload.trace}"
+    trees = []
+    if found is None and config.drafter.acceptance is None:
+        trees.append(
+            f"drafts are chains, but their acceptance, {profiles.BEFORE:.0%} at each position, "
+            f"comes from published trees; measured chains of SmolLM2 had "
+            f"{profiles.MEASURED_CHAIN:.0%}: compare drafter.acceptance={profiles.MEASURED_CHAIN}"
+        )
     return [
         machine,
         f"{config.num_steps:,} RL steps, the first not counted, of {workload.num_samples:,} "
@@ -205,6 +213,7 @@ def _assumptions(config: ScenarioConfig, cluster: Cluster, workload: Workload) -
         f"first draft tokens accepted: {accepted}; power of EAGLE-3's rates "
         f"{config.drafter.start_power:g} at the start{new}, {training.drift:+.4f} with every "
         "policy update",
+        *trees,
         f"a trainer learns from {training.tokens_per_s:,.0f} tokens/s; the drafter's lag behind "
         f"power {training.best_power:g} shrinks e-fold in {training.tokens:,.0f} tokens",
         f"the learner trains on {learner.trained_share:.0%} of the tokens, "

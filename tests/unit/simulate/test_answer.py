@@ -28,7 +28,7 @@ from tlt.simulate.plot import plot_simulation, what_if
 from tlt.simulate.published import nearest
 from tlt.simulate.scenario import ScenarioConfig, completed, simulate
 from tlt.timing.model import Drafting, powers
-from tlt.timing.profiles import h100
+from tlt.timing.profiles import BEFORE, MEASURED_CHAIN, h100
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 NGRAMS = Calibration(h100(1e9, 1e4, 1), Drafting({"ngram": powers(0.3)}), Learner(100.0), 50.0)
@@ -134,6 +134,22 @@ def test_assumptions_follow_the_settings() -> None:
         "0.60 s, for 8 nodes, by ipc",
     ):
         assert says in told
+
+
+def test_an_answer_says_that_its_acceptance_is_that_of_trees(tmp_path: Path) -> None:
+    def says(*settings: str) -> bool:
+        told = validity(scenario(*settings)).lines()
+        return any("78% at each" in line and "drafter.acceptance=0.66" in line for line in told)
+
+    assert says()
+    assert says("drafter.start_power=17")
+    assert not says("drafter.acceptance=0.66")
+    NGRAMS.save(tmp_path / "c.json")
+    assert not says(f'cluster.calibration="{tmp_path / "c.json"}"')
+    (chain,) = (row for row in result("words/rollout")["summary"] if row["mode"] == "eagle3:3")
+    measured = chain["acceptance_length"]["median"]
+    assert 1 + sum(powers(MEASURED_CHAIN, 3)) == pytest.approx(measured, abs=0.02)
+    assert 1 + sum(powers(BEFORE, 64)) == pytest.approx(4.59, abs=0.01)
 
 
 def test_terminal_and_json_say_it(tmp_path: Path) -> None:
