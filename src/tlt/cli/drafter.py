@@ -24,7 +24,10 @@ def train(
     max_tokens: opt.MaxTokens = 900,
     temperature: opt.Temperature = 1.0,
     budget_minutes: Annotated[float, opt.number("Time budget of the whole command.", 0)] = 20.0,
-    draft_tokens: Annotated[int, opt.number("Draft length to train for.", 1, 16)] = 4,
+    draft_tokens: Annotated[
+        int | None,
+        opt.number("Draft length to train for; by default 4, and 7 with --gpus.", 1, 16),
+    ] = None,
     draft_vocab: Annotated[
         int | None,
         opt.number(
@@ -55,8 +58,10 @@ def train(
     from tlt.observe.provenance import provenance
     from tlt.offline.drafter import DrafterPlan, train_drafter
     from tlt.report.charts import training_picture
+    from tlt.strategy.spec import trained_draft_tokens
 
     output = Output(as_json)
+    draft_tokens = draft_tokens or trained_draft_tokens({"kind": "adaptive"}, gpus > 0)
     name, model = str(model), local_folder(model, "--model")
     init = None if init is None else local_folder(init, "--init")
     read_model(model, "--model")

@@ -15,6 +15,10 @@ ModelName = Literal["qwen2.5-7b", "qwen2.5-32b", "qwen3-8b", "qwen3-32b", "llama
 """Policies whose times on GPUs are modelled (`tlt.timing.profiles`)."""
 
 
+LONGEST_TRAINED = 16
+"""Longest draft that a drafter can be trained for."""
+
+
 class RunSection(Schema):
     """The run's folder, length and seed."""
 
@@ -281,8 +285,9 @@ class TltConfig(Schema):
     row_tokens: int = Field(default=512, ge=16)
     """Tokens of one optimizer step of the drafter; also the longest part of a sample it trains
     on."""
-    num_draft_tokens: int = Field(default=4, ge=1, le=16)
-    """Draft length to train for."""
+    num_draft_tokens: int | None = Field(default=None, ge=1, le=LONGEST_TRAINED, examples=[4])
+    """Draft length to train and to evaluate for; by default 4 on CPU cores, and on GPUs the longest
+    draft of the drafter in `engine.strategy`, up to 16."""
     draft_vocab_size: int | None = Field(default=None, ge=16)
     """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default 4,096
     on CPU cores, and on GPUs all tokens, or 32,768 if the policy has more than 65,536. A drafter

@@ -82,6 +82,7 @@ def trainer_settings(
     buffer: BufferSettings,
     tlt: TltConfig,
     *,
+    num_draft_tokens: int,
     new: bool,
     temperature: float,
     seed: int,
@@ -89,13 +90,16 @@ def trainer_settings(
     emulate: dict[str, Any] | None = None,
     log: LogSettings | None = None,
 ) -> HarvestTrainerSettings:
-    """Return the settings of the trainers of a drafter, which is `new` or was trained elsewhere."""
+    """Return the settings of the trainers of a drafter, which is `new` or was trained elsewhere.
+
+    `num_draft_tokens` is the draft length to train for where `tlt` does not say it.
+    """
     return HarvestTrainerSettings(
         drafter=str(drafter),
         policy=policy,
         buffer=buffer,
         trainer=TrainerSettings(
-            num_draft_tokens=tlt.num_draft_tokens,
+            num_draft_tokens=tlt.num_draft_tokens or num_draft_tokens,
             row_tokens=tlt.row_tokens,
             lr=tlt.lr or (NEW_DRAFTER_LR if new else DRAFTER_LR),
             averaged_steps=NEW_AVERAGED_STEPS if new else AVERAGED_STEPS,

@@ -45,6 +45,8 @@ class HostedEngine:
             )
         self.drafter = Path(config.speculative_config.model)
         """Folder of the drafter that the engine started with."""
+        self.strategy: dict[str, Any] = config.additional_config[CONFIG_KEY]["strategy"]
+        """Spec of the strategy, with all arms named."""
         self.policy = str(config.model_config.model)
         """Folder or Hub name of the policy that the engine started with."""
         self.rl_step = 0

@@ -40,6 +40,7 @@ from tlt.integrations.training import new_drafter
 from tlt.models.hub import local_folder
 from tlt.node.shared import SharedFolder
 from tlt.states.buffer import BufferSettings
+from tlt.strategy.spec import trained_draft_tokens
 
 __all__ = ["CaptureConfig", "TLTCallback", "TltConfig", "new_drafter"]
 
@@ -70,6 +71,7 @@ class TLTCallback(TrainerCallback):
         self._share = train_share
         self._settings = tlt or TltConfig()
         buffer = BufferSettings.of_run(capture or CaptureConfig())
+        on_gpu = trainer.accelerator.device.type == "cuda"
         with torch.random.fork_rng():  # the run draws the same numbers as without TLT
             self.drafter_trainer = HarvestTrainer(
                 trainer_settings(
@@ -77,10 +79,11 @@ class TLTCallback(TrainerCallback):
                     str(local_folder(self._engine.policy, "model")),
                     buffer,
                     self._settings,
+                    num_draft_tokens=trained_draft_tokens(self._engine.strategy, on_gpu),
                     new=is_new(self._engine.drafter),
                     temperature=trainer.temperature,
                     seed=trainer.args.seed,
-                    on_gpu=trainer.accelerator.device.type == "cuda",
+                    on_gpu=on_gpu,
                 ),
                 trainer.accelerator.device,
             )

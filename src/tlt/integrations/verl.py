@@ -31,6 +31,7 @@ from tlt.harvest.trainer import trainer_settings
 from tlt.integrations.replicas import ReplicaHarvest
 from tlt.models.hub import local_folder
 from tlt.states.buffer import BufferSettings
+from tlt.strategy.spec import trained_draft_tokens
 from tlt.vllm.environment import SWITCH_VARIABLE
 from tlt.vllm.switch import EXAMPLE, read_settings
 
@@ -89,16 +90,19 @@ def _harvest(config: DictConfig, drafter: Path, manager: Any) -> ReplicaHarvest:
     """Start harvest on the replicas that verl's manager of servers has started."""
     tlt = _section(TltConfig, config, "tlt")
     buffer = BufferSettings.of_run(_section(CaptureConfig, config, "capture"))
+    strategy = read_settings(os.environ[SWITCH_VARIABLE]).strategy
+    on_gpu = torch.cuda.is_available()
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     trainer = trainer_settings(
         drafter,
         str(local_folder(model.path, "model")),
         buffer,
         tlt,
+        num_draft_tokens=trained_draft_tokens(strategy, on_gpu),
         new=is_new(drafter),
         temperature=rollout.temperature,
         seed=rollout.seed,
-        on_gpu=torch.cuda.is_available(),
+        on_gpu=on_gpu,
     )
 
     async def load() -> Sequence[int]:

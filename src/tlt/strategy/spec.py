@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from tlt.config.train import LONGEST_TRAINED
 from tlt.contracts import DRAFTERS, OFF, Arm, DrafterName, StepContext, StepReport, Strategy
 from tlt.errors import ConfigError
 from tlt.strategy.adaptive import Adaptive, Caution
@@ -30,6 +31,8 @@ EXAMPLES = {
     "beg_mab": '{ kind = "beg_mab", epsilon = 0.1, seed = 0 }',
 }
 """A spec of every kind, in TOML."""
+TRAINED_ON_CPU = 4
+"""Draft length that a drafter is trained for on CPU cores."""
 LEARNING = ("adaptive", "beg_mab")
 """Kinds that find the best of their arms while decoding."""
 
@@ -169,6 +172,20 @@ def complete_strategy(
         for k in (drafter.gpu_draft_lengths if on_gpu else drafter.draft_lengths)
     ]
     return {**spec, "arms": [["off", 0], *arms]}
+
+
+def trained_draft_tokens(spec: StrategySpec, on_gpu: bool) -> int:
+    """Return the draft length to train a drafter for that this strategy uses.
+
+    Engines on GPUs use long drafts, so that is the longest one there. On CPU cores every further
+    pass of the training takes long, and few drafts are accepted that far.
+    """
+    if not on_gpu:
+        return TRAINED_ON_CPU
+    models = [name for name, drafter in DRAFTERS.items() if not drafter.module]
+    arms = build_strategy(complete_strategy(spec, models, on_gpu)).arms()
+    lengths = [arm.num_draft_tokens for arm in arms if arm.uses_model]
+    return min(max(lengths, default=TRAINED_ON_CPU), LONGEST_TRAINED)
 
 
 def build_strategy(spec: StrategySpec) -> Strategy:

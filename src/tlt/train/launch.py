@@ -39,6 +39,7 @@ from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
 from tlt.rollout.recheck import Rechecks
 from tlt.states.buffer import BufferSettings
+from tlt.strategy.spec import trained_draft_tokens
 from tlt.tasks.rewards import RewardPool
 from tlt.train.folder import RunFolder
 from tlt.train.inputs import check_inputs, with_local_models, write_inputs
@@ -77,7 +78,7 @@ def launch(
         prepared = prepare(config)
         if resume:
             check_inputs(folder.path, config)
-        folder.open(named, versions(), command)
+        folder.open(_with_draft_length(named), versions(), command)
         log = None
         if log_level is not None:
             log = LogSettings(str(folder.path.absolute() / "logs"), log_level)
@@ -99,6 +100,13 @@ def launch(
             result = {"emulated": label} | result
         (folder.path / "summary.json").write_text(json.dumps(result, indent=2) + "\n")
         return records
+
+
+def _with_draft_length(config: TrainConfig) -> TrainConfig:
+    """Return the settings with the draft length that drafters are trained for."""
+    found = trained_draft_tokens(config.engine.strategy, config.engine.num_gpus > 0)
+    tlt = {"num_draft_tokens": config.tlt.num_draft_tokens or found}
+    return config.model_copy(update={"tlt": config.tlt.model_copy(update=tlt)})
 
 
 @contextmanager
@@ -235,6 +243,7 @@ class _Run:
                 config.policy.model,
                 BufferSettings.of_run(config.capture),
                 config.tlt,
+                num_draft_tokens=trained_draft_tokens(config.engine.strategy, on_gpu),
                 new=config.engine.drafter is None,
                 temperature=config.sampling.temperature,
                 seed=config.run.seed,

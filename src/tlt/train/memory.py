@@ -22,6 +22,7 @@ from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.hardware import Dtype, Machine
 from tlt.harvest.leases import moved_bytes
 from tlt.learner.batch import HEAD_CHUNK_TOKENS, WAITING_ROWS
+from tlt.strategy.spec import trained_draft_tokens
 
 GIB = 2**30
 BFLOAT16, FLOAT32 = 2, 4
@@ -233,7 +234,8 @@ class Sizes:
             captures=captures,
         )
         ends = BFLOAT16 * shape.hidden * (2 * shape.vocab + self.draft_vocab)
-        work = FLOAT32 * tlt.row_tokens * tlt.num_draft_tokens
+        depth = tlt.num_draft_tokens or trained_draft_tokens(config.engine.strategy, self.on_gpu)
+        work = FLOAT32 * tlt.row_tokens * depth
         work *= 3 * self.draft_vocab + 20 * shape.hidden
         self.trainer = TRAINER_COPIES * FLOAT32 * self.drafter_parameters + ends + work
 

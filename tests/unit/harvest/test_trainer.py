@@ -15,8 +15,9 @@ from drafter_fixtures import CONFIG, captured, drafter  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from speed import limit  # noqa: E402
+from tlt.config.train import TltConfig  # noqa: E402
 from tlt.drafter.checkpoint import MOMENTS, save_drafter  # noqa: E402
-from tlt.drafter.evaluation import evaluate  # noqa: E402
+from tlt.drafter.evaluation import evaluate, evaluate_samples  # noqa: E402
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings  # noqa: E402
 from tlt.harvest.contract import Weights  # noqa: E402
 from tlt.harvest.published import EMBEDDING, head_and_embedding  # noqa: E402
@@ -28,6 +29,7 @@ from tlt.harvest.trainer import (  # noqa: E402
     HarvestTrainerSettings,
     averaged,
     difference,
+    trainer_settings,
 )
 from tlt.states.buffer import BufferSettings, SampleBuffer  # noqa: E402
 
@@ -55,6 +57,21 @@ def settings(tmp_path: Path) -> HarvestTrainerSettings:
         ),
         held_out_tokens=200,
     )
+
+
+@pytest.mark.parametrize(("given", "depth"), [(TltConfig(), 7), (TltConfig(num_draft_tokens=5), 5)])
+def test_drafters_are_trained_and_evaluated_as_deep_as_the_strategy_drafts(
+    settings: HarvestTrainerSettings, given: TltConfig, depth: int
+) -> None:
+    folders = Path(settings.drafter), settings.policy
+    how: dict[str, Any] = {"new": True, "temperature": 1.0, "seed": 0, "on_gpu": True}
+    found = trainer_settings(*folders, settings.buffer, given, num_draft_tokens=7, **how)
+    assert found.trainer.num_draft_tokens == depth
+    model = drafter()
+    head = torch.randn(CONFIG.vocab_size, CONFIG.hidden_size)
+    trainer = DrafterTrainer(model, head, head, replace(found.trainer, bfloat16=False))
+    evaluated = evaluate_samples(trainer.passes, [captured(40, 4, seed=0)], [1.0])
+    assert len(evaluated.agreement) == depth
 
 
 def make_trainer(settings: HarvestTrainerSettings) -> HarvestTrainer:

@@ -67,7 +67,7 @@ class Engine:
 
     def __init__(self, policy: Path, drafter_folder: Path) -> None:
         self.vllm_config = SimpleNamespace(
-            additional_config={"tlt": {}},
+            additional_config={"tlt": {"strategy": {"kind": "off"}}},
             speculative_config=SimpleNamespace(method="eagle3", model=str(drafter_folder)),
             model_config=SimpleNamespace(model=str(policy)),
         )

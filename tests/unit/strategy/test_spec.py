@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tlt.contracts import OFF, Arm, StepContext
 from tlt.errors import ConfigError
-from tlt.strategy.spec import build_strategy, complete_strategy
+from tlt.strategy.spec import build_strategy, complete_strategy, trained_draft_tokens
 
 
 def context(num_decodes: int, num_prefills: int = 0) -> StepContext:
@@ -81,3 +81,22 @@ def test_a_learning_kind_takes_the_arms_of_the_engine_unless_the_spec_names_some
     assert build_strategy(complete_strategy({"kind": "beg_mab"}, [])).arms() == {OFF}
     named = {"kind": "adaptive", "arms": [["eagle3", 3]], "margin": 0.1}
     assert build_strategy(complete_strategy(named, ["ngram"])).arms() == {OFF, Arm("eagle3", 3)}
+
+
+@pytest.mark.parametrize(
+    ("spec", "on_gpu"),
+    [
+        ({"kind": "adaptive"}, 7),
+        ({"kind": "adaptive", "arms": [["off", 0], ["eagle3", 3], ["ngram", 7]]}, 3),
+        ({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 5}, 5),
+        ({"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 32}, 16),
+        ({"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 6], [16, 2]]}, 6),
+        ({"kind": "fixed", "drafter": "ngram", "num_draft_tokens": 7}, 4),
+        ({"kind": "off"}, 4),
+    ],
+)
+def test_drafters_on_gpus_are_trained_as_deep_as_they_draft(
+    spec: dict[str, Any], on_gpu: int
+) -> None:
+    assert trained_draft_tokens(spec, on_gpu=True) == on_gpu
+    assert trained_draft_tokens(spec, on_gpu=False) == 4

@@ -109,6 +109,19 @@ def test_catch_up_takes_its_memory_from_the_kv_cache(tmp_path: Path) -> None:
     assert before.need == after.need
 
 
+def test_the_trainer_has_room_for_the_passes_of_the_longest_draft(tmp_path: Path) -> None:
+    def trainer(*overrides: str) -> float:
+        places = plan(tmp_path, SEVEN, "tlt.enabled=true", *overrides)
+        return gib(places["a GPU, harvest"], "drafter's trainer")
+
+    seven = trainer("engine.strategy.kind=adaptive")
+    assert seven == trainer("engine.strategy.kind=off", "tlt.num_draft_tokens=7")
+    four = trainer("engine.strategy.kind=adaptive", "tlt.num_draft_tokens=4")
+    assert four == trainer("engine.strategy={kind='off'}", "tlt.num_draft_tokens=4")
+    # 4,096 tokens, with the logits of 32,768 draft tokens three times.
+    assert seven - four == pytest.approx(3 * 4 * 4096 * (3 * 32768 + 20 * 3584) / GIB)
+
+
 REFUSED = {
     "engine too large": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.9"]),
     "no KV cache": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.2"]),
