@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from tlt.doctor.engines import Place
@@ -17,6 +19,15 @@ def pass_(place: Place) -> dict[str, Any]:
 
 def fail(place: Place) -> dict[str, Any]:
     raise AssertionError("two tokens differ")
+
+
+def fail_in_a_run(place: Place) -> dict[str, Any]:
+    logs = Path(tempfile.gettempdir(), "tlt-run-colocated", "logs")
+    logs.mkdir(parents=True)
+    (logs.parent / "run.log").write_text("the driver gave up\n")
+    (logs / "engine-0.log").write_text("CUDA error: an illegal memory access\n")
+    subprocess.run(["echo", "tlt train says why"], check=True)
+    raise AssertionError("tlt train ended with code 1")
 
 
 def crash(place: Place) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,8 @@ def thread_environment() -> dict[str, str]:
     return {"GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "0")}
 
 
+DRIVER_S = 30.0
+"""Seconds in which nvidia-smi must answer."""
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_INFO = Path("/proc/meminfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -53,11 +56,25 @@ def this_machine() -> Machine:
 
 def gpu_report(fields: str) -> str:
     """Return a line with these fields for every GPU, as nvidia-smi reports them; empty if none."""
-    if not shutil.which("nvidia-smi"):
-        return ""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout if done.returncode == 0 else ""
+    code, text = ask_driver(f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    return "" if code else text
+
+
+def ask_driver(*arguments: str) -> tuple[int, str]:
+    """Return the exit code of nvidia-smi and what it prints; a broken driver may never answer."""
+    command = ["nvidia-smi", *arguments]
+    if not shutil.which(command[0]):
+        return 1, ""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    try:
+        said, errors = process.communicate(timeout=DRIVER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a process in a driver that hangs stays
+            process.communicate(timeout=1.0)
+        return 1, f"no answer from {' '.join(command)} within {DRIVER_S:g} s"
+    return process.returncode, said or errors
 
 
 def _host_bytes() -> int | None:

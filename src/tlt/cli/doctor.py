@@ -91,10 +91,14 @@ def _check_device(output: Output, device: str, out: Path, only: list[str], limit
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes of a check, too
     facts = machine.facts()
     gpus = facts["torch"]["devices"] if device == "gpu" else []
-    if device == "gpu" and not gpus:
-        raise ConfigError(machine.why_no_gpu(facts["torch"]))
+    why = machine.why_no_gpu(facts["torch"]) if device == "gpu" and not gpus else ""
+    if why and not facts["nvidia_smi"]:
+        raise ConfigError(why)
     facts |= {"provenance": provenance(command_line()), "device": device}
     facts["findings"] = _find(output)
+    if why:  # the driver is there: what it says, and what torch says, tells the cause
+        report.write(out, facts, [])
+        raise ConfigError(f"{why}. {out} holds what driver and torch say, for an issue")
 
     def show(check: report.Check, result: Result | None) -> None:
         if result is None:

@@ -82,7 +82,8 @@ def run(
             why = _first_message((folder / "printed.log").read_text(errors="replace"))
             found |= {"status": "crashed", "error": f"exit code {code}: {why}"}
         if found["status"] != "passed":
-            logs = [folder / "printed.log", *sorted(folder.glob("tlt-*/printed.log"))]  # of engines
+            # Of the check, and of its engines or its run.
+            logs = [folder / "printed.log", *sorted(folder.glob("tlt-*/**/*.log"))]
             texts = [log.read_text(errors="replace").strip() for log in logs]
             found["printed"] = "\n".join(text[-PRINTED_CHARS:] for text in texts)
     return Result(function.__name__, function.__doc__ or "", **found)
@@ -111,7 +112,8 @@ def _run_process(folder: Path, limit_s: float, environment: Mapping[str, str]) -
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its process
+            process.wait(STACKS_S)
 
 
 def answer(folder: str) -> None:

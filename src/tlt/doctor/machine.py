@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlt.doctor import isolated
-from tlt.hardware import cpu_flags, gpu_report, why_dtype
+from tlt.hardware import ask_driver, cpu_flags, gpu_report, why_dtype
 from tlt.vllm.plugin import probe
 
 PROBE_S = 180.0
@@ -58,7 +57,8 @@ def _hardware() -> Iterator[Finding]:
     is_fast = not {"avx512f", "amx_bf16"}.isdisjoint(flags)
     yield Finding("ok" if is_fast else "info", "CPU instructions", ", ".join(known) or "unknown")
     yield Finding("ok", "matrix products on CPU", why_dtype(flags))
-    gpus = [line.rsplit(", ", 1) for line in gpu_report("name,memory.total").splitlines()]
+    lines = gpu_report("name,memory.total").splitlines()
+    gpus = [line.rsplit(", ", 1) for line in lines if ", " in line]
     names = "; ".join(f"{name}, {mib} MiB" for name, mib in gpus)
     yield Finding("ok" if gpus else "info", "GPU", names or "none: CPU engines only")
     shared_gib = shutil.disk_usage("/dev/shm").free / 2**30 if Path("/dev/shm").exists() else 0.0
@@ -151,12 +151,7 @@ def torch_build() -> dict[str, Any]:
 
 def _driver() -> str:
     """Return the table of `nvidia-smi` and the links between GPUs."""
-    texts = []
-    for command in (["nvidia-smi"], ["nvidia-smi", "topo", "-m"]):
-        if shutil.which("nvidia-smi"):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-            texts.append(done.stdout or done.stderr)
-    return "\n".join(texts)
+    return "\n".join(ask_driver(*arguments)[1] for arguments in ((), ("topo", "-m"))).strip()
 
 
 def environment() -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,10 @@ from tlt.errors import ConfigError
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 FORMAT = 2
+ALL_S = 3000.0
+"""Seconds for all checks, so that the whole report takes less than an hour."""
+LEAST_S = 120.0
+"""Seconds that every check gets, however long the checks before it hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ CHECKS = (
     Check(lifecycle.continued, invariant=True),
     Check(lifecycle.sleep, invariant=True),
     Check(lifecycle.states),
+    Check(training.drafter_training),
     Check(sameness.tensor_parallel, invariant=True, min_gpus=2),
     Check(training.train),
     Check(training.train_separate, min_gpus=2),
@@ -87,23 +93,28 @@ def run_checks(
 ) -> list[Result]:
     """Run the checks one after the other, each for up to `limit_s` seconds; return their results.
 
+    After checks that hang, later ones get less: at least `LEAST_S`, and `ALL_S` all together.
     `num_gpus = 0` runs them on CPU engines. The report in `out` holds `facts` about the machine and
     is whole after every check. `show` hears of a check when it begins (None) and when it has ended.
     """
     results: list[Result] = []
+    write(out, facts, results)
+    ends_s = time.monotonic() + ALL_S
     with tempfile.TemporaryDirectory(prefix="tlt-doctor-", ignore_cleanup_errors=True) as folder:
         place = Place(Path(folder), num_gpus)
         for check in (MODELS, *checks):
             show(check, None)
+            kept_s = LEAST_S * (len(checks) - len(results))
+            left_s = max(LEAST_S, ends_s - time.monotonic() - kept_s)
             is_lacking = results and results[0].is_bad
             skip = "there are no models to run it with" if is_lacking else ""
-            results.append(check.run(place, limit_s, skip))
-            _write(out, facts, results)
+            results.append(check.run(place, min(limit_s, left_s), skip))
+            write(out, facts, results)
             show(check, results[-1])
     return results
 
 
-def _write(out: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
+def write(out: Path, facts: dict[str, Any], results: Sequence[Result]) -> None:
     """Write the report; a reader never sees half of it."""
     report = {"format": FORMAT, "verdict": verdict(results), **facts}
     report["checks"] = [asdict(result) for result in results]

@@ -45,6 +45,21 @@ def test_the_report_of_a_gpu_is_json(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert json.loads(output)["num_gpus"] == 1
 
 
+def test_a_node_whose_torch_sees_no_gpu_gets_a_report_of_its_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torch = {"devices": [], "torch": "2.13.0", "cuda": "13.0", "hip": None}
+    facts = {"torch": torch, "nvidia_smi": "NVIDIA-SMI 470"}
+    monkeypatch.setattr(machine, "facts", lambda: facts)
+    monkeypatch.setattr(machine, "findings", lambda: [])
+    out = tmp_path / "report.json"
+    code, _, errors = tlt("doctor", "--gpu", "--out", str(out))
+    assert code == 2
+    assert str(out) in errors
+    written = json.loads(out.read_text())
+    assert (written["nvidia_smi"], written["checks"]) == ("NVIDIA-SMI 470", [])
+
+
 @pytest.mark.parametrize(("module", "extra"), [("numpy", "simulate"), ("torch", "cpu,train")])
 def test_a_missing_package_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, module: str, extra: str

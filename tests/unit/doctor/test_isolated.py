@@ -1,8 +1,11 @@
 """One check that fails, crashes or hangs never hides the others, and leaves nothing behind."""
 
 import json
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,3 +73,52 @@ def test_without_models_no_check_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(report, "MODELS", Check(acts.fail))
     results = run_checks(tmp_path / "out", Check(acts.pass_))
     assert [result.status for result in results] == ["failed", "skipped"]
+
+
+def test_the_report_holds_the_logs_of_a_run(tmp_path: Path) -> None:
+    result = isolated.run(acts.fail_in_a_run, Place(tmp_path, 0), limit_s=limit(60))
+    assert result.error == "AssertionError: tlt train ended with code 1"
+    for line in ("tlt train says why", "the driver gave up", "illegal memory access"):
+        assert line in result.printed
+
+
+def test_a_process_that_a_broken_driver_keeps_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stuck:
+        pid = 2**30
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "waits for ever"
+            raise subprocess.TimeoutExpired("check", timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Stuck)
+    monkeypatch.setattr(isolated, "STACKS_S", 0.0)
+    assert isolated.run(acts.pass_, Place(tmp_path, 0), limit_s=1).status == "timed out"
+
+
+def test_all_checks_run_within_an_hour_however_many_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, out = 100.0, tmp_path / "report.json"
+    limits: list[float] = []
+
+    def hang(function: Callable[..., Any], *_: Any, limit_s: float, **__: Any) -> Result:
+        nonlocal now_s
+        assert json.loads(out.read_text())["device"] == "cuda"  # from the start
+        now_s += limit_s if limits else 5.0
+        limits.append(limit_s)
+        return Result(function.__name__, "", "timed out" if limits[1:] else "passed")
+
+    monkeypatch.setattr(isolated, "run", hang)
+    monkeypatch.setattr(report.time, "monotonic", lambda: now_s)
+    results = report.run_checks(
+        report.CHECKS, 8, 600.0, out, {"device": "cuda"}, lambda check, result: None
+    )
+    assert [result.name for result in results[1:]] == [check.name for check in report.CHECKS]
+    assert limits[:3] == [600.0] * 3
+    assert min(limits) >= report.LEAST_S
+    assert now_s - 100 <= report.ALL_S

@@ -1,10 +1,12 @@
 """What is missing on a machine is said with a fix."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tlt import hardware
 from tlt.doctor import isolated, machine
 from tlt.doctor.isolated import Result, Status
 
@@ -68,3 +70,30 @@ def test_the_report_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "tlt")
     assert machine.environment()["VLLM_PLUGINS"] == "tlt"
     assert "hidden" not in machine.environment().values()
+
+
+def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a stand-in for nvidia-smi in front of the path."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(tmp_path, "exec sleep 600", monkeypatch)
+    monkeypatch.setattr(hardware, "DRIVER_S", 0.2)
+    notes = {"devices": [], "torch": "2", "cuda": "13.0", "hip": None}
+    monkeypatch.setattr(isolated, "run", lambda *_, **__: Result("x", "", "passed", notes=notes))
+    assert "no answer from nvidia-smi topo -m within 0.2 s" in machine.facts()["nvidia_smi"]
+    assert hardware.gpu_report("memory.total") == ""
+
+
+def test_gpus_are_listed_beside_one_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver(tmp_path, "echo 'Unable to read a GPU'; echo 'NVIDIA H100, 81559'", monkeypatch)
+    found = engine_findings(monkeypatch, "passed", NOTES)
+    assert found["GPU"].found == "NVIDIA H100, 81559 MiB"
