@@ -283,8 +283,9 @@ class TltConfig(Schema):
     `engine.drafter`. An RL step brings little to learn from: at higher rates a trained drafter
     forgets more than it learns."""
     row_tokens: int = Field(default=512, ge=16)
-    """Tokens of one optimizer step of the drafter; also the longest part of a sample it trains
-    on."""
+    """Tokens of one optimizer step of the drafter; also the longest part of a sample it trains on.
+    Where responses are short and an optimizer step is faster with fewer tokens, a smaller row
+    teaches a new drafter more in the same time."""
     num_draft_tokens: int | None = Field(default=None, ge=1, le=LONGEST_TRAINED, examples=[4])
     """Draft length to train and to evaluate for; by default 4 on CPU cores, and on GPUs the longest
     draft of the drafter in `engine.strategy`, up to 16."""

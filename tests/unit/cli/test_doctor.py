@@ -48,7 +48,7 @@ def test_the_report_of_a_gpu_is_json(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_node_whose_torch_sees_no_gpu_gets_a_report_of_its_driver(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    torch = {"devices": [], "torch": "2.13.0", "cuda": "13.0", "hip": None}
+    torch: dict[str, Any] = {"devices": [], "torch": "2.13.0", "cuda": "13.0", "hip": None}
     facts = {"torch": torch, "nvidia_smi": "NVIDIA-SMI 470"}
     monkeypatch.setattr(machine, "facts", lambda: facts)
     monkeypatch.setattr(machine, "findings", lambda: [])

@@ -85,7 +85,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_report(
 ) -> None:
     driver(tmp_path, "exec sleep 600", monkeypatch)
     monkeypatch.setattr(hardware, "DRIVER_S", 0.2)
-    notes = {"devices": [], "torch": "2", "cuda": "13.0", "hip": None}
+    notes: dict[str, Any] = {"devices": [], "torch": "2", "cuda": "13.0", "hip": None}
     monkeypatch.setattr(isolated, "run", lambda *_, **__: Result("x", "", "passed", notes=notes))
     assert "no answer from nvidia-smi topo -m within 0.2 s" in machine.facts()["nvidia_smi"]
     assert hardware.gpu_report("memory.total") == ""
