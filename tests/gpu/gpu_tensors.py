@@ -70,12 +70,50 @@ class GpuTensor(torch.Tensor):  # type: ignore[misc]
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu() first")
 
+    def record_stream(self, stream: Any) -> None:
+        assert isinstance(stream, Stream)
+
     def __repr__(self, *args: Any, **kwargs: Any) -> str:
         return f"GpuTensor({self.held!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
+
+
+class Stream:
+    """A stream or an event of the stand-in: everything in it has ended."""
+
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+CUDA: dict[str, Callable[..., Any]] = {
+    "_lazy_init": lambda: None,
+    "Stream": Stream,
+    "Event": Stream,
+    "current_stream": Stream,
+    "stream": lambda stream: stream,
+}
+"""Functions of `torch.cuda` in the context."""
 
 
 class Gpu(TorchDispatchMode):  # type: ignore[misc]
@@ -86,15 +124,18 @@ class Gpu(TorchDispatchMode):  # type: ignore[misc]
         self.num_waits = 0
 
     def __enter__(self) -> Any:
-        self._before = torch.cuda._lazy_init, torch._C._only_lift_cpu_tensors()
-        torch.cuda._lazy_init = lambda: None
+        self._before = {name: getattr(torch.cuda, name) for name in CUDA}
+        self._only_lifts = torch._C._only_lift_cpu_tensors()
+        for name, replaced in CUDA.items():
+            setattr(torch.cuda, name, replaced)
         torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device=...)` comes by here
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.cuda._lazy_init, only_lifts = self._before
-        torch._C._set_only_lift_cpu_tensors(only_lifts)
+        for name, original in self._before.items():
+            setattr(torch.cuda, name, original)
+        torch._C._set_only_lift_cpu_tensors(self._only_lifts)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -144,8 +144,7 @@ def update(
 
     def keep(row: PackedRow, aux_TA: torch.Tensor, final_TH: torch.Tensor) -> None:
         texts = [(s.sample_id, s.prompt_ids, s.response_ids) for s in row.samples]
-        index = None if row.unshare_E is None else row.unshare_E.cpu()  # no streams here
-        writer.write_row(1, texts, index, aux_TA.cpu(), final_TH.cpu())
+        writer.write_row(1, texts, row.unshare_E, aux_TA, final_TH)
 
     rank = LearnerRank(settings, device, keep)
     rank.remember_logprobs([batch])
