@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.make import CONTRACT, VERSION, read
+from contract.make import CONTRACT, VERSION, differences, read
 from contract.sources import Sources
 from contract.uses import Found, uses
 
@@ -100,3 +100,9 @@ RUNNER = "from vllm.engine import Runner\n"
 def test_what_does_not_fit_is_found(tmp_path: Path, ours: str, fault: str) -> None:
     [found] = uses_of(tmp_path, ours).faults
     assert fault in found
+
+
+def test_each_difference_from_the_contract_is_named() -> None:
+    found = differences({"a": "(x)", "b": "(y)", "d": "(z)"}, {"a": "(x)", "b": "(x)", "c": "(z)"})
+    assert [line.split()[0] for line in found] == ["b", "c", "d"]
+    assert differences({"a": "(x)"}, {"a": "(x)"}) == []
