@@ -1,6 +1,6 @@
 """What a drafter should be trained on: several losses, equal processor time, held-out drafts.
 
-    python benchmarks/losses.py [--seconds 60] [--seeds 3] [--losses ce agree]
+    python benchmarks/losses.py [--seconds 45] [--seeds 2] [--losses ce agree]
 
 A draft is accepted if it equals the policy's draw with the same noise (benchmarks/distance.py).
 Every loss trains a new drafter for the policy of `tlt models words` on the same samples, for as
@@ -12,10 +12,12 @@ long by the clock of the processor, seed by seed:
   as on CPUs, from all tokens,
 - `tv`: total variation,
 - `mix A`: A of `agree` and the rest of `ce`,
-- `chain`: minus the logarithm of the expected tokens per draft, which multiply the agreements.
+- `chain`: minus the logarithm of the expected tokens per draft, which multiply the agreements,
+- `ce 3.1`: cross-entropy, for a drafter with the norms of EAGLE-3.1: one for each fused state, and
+  a normed state for the next pass.
 
-Writes benchmarks/results/losses.json: expected tokens per draft at lengths 3 and 7, for the shares
-of the noise that a drafter may draw with.
+Losses that are not run stay in the file. Writes benchmarks/results/losses.json: expected tokens per
+draft at lengths 3 and 7, for the shares of the noise that a drafter may draw with.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -30,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common import ROOT, parse_options, save, spread
+from common import ROOT, load, parse_options, save, spread
 from distance import MODEL, PLACES, at_temperature, samples, two_stages
-from tlt.drafter.eagle3.model import STEP_DECAY
+from tlt.drafter.eagle3.model import STEP_DECAY, Eagle3Drafter
 from tlt.drafter.passes import DraftPasses, Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
 from tlt.states.captured import Captured, Offer
@@ -93,6 +96,7 @@ LOSSES: dict[str, Loss] = {
     "mix 0.5": mix(0.5),
     "mix 0.9": mix(0.9),
     "chain": agree,
+    "ce 3.1": ce,
 }
 
 
@@ -154,6 +158,10 @@ def trained(task: tuple[str, int, float]) -> dict[str, Any]:
         bfloat16=False,
     )
     drafter = fresh_drafter(policy.config, head, None, seed)
+    if name == "ce 3.1":
+        weights = drafter.state_dict()
+        drafter = Eagle3Drafter(replace(drafter.config, fc_norm=True, norm_output=True))
+        drafter.load_state_dict(weights, strict=False)
     trainer = Trainer(name, drafter, head, embedding, settings)
     began_s = time.process_time()
     while (spent_s := time.process_time() - began_s) < seconds:
@@ -188,7 +196,7 @@ def summary(runs: Sequence[Any]) -> dict[str, Any]:
 def main() -> None:
     from transformers import AutoModelForCausalLM
 
-    options = parse_options(__doc__, seconds=60.0, seeds=3, losses=[*LOSSES])
+    options = parse_options(__doc__, seconds=45.0, seeds=2, losses=[*LOSSES])
     policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     cached: dict[str | float, Any] = {"train": samples(policy, 1.0, TRAINED, "train")}
     cached |= {t: samples(policy, t, HELD_OUT, "distance") for t in TEMPERATURES}
@@ -202,6 +210,7 @@ def main() -> None:
     found = {
         name: summary([run for task, run in runs if task[0] == name]) for name in options.losses
     }
+    found = {**load("losses").get("losses", {}), **found}
     save("losses", {"seconds": options.seconds, "seeds": options.seeds, "losses": found})
 
 
