@@ -23,6 +23,7 @@ from tlt.hardware import Dtype, Machine
 from tlt.harvest.leases import moved_bytes
 from tlt.learner.batch import HEAD_CHUNK_TOKENS, WAITING_ROWS
 from tlt.strategy.spec import trained_draft_tokens
+from tlt.vllm.args import RECORDED_CACHES, WAITING_STEPS
 
 GIB = 2**30
 BFLOAT16, FLOAT32 = 2, 4
@@ -48,6 +49,8 @@ HISTORY_BYTES = 70
 TRAINER_COPIES = 6
 """Float32 tensors of the drafter's size in a trainer: weights, gradients, two moments, the mean,
 and the weights that the training began with."""
+
+RECORDED = "hidden states of running samples"
 
 Part = tuple[str, int]
 """Name and bytes of something in memory."""
@@ -219,7 +222,10 @@ class Sizes:
         self.drafter_parameters = drafter.num_parameters if self.drafts else 0
         captured = int(config.capture.capacity_gib * GIB)
         self.captured = (("captured states", captured),) * config.capture.enabled
-        captures = config.capture.enabled and config.capture.by != "engines"
+        self.batched_tokens = int(args.get("max_num_batched_tokens", BATCHED_TOKENS))
+        self.records = config.capture.enabled and config.capture.by == "engines"
+        """Whether engines record the hidden states of their own steps."""
+        captures = config.capture.enabled and not self.records
         row_tokens = max(config.learner.row_tokens, self.longest_sample)
         self.waiting = WAITING_ROWS * STATES * BFLOAT16 * row_tokens * shape.hidden * captures
         """Captured states of one rank that may wait on the host."""
@@ -263,6 +269,7 @@ def memory_plan(sizes: Sizes) -> list[Place]:
         note = f"KV cache of {tokens:,} tokens, {tokens / sizes.max_model_len:.1f} samples at once"
     parts = (*engine, ("KV cache", cache), *resting, *context * sizes.colocated)
     places = [Place("a GPU, generating", gpu_bytes, parts, note)]
+    recorded = recorded_bytes(sizes, cache, pinned=True)
     if config.tlt.harvests:
         trainer = ("drafter's trainer", sizes.trainer + CONTEXT_BYTES)
         places.append(Place("a GPU, harvest", gpu_bytes, (trainer, *asleep, *resting)))
@@ -274,7 +281,7 @@ def memory_plan(sizes: Sizes) -> list[Place]:
             *(*asleep, *context) * sizes.colocated,
         )
         places.append(Place("a GPU, update", gpu_bytes, parts, f"peak in {sizes.learner.moment}"))
-    hosts = [_gpu_hosts(sizes, engines, ranks) for engines, ranks in _fullest_nodes(sizes)]
+    hosts = [_gpu_hosts(sizes, recorded, *counts) for counts in _fullest_nodes(sizes)]
     fullest = [max(same, key=lambda place: place.need) for same in zip(*hosts, strict=True)]
     return [*places, *fullest]
 
@@ -283,7 +290,7 @@ def engine_parts(sizes: Sizes) -> tuple[Part, ...]:
     """Return what an engine has on one GPU besides its KV cache."""
     engine, shape = sizes.config.engine, sizes.shape
     gpus, args = engine.num_gpus, engine.engine_args
-    tokens = int(args.get("max_num_batched_tokens", BATCHED_TOKENS))
+    tokens = sizes.batched_tokens
     rows = int(args.get("max_num_seqs", MAX_SEQS)) * (sizes.draft_tokens + 1)
     working = sizes.c * tokens * (3 * shape.intermediate // gpus + 4 * shape.hidden)
     working += 2 * FLOAT32 * rows * shape.vocab // gpus + GRAPH_BYTES + CONTEXT_BYTES
@@ -294,7 +301,22 @@ def engine_parts(sizes: Sizes) -> tuple[Part, ...]:
         parts.append(("drafter", sizes.c * own // gpus))
         # Every tensor-parallel rank has all hidden states.
         parts.append(("drafter's catch-up", engine.drafter_state_mib * 2**20))
+    if sizes.records:
+        parts.append(
+            ("hidden states of one engine step", STATES * BFLOAT16 * tokens * shape.hidden)
+        )
     return tuple(parts)
+
+
+def recorded_bytes(sizes: Sizes, cache_bytes: int, pinned: bool) -> int:
+    """Return the host memory for the hidden states of an engine's running samples.
+
+    There is room for the tokens of some KV caches, and for engine steps on their way: pinned memory
+    comes in powers of two, up to twice the size.
+    """
+    tokens = RECORDED_CACHES * (cache_bytes // sizes.kv_token)
+    tokens += WAITING_STEPS * sizes.batched_tokens * (1 + pinned)
+    return tokens * STATES * BFLOAT16 * sizes.shape.hidden * sizes.records
 
 
 def _fullest_nodes(sizes: Sizes) -> list[tuple[int, int]]:
@@ -310,7 +332,7 @@ def _fullest_nodes(sizes: Sizes) -> list[tuple[int, int]]:
     return [(most_engines, 0), (0, most_ranks)]
 
 
-def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
+def _gpu_hosts(sizes: Sizes, recorded: int, engines: int, ranks: int) -> list[Place]:
     config, shape, capacity = sizes.config, sizes.shape, sizes.machine.host_bytes
     harvests = config.tlt.harvests
     # Engines keep their policy on the host while the learner starts, and in the first RL step while
@@ -330,6 +352,7 @@ def _gpu_hosts(sizes: Sizes, engines: int, ranks: int) -> list[Place]:
         *processes,
         *sizes.captured,
         *waiting,
+        *((RECORDED, engines * recorded),) * sizes.records,
         *(("trainers between leases", engines * parked),) * harvests,
     )
     return [
@@ -345,6 +368,7 @@ def _cpu_host(sizes: Sizes) -> Place:
     own = sizes.weights + sizes.c * sizes.drafter_parameters + int(engine.kv_cache_gib * GIB)
     own += engine.drafter_state_mib * 2**20 * sizes.drafts
     own += engine.ngram.history_tokens * HISTORY_BYTES if engine.ngram is not None else 0
+    recorded = recorded_bytes(sizes, int(engine.kv_cache_gib * GIB), pinned=False)
     trainers = min(engines, config.tlt.max_trainers) * sizes.trainer
     parts = (
         ("engines", engines * own),
@@ -352,6 +376,7 @@ def _cpu_host(sizes: Sizes) -> Place:
         ("new policy in shared memory", 2 * sizes.weights),
         ("processes", (engines * (1 + harvests) + ranks) * CPU_PROCESS_BYTES),
         *(("drafter's trainers", trainers),) * harvests,
+        *((RECORDED, engines * recorded),) * sizes.records,
         *sizes.captured,
     )
     return Place("host", sizes.machine.host_bytes, parts)

@@ -23,6 +23,11 @@ CONFIG_KEY = "tlt"
 """Key of our settings in vLLM's `additional_config`."""
 BEGUN = "tlt_begun"
 """Key in a request's `extra_args`: how many tokens of its response are at the end of its prompt."""
+RECORDED_CACHES = 2
+"""KV caches whose tokens fit into the recorder of hidden states: requests that were preempted and
+prompts of ended requests have states, too."""
+WAITING_STEPS = 2
+"""Largest engine steps whose hidden states may wait on the host for the recorder."""
 _HERE = "tlt.vllm"
 CPU_BLOCK_SIZE = 32
 """Tokens of a block of the KV cache on CPUs, the fewest of vLLM's fast attention there. Requests
@@ -113,6 +118,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
                 "runner": "v2" if on_v2 else "v1",
                 **_lookups(config, can_look_up=on_v2 or not is_async),
                 "drafter_state_bytes": config.drafter_state_mib * 2**20,
+                "records": config.capture is not None,
                 **({"emulate": config.emulate} if config.emulate else {}),
             }
         },

@@ -71,12 +71,8 @@ class EmbeddedWorker:
 
     def _keep_ended(self, scheduler_output: Any) -> None:
         """Store the states of samples that ended in earlier engine steps; drop all others."""
-        if not self._keeps_all:
-            return
-        whole = getattr(scheduler_output, "tlt_whole", {})
-        self.tlt_keep_whole(whole)
-        for name in scheduler_output.finished_req_ids - whole.keys():
-            self._recorder.drop(name)  # type: ignore[attr-defined]
+        self.tlt_keep_whole(getattr(scheduler_output, "tlt_whole", {}))
+        self._recorder.drop(scheduler_output.finished_req_ids)  # type: ignore[attr-defined]
 
     # --- weights ------------------------------------------------------------------------------
 

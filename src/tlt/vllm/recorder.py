@@ -5,251 +5,291 @@ drafter, and the final one, from which the logits follow. The recorder copies th
 engine step. When a sample ends, they form a `Captured`. So the drafter learns from all samples,
 even those of groups without a signal, while the rest of the rollout still runs.
 
-Recomputed positions (after a rejected draft or a preemption) overwrite their stored states, so the
-recorder need not know which tokens were accepted. A request that hits the prefix cache reuses the
-states of the request that filled it; the recorder keeps the states of prompts until the policy
-changes. No engine step reads the last token of a sample, and no draft is learned from it.
+The engine's thread only starts a copy of the rows of its step, in bfloat16 and on a GPU on a stream
+of their own. A thread of the recorder does the rest, in the order of the calls. It knows positions
+from the copy, because vLLM's V2 runner knows them only on the device.
 
-vLLM's V1 runner knows the positions of an engine step on the host (`record`). Its V2 runner knows
-them only on the device. There the states and positions of an engine step go to the host on a
-stream of their own (`add`), and nothing waits for them before the sample has ended.
+States lie in slots of one pool, whose size is the recorder's budget. Recomputed positions (after a
+rejected draft or a preemption) take the slots they had, so the recorder need not know which tokens
+were accepted. A request that hits the prefix cache reuses the states of the request that filled it;
+the recorder keeps the states of prompts until the policy changes. When the pool is full, the oldest
+prompts of ended requests make room, then the requests with the fewest tokens: their samples are
+lost. No engine step reads the last token of a sample, and no draft is learned from it.
 
-Shapes: T positions, B requests of the batch, S the width of all states (4H).
+Shapes: T rows of an engine step, B requests of the batch, P positions of a request, S the width of
+all states (4H).
 """
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from tlt.states.captured import Captured
+from tlt.states.captured import Captured, HostCopy
+
+logger = logging.getLogger(__name__)
+
+Window = Callable[[int, int], tuple[int, int]]
+"""`window(num_tokens, first_learned)` returns where the part of a sample that is stored begins and
+ends."""
 
 
-class Part(Protocol):
-    """The states of one request from one engine step."""
-
-    @property
-    def position(self) -> int:
-        """Position of the first state."""
-
-    @property
-    def state_TS(self) -> torch.Tensor:
-        """States of consecutive positions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """States at a position that the host knows."""
-
-    position: int
-    state_TS: torch.Tensor
-
-
-class StepCopy:
-    """The states of one engine step on their way to the host."""
-
-    def __init__(self, stream: Any, first_B: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        state_TS = torch.cat(list(states), -1)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._first_B = _to_host(first_B, stream)
-            self._state_TS = _to_host(state_TS, stream)
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
-        self._parts: list[Copied] = []
-
-    def part(self, row: int, begin: int, end: int) -> Copied:
-        """Return the states of one request, which will be those of some rows."""
-        self._parts.append(Copied(self, row, begin, end))
-        return self._parts[-1]
-
-    def is_done(self) -> bool:
-        """Return whether the copy has ended."""
-        return bool(self._done.query())
-
-    def settle(self) -> None:
-        """Give every request states of its own; wait for the copy.
-
-        Otherwise one long request would keep the states of all others of its engine steps.
-        """
-        self._done.synchronize()
-        for part in self._parts:
-            part.take(int(self._first_B[part.row]), self._state_TS[part.begin : part.end].clone())
-        self._parts.clear()
-
-
-def _to_host(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
-    """Start a copy to the host on the current stream, `stream`."""
-    tensor.record_stream(stream)  # keeps the memory until the copy has ended
-    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return out.copy_(tensor, non_blocking=True)
-
-
-class Copied:
-    """States at a position that only the device knew."""
-
-    def __init__(self, step: StepCopy, row: int, begin: int, end: int) -> None:
-        self._step: StepCopy | None = step
-        self.row, self.begin, self.end = row, begin, end
-        self._position = 0
-        self._state_TS: torch.Tensor | None = None
-
-    def take(self, position: int, state_TS: torch.Tensor) -> None:
-        """Keep the states, and let go of those of other requests."""
-        self._position, self._state_TS, self._step = position, state_TS, None
-
-    @property
-    def position(self) -> int:
-        self._settle()
-        return self._position
-
-    @property
-    def state_TS(self) -> torch.Tensor:
-        self._settle()
-        assert self._state_TS is not None
-        return self._state_TS
-
-    def _settle(self) -> None:
-        if self._step is not None:
-            self._step.settle()
-
-
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Reading:
-    """The hidden states of one request so far."""
+    """A request whose states are kept."""
 
     prompt: Any
     """Tokens of the prompt, a numpy array."""
     first: int
     """First position that the request read; earlier ones were in the prefix cache."""
-    parts: list[Part] = field(default_factory=list)
-    """States of each engine step, in order."""
+    row: int
+    """Row of the request in the table of slots; 0 once it has ended."""
+    prefixes: list[bytes]
+    """Prefixes of whole blocks whose last block this request was the first to read."""
+    kept_P: Any = ()
+    """Slots of the prompt, once the request has ended."""
 
 
 class StateRecorder:
-    """The hidden states of all running requests of an engine."""
+    """The hidden states of an engine's requests: `num_tokens` of them, of `max_requests`.
 
-    def __init__(self, block_size: int) -> None:
+    At most `max_waiting` rows wait for the recorder's thread. The states of an engine step that
+    finds no room there are lost, and with them the samples.
+    """
+
+    def __init__(
+        self, block_size: int, num_tokens: int, max_requests: int, max_len: int, max_waiting: int
+    ) -> None:
+        self.works = True
+        """Whether the recorder still records: it stops after a fault."""
         self._block_size = block_size
-        self._running: dict[str, Reading] = {}
-        self._readers: dict[bytes, Reading] = {}
-        """The first request that read the last block of each prefix of whole blocks."""
-        self._stream: Any = None
-        self._copies: deque[StepCopy] = deque()
-        """Copies that may not have ended, oldest first."""
+        self._num_tokens = num_tokens
+        self._table_shape = max_requests + 1, max_len
+        self._max_waiting = max_waiting
+        self._num_given = self._num_done = 0
+        """Rows given to the thread, and those that it is done with: one writer each."""
+        self._clear()
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tlt-recorder", daemon=True).start()
 
-    def begin(self, request_id: str, prompt: Any, first: int) -> Reading:
-        """Return the states of a request so far; a new one begins to read at position `first`."""
-        reading = self._running.get(request_id)
-        if reading is None:
-            reading = self._running[request_id] = Reading(prompt, first)
-            for size in range(first + self._block_size, len(prompt) + 1, self._block_size):
-                self._readers.setdefault(prompt[:size].tobytes(), reading)
-        return reading
+    # --- the engine's thread ------------------------------------------------------------------
+
+    def begin(self, request_id: str, prompt: Sequence[int], first: int) -> None:
+        """Note a request that begins to read at position `first`, unless it is known."""
+        self._queue.put(partial(self._begin, request_id, prompt, first))
 
     def add(
         self,
         request_ids: Sequence[str],
-        starts: Sequence[int],
+        num_read: Sequence[int],
         first_B: torch.Tensor,
         states: Sequence[torch.Tensor],
     ) -> None:
-        """Copy the states of one engine step to the host. Its requests have begun.
+        """Copy the states of one engine step. Each request read `num_read` tokens in it.
 
-        The rows of request b are those from `starts[b]` to `starts[b + 1]`. Its first position is
-        `first_B[b]`.
+        The rows of the states follow the requests; `first_B` is the first position of each.
         """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        num_rows = starts[len(request_ids)]
-        while self._copies and self._copies[0].is_done():
-            self._copies.popleft().settle()
-        copy = StepCopy(self._stream, first_B, [state[:num_rows] for state in states])
-        self._copies.append(copy)
-        for row, request_id in enumerate(request_ids):
-            if (reading := self._running.get(request_id)) is not None:
-                reading.parts.append(copy.part(row, starts[row], starts[row + 1]))
+        if not self.works:
+            return
+        num_read_B = np.array(num_read)
+        num_rows = int(num_read_B.sum())
+        if self._num_given - self._num_done + num_rows > self._max_waiting:
+            self._queue.put(partial(self._lose, tuple(request_ids)))
+            return
+        state_TS = torch.cat([state[:num_rows].to(torch.bfloat16) for state in states], -1)
+        self._num_given += num_rows
+        copy = HostCopy([state_TS, first_B])
+        self._queue.put(partial(self._keep, tuple(request_ids), num_read_B, copy))
 
-    def record(
+    def take(
         self,
-        batch: Any,
-        num_read: Mapping[str, int],
-        aux: Sequence[torch.Tensor],
-        final_TH: torch.Tensor,
+        request_id: str,
+        token_ids: Sequence[int],
+        window: Window,
+        then: Callable[[Captured | None], None],
     ) -> None:
-        """Copy the states of one engine step, whose rows follow the requests of vLLM's batch."""
-        begin = 0
-        for row, request_id in enumerate(batch.req_ids):
-            end = begin + num_read[request_id]
-            position = int(batch.num_computed_tokens_cpu[row])
-            prompt = batch.token_ids_cpu[row, : batch.num_prompt_tokens[row]]
-            reading = self._running.get(request_id) or self.begin(
-                request_id, prompt.copy(), position
-            )
-            state_TS = torch.cat([*(state[begin:end] for state in aux), final_TH[begin:end]], -1)
-            reading.parts.append(Known(position, state_TS))
-            begin = end
+        """Give `then` the states of an ended sample, in the thread; None if some are missing."""
+        self._queue.put(partial(self._take, request_id, token_ids, window, then))
 
-    def take(self, request_id: str, token_ids: Sequence[int]) -> Captured | None:
-        """Return and drop the states of an ended sample; return None if some are missing."""
-        reading = self._running.get(request_id)
-        if reading is None:
-            return None
-        num_prompt = len(reading.prompt)
-        wanted = len(token_ids) - 1
-        first, state_TS = self._states(reading, wanted)
-        self.drop(request_id)
-        if state_TS is None:
-            return None
-        unread = state_TS.new_zeros(1, state_TS.shape[1])
-        state_TS = torch.cat([state_TS, unread])
-        width = state_TS.shape[1] // 4
-        return Captured(
-            token_ids_T=torch.tensor(token_ids[first:]),
-            loss_mask_T=torch.arange(first, len(token_ids)) >= num_prompt,
-            aux_TA=state_TS[:, : 3 * width],
-            final_TH=state_TS[:, 3 * width :],
-            first_position=first,
-        )
-
-    def drop(self, request_id: str) -> None:
-        """Drop the states of a response. Later requests may need those of its prompt."""
-        if (reading := self._running.pop(request_id, None)) is not None:
-            num_prompt = len(reading.prompt)
-            reading.parts = [part for part in reading.parts if part.position < num_prompt]
+    def drop(self, request_ids: Collection[str]) -> None:
+        """Drop the states of responses. Later requests may need those of their prompts."""
+        if request_ids:
+            self._queue.put(partial(self._drop, tuple(request_ids)))
 
     def clear(self) -> None:
-        """Drop all states, because the policy changes."""
-        self._running.clear()
-        self._readers.clear()
-        self._copies.clear()
+        """Drop all states, because the policy changes, and free their memory."""
+        self._queue.put(self._clear)
 
-    def _states(self, reading: Reading, end: int) -> tuple[int, torch.Tensor | None]:
-        """Return the first known position, and all states from there to `end`, or None."""
-        first, before = reading.first, None
-        if first:
-            earlier = self._readers.get(reading.prompt[:first].tobytes())
-            if earlier is not None:
-                first, before = self._states(earlier, first)
-            if before is None:
-                first = reading.first
-        states = reading.parts[0].state_TS
-        state_TS = states.new_empty(end - first, states.shape[1])
-        is_known: Any = np.zeros(end - first, dtype=bool)
-        if before is not None:
-            state_TS[: len(before)] = before
-            is_known[: len(before)] = True
-        for part in reading.parts:
-            # A preempted request may have read its prefix anew, which others had read before.
-            part_TS = part.state_TS[max(0, first - part.position) :]
-            begin = max(0, part.position - first)
-            stop = min(begin + len(part_TS), end - first)
-            if begin < stop:
-                state_TS[begin:stop] = part_TS[: stop - begin]
-                is_known[begin:stop] = True
-        return (first, state_TS) if is_known.all() else (first, None)
+    def stop(self) -> None:
+        """Record nothing more, after a fault that is being handled."""
+        logger.exception("the engine no longer records hidden states")
+        self.works = False
+        self.clear()
+
+    # --- the recorder's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            work = self._queue.get()
+            try:
+                work()
+            except Exception:  # samples do not suffer from it
+                self.stop()
+            del work  # its memory would stay until the next call
+
+    def _clear(self) -> None:
+        self._running: dict[str, Reading] = {}
+        self._ended: deque[Reading] = deque()
+        """Ended requests whose prompts are kept, oldest first."""
+        self._readers: dict[bytes, Reading] = {}
+        """The first request that read the last block of each prefix of whole blocks."""
+        # Untouched memory costs nothing: the pool has as many pages as it once had states.
+        self._pool: Any = None
+        """States in bfloat16, as 16-bit integers: numpy copies rows without OpenMP's threads. Slot
+        0 takes the rows of requests that are not recorded, and so does row 0 of the table."""
+        self._slot_RP: Any = np.zeros(self._table_shape, np.int32)
+        self._end_R: Any = np.zeros(self._table_shape[0], np.int64)
+        """Positions of each request that may have slots."""
+        self._free_rows = list(range(self._table_shape[0] - 1, 0, -1))
+        self._free_slots: Any = np.arange(self._num_tokens, 0, -1, dtype=np.int32)
+        self._num_free = self._num_tokens
+
+    def _begin(self, request_id: str, prompt: Sequence[int], first: int) -> None:
+        if request_id in self._running or not self._free_rows or not self.works:
+            return
+        reading = Reading(np.array(prompt, np.int32), first, self._free_rows.pop(), [])
+        self._running[request_id] = reading
+        for size in range(first + self._block_size, len(prompt) + 1, self._block_size):
+            prefix = reading.prompt[:size].tobytes()
+            if self._readers.setdefault(prefix, reading) is reading:
+                reading.prefixes.append(prefix)
+
+    def _keep(self, request_ids: Sequence[str], num_read_B: Any, copy: HostCopy) -> None:
+        state_TS, first_B = (tensor.numpy() for tensor in _as_integers(copy.wait()))
+        try:
+            self._store(request_ids, num_read_B, first_B, state_TS)
+        finally:
+            self._num_done += len(state_TS)
+
+    def _store(self, request_ids: Sequence[str], num_B: Any, first_B: Any, state_TS: Any) -> None:
+        readings = [self._running.get(request_id) for request_id in request_ids]
+        shift_B = first_B - (np.cumsum(num_B) - num_B)
+        position_T = np.arange(len(state_TS)) + np.repeat(shift_B, num_B)
+        while True:
+            row_B = np.array([reading.row if reading else 0 for reading in readings])
+            row_T: Any = np.repeat(row_B, num_B)
+            slot_T = self._slot_RP[row_T, position_T]
+            new_T = (slot_T == 0) & (row_T > 0)
+            left = self._num_free - int(np.count_nonzero(new_T))
+            if left >= 0:
+                break
+            self._make_room()
+        slot_T[new_T] = self._free_slots[left : self._num_free]
+        self._num_free = left
+        self._slot_RP[row_T, position_T] = slot_T
+        self._end_R[row_B] = np.maximum(self._end_R[row_B], first_B + num_B)
+        if self._pool is None:
+            pool = torch.empty(self._num_tokens + 1, state_TS.shape[1], dtype=torch.int16)
+            self._pool = pool.numpy()
+        self._pool[slot_T] = state_TS
+
+    def _make_room(self) -> None:
+        if self._ended:
+            self._end(self._ended.popleft(), 0)
+        else:
+            ends = {name: self._end_R[reading.row] for name, reading in self._running.items()}
+            self._lose([min(ends, key=lambda name: ends[name])])
+
+    def _lose(self, request_ids: Sequence[str]) -> None:
+        """Give up requests, and free all of their slots."""
+        for request_id in request_ids:
+            if (reading := self._running.pop(request_id, None)) is not None:
+                self._end(reading, 0)
+
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if (reading := self._running.pop(request_id, None)) is not None:
+                self._end(reading, len(reading.prompt) if reading.prefixes else 0)
+
+    def _end(self, reading: Reading, num_kept: int) -> None:
+        """Free the slots of a request, but for those of its first positions."""
+        row, slot_P = reading.row, reading.kept_P
+        if row:
+            slot_P = self._slot_RP[row, : self._end_R[row]].copy()
+            self._slot_RP[row, : self._end_R[row]] = self._end_R[row] = 0
+            self._free_rows.append(row)
+        reading.row, reading.kept_P = 0, slot_P[:num_kept]
+        freed = slot_P[num_kept:]
+        freed = freed[freed > 0]
+        self._free_slots[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+        if num_kept:
+            self._ended.append(reading)
+            return
+        for prefix in reading.prefixes:
+            del self._readers[prefix]
+
+    def _take(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        window: Window,
+        then: Callable[[Captured | None], None],
+    ) -> None:
+        captured = None
+        try:
+            reading = self._running.get(request_id)
+            if reading is not None and self.works:
+                captured = self._captured(reading, token_ids, window)
+                self._drop([request_id])
+        finally:
+            then(captured)
+
+    def _captured(
+        self, reading: Reading, token_ids: Sequence[int], window: Window
+    ) -> Captured | None:
+        num_prompt = len(reading.prompt)
+        first, slot_P = self._slots(reading, len(token_ids) - 1)
+        if slot_P is None:
+            return None
+        begin, end = window(len(token_ids) - first, max(0, num_prompt - first))
+        wanted_P = slot_P[begin:end]
+        states = np.zeros((end - begin, self._pool.shape[1]), np.int16)
+        np.take(self._pool, wanted_P, axis=0, out=states[: len(wanted_P)], mode="clip")
+        state_PS = torch.from_numpy(states).view(torch.bfloat16)
+        width = state_PS.shape[1] // 4
+        return Captured.of(
+            token_ids[:num_prompt],
+            token_ids[num_prompt:],
+            state_PS[:, : 3 * width],
+            state_PS[:, 3 * width :],
+            first + begin,
+        )
+
+    def _slots(self, reading: Reading, end: int) -> tuple[int, Any]:
+        """Return the first known position, and the slots from there to `end`, or None."""
+        own_P = (self._slot_RP[reading.row] if reading.row else reading.kept_P)[:end]
+        first, slot_P = reading.first, own_P[reading.first :]
+        earlier = self._readers.get(reading.prompt[:first].tobytes()) if first else None
+        if earlier is not None:
+            begin, before = self._slots(earlier, first)
+            if before is not None:
+                # A preempted request may have read its prefix anew, which others had read before.
+                again = own_P[begin:first]
+                slot_P = np.concatenate([np.where(again > 0, again, before), slot_P])
+                first = begin
+        return first, slot_P if len(slot_P) == end - first and slot_P.all() else None
+
+
+def _as_integers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors with 16-bit integers instead of bfloat16, which numpy does not have."""
+    return [t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in tensors]

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from tlt.errors import EngineError
 from tlt.node.fingerprint import Fingerprint, fingerprint
 from tlt.node.weights import check_shapes, check_weights
 from tlt.states.buffer import BufferSettings, SampleBuffer
+from tlt.states.captured import Captured
 from tlt.states.writer import StateWriter
 from tlt.vllm import compat, plugin
-from tlt.vllm.args import CONFIG_KEY
+from tlt.vllm.args import CONFIG_KEY, RECORDED_CACHES, WAITING_STEPS
 from tlt.vllm.embedded import EmbeddedWorker
 from tlt.vllm.policy_verifier import PolicyVerifier
 from tlt.vllm.recorder import StateRecorder
@@ -112,8 +114,7 @@ class AdaptiveWorker(EmbeddedWorker):
     def tlt_end_recheck(self) -> dict[int, float]:
         """Return by how much expected tokens missed the draw, by position, and drop the states."""
         if self._recorder is not None:
-            for request_id in self._rechecks:
-                self._recorder.drop(request_id)
+            self._recorder.drop(self._rechecks)
         missed: dict[int, float] = self._missed.end()
         return missed
 
@@ -125,24 +126,27 @@ class AdaptiveWorker(EmbeddedWorker):
     def tlt_capture(self, settings: dict[str, Any]) -> None:
         """Store the hidden states of all later samples in the buffer of this node.
 
-        All tensor-parallel ranks compute the same states. One rank stores them.
+        All tensor-parallel ranks compute the same states. One rank stores them. It keeps those of
+        `RECORDED_CACHES` times as many tokens as the KV cache holds.
         """
         if get_tensor_model_parallel_rank() > 0:
             return
-        block_size = self.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
-        self._recorder = StateRecorder(block_size)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        cache, scheduler = config.cache_config, config.scheduler_config
+        self._recorder = StateRecorder(
+            cache.block_size,
+            num_tokens=RECORDED_CACHES * cache.num_gpu_blocks * cache.block_size,
+            max_requests=2 * scheduler.max_num_seqs,  # preempted ones keep their states
+            max_len=config.model_config.max_model_len,
+            max_waiting=WAITING_STEPS * scheduler.max_num_batched_tokens,
+        )
         self._writer = StateWriter(SampleBuffer(BufferSettings(**settings)))
 
     def _record(self, scheduler_output: Any) -> None:
         try:
             self._runner.record(self._recorder, scheduler_output)
         except Exception:
-            self._give_recording_up()
-
-    def _give_recording_up(self) -> None:
-        """Stop recording after a fault, so that samples do not suffer from it."""
-        logger.exception("the engine no longer records hidden states")
-        self._recorder = None
+            self._recorder.stop()  # type: ignore[union-attr]
 
     def tlt_keep_states(
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
@@ -151,18 +155,23 @@ class AdaptiveWorker(EmbeddedWorker):
 
         Return the numbers of samples stored and lost so far.
         """
-        if self._writer is None:
+        if self._writer is None or self._recorder is None:
             return 0, 0
-        try:
-            captured = self._recorder.take(request_id, token_ids) if self._recorder else None
-            if captured is not None and sample_id is not None:
-                self._writer.write(sample_id, rl_step, captured)
-        except Exception:
-            captured = None
-            self._give_recording_up()
-        if captured is None and sample_id is not None:
-            self._writer.missing(sample_id)
+        if sample_id is None:
+            self._recorder.drop([request_id])
+        else:
+            window = partial(self._writer.buffer.window, sample_id, rl_step)
+            then = partial(self._store, sample_id, rl_step)
+            self._recorder.take(request_id, token_ids, window, then)
         return self._writer.num_written, self._writer.num_dropped
+
+    def _store(self, sample_id: str, rl_step: int, captured: Captured | None) -> None:
+        """Store a sample, in the recorder's thread; count one whose states are missing."""
+        assert self._writer is not None
+        if captured is None:
+            self._writer.missing(sample_id)
+        else:
+            self._writer.write(sample_id, rl_step, captured)
 
     def tlt_report(self, self_test: bool) -> dict[str, Any]:
         """Return what this process runs; the engine asks every worker before the first request."""
@@ -300,9 +309,9 @@ class AdaptiveGPUWorker(AdaptiveWorker, Worker):
     """One engine process on a GPU."""
 
     def determine_available_memory(self) -> int:
-        """Return the memory for the KV cache, without the memory of catch-up.
+        """Return the memory for the KV cache, without the memory of catch-up and recorder.
 
-        vLLM's profiling run skips no draft, so catch-up keeps nothing there.
+        vLLM's profiling run skips no draft and records no states, so they take nothing there.
         """
         available = int(super().determine_available_memory())
         if self.cache_config.kv_cache_memory_bytes:
@@ -310,4 +319,9 @@ class AdaptiveGPUWorker(AdaptiveWorker, Worker):
         speculative = self.vllm_config.speculative_config
         has_model = speculative is not None and speculative.method == "eagle3"
         settings = self.vllm_config.additional_config[CONFIG_KEY]
-        return available - (settings["drafter_state_bytes"] if has_model else 0)
+        taken = settings["drafter_state_bytes"] if has_model else 0
+        if settings.get("records"):
+            width = 4 * self.vllm_config.model_config.get_hidden_size()
+            rows = self.vllm_config.scheduler_config.max_num_batched_tokens
+            taken += rows * width * torch.bfloat16.itemsize
+        return available - taken

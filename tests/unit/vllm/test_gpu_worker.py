@@ -22,7 +22,7 @@ EAGLE3 = SimpleNamespace(method="eagle3")
         (None, None, 1000),
     ],
 )
-def test_catch_up_has_its_memory(
+def test_catch_up_and_recorder_have_their_memory(
     monkeypatch: pytest.MonkeyPatch, speculative: Any, given: int | None, left: int
 ) -> None:
     monkeypatch.setattr(Worker, "determine_available_memory", lambda worker: 1000)
@@ -31,5 +31,10 @@ def test_catch_up_has_its_memory(
     worker.vllm_config = SimpleNamespace(
         speculative_config=speculative,
         additional_config={"tlt": {"drafter_state_bytes": 100}},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=3),
+        model_config=SimpleNamespace(get_hidden_size=lambda: 5),
     )
     assert worker.determine_available_memory() == left
+    worker.vllm_config.additional_config["tlt"]["records"] = True
+    states = 3 * 4 * 5 * 2
+    assert worker.determine_available_memory() == (left if given else left - states)

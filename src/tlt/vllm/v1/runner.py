@@ -33,14 +33,18 @@ class RunnerV1(Runner):
 
     def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
         """Record the states that vLLM's runner holds between forward pass and sampling."""
+        for request in scheduler_output.scheduled_new_reqs:
+            recorder.begin(request.req_id, request.prompt_token_ids, request.num_computed_tokens)
         state = self.runner.execute_model_state
         if state is None or state.aux_hidden_states is None:
             return
-        recorder.record(
-            self.runner.input_batch,
-            scheduler_output.num_scheduled_tokens,
-            state.aux_hidden_states,
-            state.hidden_states,
+        batch = self.runner.input_batch
+        names = batch.req_ids
+        recorder.add(
+            names,
+            [scheduler_output.num_scheduled_tokens[name] for name in names],
+            torch.tensor(batch.num_computed_tokens_cpu[: len(names)]),
+            [*state.aux_hidden_states, state.hidden_states],
         )
 
     def watch_draws(

@@ -70,15 +70,14 @@ class RunnerV2(Runner):
     def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
         """Record the states that vLLM's runner holds between forward pass and sampling."""
         for request in scheduler_output.scheduled_new_reqs:
-            prompt = np.array(request.prompt_token_ids, dtype=np.int32)
-            recorder.begin(request.req_id, prompt, request.num_computed_tokens)
+            recorder.begin(request.req_id, request.prompt_token_ids, request.num_computed_tokens)
         state = self.runner.execute_model_state
         if state is None or state.aux_hidden_states is None:
             return
         batch = state.input_batch
         recorder.add(
             batch.req_ids,
-            batch.query_start_loc_np.tolist(),
+            np.diff(batch.query_start_loc_np[: batch.num_reqs + 1]),
             batch.positions[batch.query_start_loc[: batch.num_reqs].long()],
             [*state.aux_hidden_states, state.hidden_states],
         )
