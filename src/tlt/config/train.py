@@ -198,9 +198,9 @@ class CaptureConfig(Schema):
     enabled: bool = False
     """Capture hidden states."""
     by: Literal["engines", "learner"] | None = None
-    """Source of the hidden states. `engines`: all samples, while they are generated (CPU engines
-    only). `learner`: the samples that the learner trains on. By default `engines` when harvest is
-    on and the engines run on CPU cores, otherwise (also on emulated GPUs) `learner`."""
+    """Source of the hidden states. `engines`: all samples, while they are generated; needs harvest.
+    `learner`: the samples that the learner trains on. By default `engines` when harvest is on, but
+    on emulated GPUs, whose time recording on CPU cores would take, `learner`."""
     capacity_gib: float = Field(default=1.0, gt=0)
     """Memory per node for hidden states, in GiB."""
     folder: str = "/dev/shm"
@@ -413,7 +413,6 @@ def resolve_defaults(config: TrainConfig) -> TrainConfig:
     if engine.strategy == EngineSettings().strategy:
         engine = engine.model_copy(update={"strategy": {"kind": "adaptive"}})
     if config.tlt.harvests:
-        on_gpu = engine.num_gpus or config.emulate.hardware
-        by = capture.by or ("learner" if on_gpu else "engines")
+        by = capture.by or ("learner" if config.emulate.hardware else "engines")
         capture = capture.model_copy(update={"enabled": True, "by": by})
     return config.model_copy(update={"engine": engine, "capture": capture})

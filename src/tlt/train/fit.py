@@ -99,6 +99,8 @@ def _fixes(sizes: Sizes, place: Place) -> Iterator[Changes]:
             yield less | {"learner.row_tokens": sizes.longest_sample}
     if place.name.startswith("host"):
         captured = dict(place.parts).get("captured states", 0)
+        if sizes.records:
+            yield {"capture.by": "learner"}
         if over < captured / 2:
             yield {"capture.capacity_gib": math.floor((captured - over) / GIB * 100) / 100}
     if place.name == "host":

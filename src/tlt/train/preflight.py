@@ -32,6 +32,7 @@ from tlt.train.fit import check_memory
 from tlt.train.memory import GIB, Place, Sizes
 from tlt.train.placement import PlacementPlan, plan_placement
 from tlt.vllm.args import engine_args, max_draft_tokens
+from tlt.vllm.environment import RUNNER_VARIABLE
 
 CHECKED_STEPS = 4
 """Number of first RL steps whose problems are made and measured before the run."""
@@ -259,10 +260,16 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
         raise ConfigError(
             f"capture.folder = {str(folder)!r} is not a folder that can be written; e.g. '/dev/shm'"
         )
-    if config.capture.by == "engines" and (config.engine.num_gpus or not config.tlt.harvests):
+    by_engines = config.capture.by == "engines"
+    if by_engines and not config.tlt.harvests:
         raise ConfigError(
-            "capture.by = 'engines' needs engines on CPU cores (engine.num_gpus = 0) and harvest "
-            "(tlt.enabled = true), whose drafter makes them compute these states; e.g. 'learner'"
+            "capture.by = 'engines' needs harvest (tlt.enabled = true), whose drafter makes them "
+            "compute these states; e.g. 'learner'"
+        )
+    if by_engines and config.engine.num_gpus and os.environ.get(RUNNER_VARIABLE, "1") != "1":
+        raise ConfigError(
+            f"capture.by = 'engines' needs vLLM's V2 runner on GPUs; unset {RUNNER_VARIABLE}, "
+            "e.g. 'learner'"
         )
     remove_abandoned(folder)  # what a killed run has left takes no room from this one
     free = shutil.disk_usage(folder).free / 2**30

@@ -256,6 +256,8 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings("capture.enabled=true", "capture.folder=nowhere"), "capture.folder", "'/dev/shm'"),
     (settings("capture.enabled=true", "capture.capacity_gib=1e6"), "capture.capacity_gib", "e.g. "),
     (settings("capture.enabled=true", "capture.by=engines"), "capture.by", "e.g. 'learner'"),
+    (settings("capture.by=engines", "tlt.enabled=true", "tlt.harvest=false",
+              "capture.enabled=true"), "capture.by", "e.g. 'learner'"),
     (settings("capture.enabled=true"), "capture.enabled", "set it to false"),
     # tasks, data and rewards, whose own tests have more
     (settings("task.path=x.jsonl"), "task.path", "task.name = 'chain_sum'"),

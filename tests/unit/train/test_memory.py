@@ -122,6 +122,33 @@ def test_the_trainer_has_room_for_the_passes_of_the_longest_draft(tmp_path: Path
     assert seven - four == pytest.approx(3 * 4 * 4096 * (3 * 32768 + 20 * 3584) / GIB)
 
 
+def test_engines_record_states_where_the_plan_has_room(tmp_path: Path) -> None:
+    """Twice the tokens of the KV cache, and two engine steps in pinned memory."""
+    recorded = "hidden states of running samples"
+    places = plan(tmp_path, SEVEN, "tlt.enabled=true")
+    note = re.search(r"([\d,]+) tokens", places["a GPU, generating"].note)
+    assert note is not None
+    tokens = 2 * int(note[1].replace(",", "")) + 2 * 2 * 16384
+    expected = 8 * tokens * 8 * 3584 / GIB
+    assert gib(places["host, running"], recorded) == pytest.approx(expected, rel=0.01)
+    one_step = gib(places["a GPU, generating"], "hidden states of one engine step")
+    assert one_step == pytest.approx(16384 * 8 * 3584 / GIB)
+    assert "captured states on their way" not in dict(places["host, running"].parts)
+    by_learner = plan(tmp_path, SEVEN, "tlt.enabled=true", "capture.by=learner")
+    assert recorded not in dict(by_learner["host, running"].parts)
+
+
+def test_engines_on_cpu_cores_record_twice_the_tokens_of_their_cache(tmp_path: Path) -> None:
+    needs = []
+    for cache in (1, 2):
+        (place,) = plan(
+            tmp_path, "tiny_tail_cpu", "tlt.enabled=true", f"engine.kv_cache_gib={cache}"
+        ).values()
+        needs.append(gib(place, "hidden states of running samples"))
+    # 36 layers of 8 key-value heads and the drafter's, of 128 floats each; two engines.
+    assert needs[1] - needs[0] == pytest.approx(2 * 2 * 8 * 2560 / (2 * 8 * 128 * 4 * 37), rel=0.01)
+
+
 REFUSED = {
     "engine too large": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.9"]),
     "no KV cache": (SEVEN, ["engine.engine_args.gpu_memory_utilization=0.2"]),
@@ -143,6 +170,7 @@ REFUSED = {
                 "engine.engine_args.max_num_seqs=16", "tlt.row_tokens=8192"],
     ),
     "captured states": (SEVEN, ["capture.capacity_gib=300", "node.host_gib=420"]),
+    "states of running samples": (SEVEN, ["tlt.enabled=true", "node.host_gib=440"]),
     "CPU engines": ("tiny_tail_cpu", ["engine.kv_cache_gib=1000", "node.host_gib=300"]),
     "loading": (THIRTY_TWO, ["node.host_gib=900"]),
 }  # fmt: skip
