@@ -6,10 +6,12 @@ Runs under `stand_in`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from gpu.stand_in import NUM_GPUS
 from model_folders import SHAPES, make
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -17,6 +19,13 @@ RECIPES = sorted(
     path.stem for path in CONFIGS.glob("*.toml") if "no GPU was available" in path.read_text()
 )
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DOCTORS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "sleeps": {"engine_args": {"enable_sleep_mode": True}},
+    "two GPUs": {"num_gpus": 2},
+    "bfloat16": {"engine_args": {"dtype": "bfloat16", "enforce_eager": False}},
+}
+"""Engines of the checks of `tlt doctor --gpu`."""
 PATCHES_TORCH = "vllm.v1.worker.cpu.shm"
 """vLLM's module that patches torch for a machine without a GPU."""
 
@@ -26,11 +35,8 @@ def engine_of(recipe: str, folder: Path) -> tuple[Any, bool]:
 
     The drafter's folder has a config like that of the drafter which the run makes first.
     """
-    from transformers import AutoConfig
-
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig, resolve_defaults
-    from tlt.drafter.eagle3.config import Eagle3Config
     from tlt.train.preflight import engine_config
 
     name = recipe.partition("_math")[0]
@@ -49,11 +55,20 @@ def engine_of(recipe: str, folder: Path) -> tuple[Any, bool]:
     engine, _ = engine_config(config, json.loads((model / "config.json").read_text()))
     if config.tlt.harvests and engine.drafter is None:
         drafter = folder / f"{name}-drafter"
-        drafter.mkdir(exist_ok=True)
-        shape = Eagle3Config.for_target(AutoConfig.from_pretrained(model))
-        (drafter / "config.json").write_text(json.dumps(shape.to_hf("bfloat16")))
+        _describe_drafter(model, drafter, "bfloat16")
         engine = engine.model_copy(update={"drafter": str(drafter)})
     return engine, engine.drafter is not None
+
+
+def _describe_drafter(model: Path, drafter: Path, dtype: str) -> None:
+    """Write the config of a new drafter of this model, without weights."""
+    from transformers import AutoConfig
+
+    from tlt.drafter.eagle3.config import Eagle3Config
+
+    drafter.mkdir(exist_ok=True)
+    shape = Eagle3Config.for_target(AutoConfig.from_pretrained(model))
+    (drafter / "config.json").write_text(json.dumps(shape.to_hf(dtype)))
 
 
 def facts(folder: str) -> dict[str, dict[str, Any]]:
@@ -100,3 +115,31 @@ def _facts(engine: Any, has_drafter: bool) -> dict[str, Any]:
         "backend": backend,
         "receiver": WeightTransferEngineFactory._registry[backend]().__name__,
     }
+
+
+def doctor_backends(folder: str, is_invariant: bool) -> dict[str, tuple[str, bool]]:
+    """Return the attention backend of the engines of `tlt doctor --gpu`, and whether they run V2.
+
+    They are float32 for the checks of all tokens, which few backends compute.
+    """
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(is_invariant))
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    from tlt.doctor.engines import Place, engine_config
+    from tlt.models import tiny
+    from tlt.vllm import plugin
+    from tlt.vllm.args import engine_args
+
+    plugin.register()
+    _describe_drafter(tiny.make(Path(folder) / "policy"), Path(folder) / "drafter", "float32")
+    place, found = Place(Path(folder), NUM_GPUS), {}
+    for name, settings in DOCTORS.items():
+        args = engine_args(engine_config(place, **settings))
+        config = EngineArgs(**args).create_engine_config()
+        model = config.model_config
+        with set_current_vllm_config(config):
+            backend = get_attn_backend(model.get_head_size(), model.dtype, None)
+        found[name] = backend.get_name(), config.use_v2_model_runner
+    return found

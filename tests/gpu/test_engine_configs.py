@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpu.engine_configs import RECIPES, facts
+from gpu.engine_configs import RECIPES, doctor_backends, facts
 from gpu.stand_in import GPUS, under
 
 pytestmark = pytest.mark.vllm
@@ -63,3 +63,13 @@ def test_the_engine_sleeps_and_takes_its_policy_as_placed(recipe: str, decided: 
     assert found["preserved"] == ["draft.*"]
     backend = ("tlt_nccl", "NcclTransfer") if recipe == SEPARATE else ("tlt_ipc", "IpcTransfer")
     assert (found["backend"], found["receiver"]) == backend
+
+
+@pytest.mark.parametrize("is_invariant", [True, False])
+def test_the_engines_of_the_doctor_find_kernels(is_invariant: bool, tmp_path: Path) -> None:
+    """Few attention backends compute float32, and few are batch-invariant."""
+    found = under("A100", doctor_backends, str(tmp_path), is_invariant)
+    assert all(is_v2 for _, is_v2 in found.values())
+    float32 = {name: backend for name, (backend, _) in found.items() if name != "bfloat16"}
+    assert set(float32.values()) == {"TRITON_ATTN"}
+    assert found["bfloat16"][0] == "FLASH_ATTN"

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 NUM_SAMPLES, PROMPT_TOKENS, RESPONSE_TOKENS = 128, 8, 96
 ROW_SAMPLES, NUM_ROWS = 20, 60
 """Samples and number of the drafter's optimizer steps: the policy accepts many of its drafts."""
-SHORT_ROWS = 12
-"""Optimizer steps of a drafter on the device."""
+SHORT_SAMPLES, SHORT_ROWS = 4, 6
+"""Samples and number of the optimizer steps on the device."""
 NUM_STEPS = 3
 SHOWN = (
     *("learner/gap_mean", "rollout/acceptance_length", "time/rollout_s", "time/sync_s"),
@@ -87,13 +87,13 @@ def drafter_training(place: Place) -> dict[str, Any]:
     device = torch.device("cuda" if place.num_gpus else "cpu")
     losses, lengths, seconds = [], [], []
     for where in (torch.device("cpu"), device):
-        trainer, samples = _trainer_and_samples(place, 2 * ROW_SAMPLES)
+        trainer, samples = _trainer_and_samples(place, 2 * SHORT_SAMPLES)
         samples = [sample.to(where) for sample in samples]
         began_s, found = time.monotonic(), []
         for step in range(SHORT_ROWS):
             trainer.move(where)
-            begin = step % 2 * ROW_SAMPLES
-            found.append(trainer.micro_step(Row(samples[begin : begin + ROW_SAMPLES])))
+            begin = step % 2 * SHORT_SAMPLES
+            found.append(trainer.micro_step(Row(samples[begin : begin + SHORT_SAMPLES])))
             if where.type == "cuda" and step == SHORT_ROWS // 2:
                 trainer.park()
         losses.append(torch.tensor(found))

@@ -114,7 +114,7 @@ def test_all_checks_run_within_an_hour_however_many_hang(
         return Result(function.__name__, "", "timed out" if limits[1:] else "passed")
 
     monkeypatch.setattr(isolated, "run", hang)
-    monkeypatch.setattr("tlt.doctor.report.time.monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     results = report.run_checks(
         report.CHECKS, 8, 600.0, out, {"device": "cuda"}, lambda check, result: None
     )
