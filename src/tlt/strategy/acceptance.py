@@ -7,11 +7,13 @@ numbers: an update costs microseconds, and memory does not grow with time.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
+from operator import mul
 
 from tlt.contracts import Arm, StepReport
 
-Gained = list[tuple[float, float]]
-"""Tokens that a request gains per step with drafts of 0, 1, ... tokens: expected and optimistic."""
+Gained = list[float]
+"""Tokens that a request gains per step with drafts of 0, 1, ... tokens."""
 
 
 class Acceptance:
@@ -45,9 +47,10 @@ class Acceptance:
         self._offered = 0.0
         self._drafted = 0.0
         self._chances: tuple[list[float], list[float]] | None = None
-        """Chances in recent and in all text, until a memory changes."""
-        self._gained: dict[tuple[bool, int], Gained] = {}
-        """Tokens gained in all text (True) or recent text, by the length in use."""
+        """Chances in recent and in all text, until a memory changes; `_expected` alike."""
+        self._expected: tuple[Gained, Gained] = ([], [])
+        self._optimistic: dict[tuple[bool, int], Gained] = {}
+        """Optimistic tokens in all text (True) or recent text, by the length in use."""
 
     def observe(self, report: StepReport) -> bool:
         """Learn from the drafts that an engine step verified.
@@ -58,15 +61,16 @@ class Acceptance:
         num_requests = max(report.num_decodes, report.num_drafts)
         if length == 0 or num_requests <= 0:
             return False
-        reached = [num_requests]
-        accepted_at = report.accepted_at[:length]
-        for position, accepted in enumerate(accepted_at + (0,) * (length - len(accepted_at))):
-            reached.append(min(accepted, reached[-1]))
+        accepted = [num_requests, *report.accepted_at[:length]]
+        accepted += [0] * (length + 1 - len(accepted))
+        ends = list(accumulate(accepted, min))
+        reached, accepted = ends[:-1], ends[1:]
+        for position in range(length):
             self._verified[position] += num_requests
-        self._latest.observe(reached)
+        self._latest.observe(reached, accepted)
         turned = self._latest.differs_from(self._recent)
-        self._recent.observe(reached)
-        self._usual.observe(reached)
+        self._recent.observe(reached, accepted)
+        self._usual.observe(reached, accepted)
         if turned:
             self._recent.become(self._latest, self.LATEST)
         self._changed()
@@ -128,33 +132,37 @@ class Acceptance:
         """
         return self._drafted / self._offered if self._offered > 0 else 1.0
 
-    def recent_tokens(self, in_use: int = 0) -> Gained:
-        """Return the tokens that a request gains per step in recent text.
+    def expected_tokens(self, usual: bool = False) -> Gained:
+        """Return the tokens that a request gains per step in recent text, or in all text."""
+        if self._chances is None:
+            self._estimate()
+        return self._expected[usual]
+
+    def optimistic_tokens(self, usual: bool = False, in_use: int = 0) -> Gained:
+        """Return the same, with optimism.
 
         Drafts of the length in use share their first positions with longer and shorter drafts, so
         that there is no optimism about these positions.
         """
-        return self._tokens(usual=False, num_given=in_use)
-
-    def usual_tokens(self) -> Gained:
-        """Return the tokens that a request gains per step in all text."""
-        return self._tokens(usual=True, num_given=0)
-
-    def _tokens(self, usual: bool, num_given: int) -> Gained:
-        """Return the tokens gained, computed once for each change of a memory."""
-        gained = self._gained.get((usual, num_given))
+        chances = self._chances or self._estimate()
+        gained = self._optimistic.get((usual, in_use))
         if gained is None:
-            if self._chances is None:
-                shape = self._usual.chances()
-                self._chances = self._recent.chances(shape), shape
-            memory = self._usual if usual else self._recent
-            gained = memory.tokens(self._chances[usual], num_given)
-            self._gained[usual, num_given] = gained
+            memory, given = self._usual if usual else self._recent, self._expected[usual]
+            gained = memory.optimistic(chances[usual], given[: in_use + 1])
+            self._optimistic[usual, in_use] = gained
         return gained
+
+    def _estimate(self) -> tuple[list[float], list[float]]:
+        """Estimate chances and expected tokens, once for each change of a memory."""
+        usual = self._usual.chances()
+        recent = self._recent.chances(usual)
+        self._chances = recent, usual
+        self._expected = _expected(recent), _expected(usual)
+        return self._chances
 
     def _changed(self) -> None:
         self._chances = None
-        self._gained.clear()
+        self._optimistic.clear()
 
 
 class _Chances:
@@ -170,13 +178,12 @@ class _Chances:
         self._reached = [0.0] * num_positions
         self._accepted = [0.0] * num_positions
 
-    def observe(self, reached: list[int]) -> None:
-        """Count a step's drafts: `reached[i]` of them were accepted up to position i."""
-        keep = math.exp(-reached[0] / self._window)
-        num, accepted = len(reached) - 1, reached[1:]
+    def observe(self, reached: list[int], accepted: list[int]) -> None:
+        """Count a step's drafts: how many reached each position, and were accepted there."""
+        keep, num = math.exp(-reached[0] / self._window), len(reached)
         self._reached[:num] = [
             keep * old + new for old, new in zip(self._reached, reached, strict=False)
-        ][:num]
+        ]
         self._accepted[:num] = [
             keep * old + new for old, new in zip(self._accepted, accepted, strict=False)
         ]
@@ -230,25 +237,26 @@ class _Chances:
             chances.append(chance)
         return chances
 
-    def tokens(self, chances: list[float], num_given: int) -> Gained:
-        """Return the tokens gained, with optimism from the position `num_given` on."""
-        expected = optimistic = rate = upper = 1.0
-        variance = 0.0
-        gained = [(1.0, 1.0)]
-        for position, chance in enumerate(chances):
+    def optimistic(self, chances: list[float], given: Gained) -> Gained:
+        """Return the tokens gained, with optimism from the position on at which `given` ends."""
+        num_given, optimistic, variance = len(given) - 1, given[-1], 0.0
+        rate = upper = math.prod(chances[:num_given])
+        for chance, reached in zip(chances[num_given:], self._reached[num_given:], strict=True):
             rate *= chance
-            if position >= num_given:
-                weight = self._reached[position] + self.PRIOR_WEIGHT
-                spread = chance * (1 - chance)
-                least = chance if chance > 0.05 else 0.05
-                variance += (spread if spread > 0.05 else 0.05) / weight / least**2
+            spread = chance * (1 - chance)
+            least = chance if chance > 0.05 else 0.05
+            weight = reached + self.PRIOR_WEIGHT
+            variance += (spread if spread > 0.05 else 0.05) / weight / least**2
             highest = rate * (1 + 1.5 * math.sqrt(variance))
             if highest < upper:
                 upper = highest
-            expected += rate
             optimistic += upper
-            gained.append((expected, optimistic))
-        return gained
+            given.append(optimistic)
+        return given
+
+
+def _expected(chances: list[float]) -> Gained:
+    return list(accumulate(accumulate(chances, mul), initial=1.0))
 
 
 def _odds(chance: float) -> float:

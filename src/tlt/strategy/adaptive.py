@@ -206,13 +206,8 @@ class Adaptive:
         best = self._best(num_decodes)
         self._best_rate = best.rate
         worth = 1 + self._caution.margin
-        gains = [
-            (self._optimistic_gain(num_decodes, one, best), one)
-            for lengths in self._lengths.values()
-            for one in lengths
-        ]
-        gains.append((num_decodes / self._off.least_s / best.rate, self._off))
-        promising = sorted((one for one in gains if one[0] >= worth), key=lambda one: -one[0])
+        gains = self._optimistic_gains(num_decodes, best)
+        promising = sorted([one for one in gains if one[0] >= worth], key=lambda one: -one[0])
         trials: list[tuple[_Candidate, Trial]] = []
         trials += [(one, "due") for one in self._due()]
         trials += [(one, "promising") for _, one in promising]
@@ -233,7 +228,7 @@ class Adaptive:
         off.least_s = off.seconds * (1 - 0.5 * error)
         off.rate = num_decodes / off.seconds
         for drafter, lengths in self._lengths.items():
-            gained = self._acceptance[drafter].recent_tokens()
+            gained = self._acceptance[drafter].expected_tokens()
             share, shorter_s = self._acceptance[drafter].drafted_share, off.seconds
             for one in lengths:
                 length = one.arm.num_draft_tokens
@@ -243,7 +238,7 @@ class Adaptive:
                 one.least_s = one.seconds * (1 - 0.5 * error)
                 if not one.visits and not self._time.timed(one.arm):
                     one.least_s = min(one.least_s, shorter_s)
-                one.rate = num_decodes * gained[length][0] / one.seconds
+                one.rate = num_decodes * gained[length] / one.seconds
                 shorter_s = one.seconds
 
     def _best(self, num_decodes: int) -> _Candidate:
@@ -269,8 +264,10 @@ class Adaptive:
         favour = 1 + margin * (1 if kept is self._off else -1)
         return champion if champion.rate >= favour * self._off.rate else self._off
 
-    def _optimistic_gain(self, num_decodes: int, one: _Candidate, best: _Candidate) -> float:
-        """Return the ratio of the arm's optimistic rate to the best arm's rate.
+    def _optimistic_gains(
+        self, num_decodes: int, best: _Candidate
+    ) -> list[tuple[float, _Candidate]]:
+        """Return the ratio of each arm's optimistic rate to the best arm's rate.
 
         There is no optimism about draft positions that the best arm also verifies. Optimism about
         acceptance ends once the acceptance of a drafter is known and another drafter is in use:
@@ -278,20 +275,26 @@ class Adaptive:
         in use, and such text is hard for all drafters. Optimism about the step time remains until
         the arm was timed at about this batch size: step times do not depend on text.
         """
-        drafter, length = one.arm.drafter, one.arm.num_draft_tokens
-        acceptance = self._acceptance[drafter]
-        if best is self._off or drafter == best.arm.drafter:
-            tokens = acceptance.recent_tokens(best.arm.num_draft_tokens)[length][1]
-            return num_decodes * tokens / one.least_s / best.rate
-        expected, tokens = acceptance.usual_tokens()[length]
-        if acceptance.num_verified >= self._caution.known_drafts:
-            tokens = 0.0 if one.visits >= 1 else expected
-        return num_decodes * tokens / one.least_s / self._usual_rate(num_decodes, best)
+        gains = []
+        for drafter, lengths in self._lengths.items():
+            acceptance, rate, known = self._acceptance[drafter], best.rate, False
+            if best is self._off or drafter == best.arm.drafter:
+                tokens = acceptance.optimistic_tokens(in_use=best.arm.num_draft_tokens)
+            else:
+                rate = self._usual_rate(num_decodes, best)
+                known = acceptance.num_verified >= self._caution.known_drafts
+                kind = acceptance.expected_tokens if known else acceptance.optimistic_tokens
+                tokens = kind(usual=True)
+            for one in lengths:
+                gain = num_decodes * tokens[one.arm.num_draft_tokens] / one.least_s / rate
+                gains.append((0.0 if known and one.visits >= 1 else gain, one))
+        gains.append((num_decodes / self._off.least_s / best.rate, self._off))
+        return gains
 
     def _usual_rate(self, num_decodes: int, one: _Candidate) -> float:
         """Return the tokens per second of a drafting arm in all text."""
-        tokens = self._acceptance[one.arm.drafter].usual_tokens()[one.arm.num_draft_tokens][0]
-        return num_decodes * tokens / one.seconds
+        tokens = self._acceptance[one.arm.drafter].expected_tokens(usual=True)
+        return num_decodes * tokens[one.arm.num_draft_tokens] / one.seconds
 
     def _trial_steps(self, one: _Candidate) -> int:
         """Return the number of engine steps of a trial.
@@ -307,8 +310,8 @@ class Adaptive:
         """Return the most promising arm of each drafter whose retry interval has passed."""
 
         def optimistic(one: _Candidate) -> float:
-            gained = self._acceptance[one.arm.drafter].usual_tokens()
-            return gained[one.arm.num_draft_tokens][1] / one.least_s
+            gained = self._acceptance[one.arm.drafter].optimistic_tokens(usual=True)
+            return gained[one.arm.num_draft_tokens] / one.least_s
 
         due = []
         for drafter, lengths in self._lengths.items():

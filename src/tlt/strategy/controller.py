@@ -149,10 +149,13 @@ class DraftController:
         """
         now, started_s = self.now_s(), self.started_s(record)
         self._last_finished_s = now
-        num_drafted, num_accepted = zip(*drafts, strict=True) if drafts else ((), ())
-        ends = [0] * (max(num_accepted, default=0) + 1)
-        for num in num_accepted:
-            ends[num] += 1
+        num_draft_tokens, longest, ends = 0, 0, [0]
+        for num_drafted, num_accepted in drafts:
+            num_draft_tokens += num_drafted
+            if num_accepted > longest:
+                ends += [0] * (num_accepted - longest)
+                longest = num_accepted
+            ends[num_accepted] += 1
         accepted_at = tuple(accumulate(reversed(ends)))[-2::-1]
         report = StepReport(
             step=record.context.step,
@@ -161,7 +164,7 @@ class DraftController:
             num_decodes=record.context.num_decodes,
             num_prefill_tokens=record.num_prefill_tokens,
             num_drafts=len(drafts),
-            num_draft_tokens=sum(num_drafted),
+            num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=sum(accepted_at),
             accepted_at=accepted_at,
             num_output_tokens=num_output_tokens,

@@ -7,7 +7,7 @@ numbers: an update costs microseconds, and memory does not grow with time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import mul
 
@@ -60,8 +60,8 @@ class StepTime:
         self._unsolved = 0
         self._solved = 0
         """Number of solutions of the fit so far."""
-        self._cells: dict[Arm, dict[int, _Cell]] = {}
-        """The cells of each arm that was ever timed, by bucket of batch sizes."""
+        self._least_s = 1e-9
+        self._times: dict[Arm, _ArmTime] = {}
         self._error: dict[str, float] = dict.fromkeys(["off", *drafters], 0.4)
         """Typical relative error of the fit without correction, by drafter."""
 
@@ -77,28 +77,24 @@ class StepTime:
             return
         if not self.known:
             self._start(elapsed_s)
-        fitted_s = self._fit(
-            report.num_decodes, report.num_draft_tokens, report.proposed, report.num_prefill_tokens
-        )
+        time, prefill_s = self._time(report.proposed), self._prefill_s(report.num_prefill_tokens)
+        fitted_s = self._fit(time, report.num_decodes, report.num_draft_tokens, prefill_s)
         elapsed_s /= self._pace
         elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
-        prefill_s = self._prefill_s(report.num_prefill_tokens)
         if steady and report.num_decodes > 0 and prefill_s < 0.5 * min(elapsed_s, fitted_s):
-            if self._follow_pace(report, elapsed_s - prefill_s):
+            if self._follow_pace(report, time, elapsed_s - prefill_s):
                 return
-            self._correct(report, elapsed_s - prefill_s, fitted_s - prefill_s)
+            self._correct(report, time, elapsed_s - prefill_s, fitted_s - prefill_s)
         self._refit(report, elapsed_s)
 
-    def _follow_pace(self, report: StepReport, elapsed_s: float) -> bool:
+    def _follow_pace(self, report: StepReport, time: _ArmTime, elapsed_s: float) -> bool:
         """Update the pace from arms with well-known times; the error of others would spread.
 
         Return whether the step tells of the machine alone. A machine that stalls for minutes would
         make the arm in use look slow next to arms last timed before, and rare trials take hundreds
         of steps to find that out.
         """
-        expected_s, _, visits = self._usual_s(
-            report.num_decodes, report.num_draft_tokens, report.proposed
-        )
+        expected_s, visits = self._usual_s(time, report.num_decodes, report.num_draft_tokens)
         if visits < self.PACE_STEPS:
             return False
         surprise = math.log(elapsed_s / expected_s)
@@ -129,30 +125,34 @@ class StepTime:
         That is their relative error, and the arm's number of steps at about this batch size; nearby
         sizes count half.
         """
-        seconds, error, visits = self._usual_s(num_decodes, draft_tokens, arm)
-        return self._pace * seconds, error, visits
+        seconds, visits = self._usual_s(self._time(arm), num_decodes, draft_tokens)
+        return self._pace * seconds, self._error[arm.drafter] / math.sqrt(1 + visits), visits
 
     def _usual_s(
-        self, num_decodes: int, draft_tokens: float, arm: Arm
-    ) -> tuple[float, float, float]:
-        fitted_s = self._fit(num_decodes, draft_tokens, arm)
+        self, time: _ArmTime, num_decodes: int, draft_tokens: float
+    ) -> tuple[float, float]:
+        """Return the expected seconds at the usual pace, and the arm's number of steps."""
+        asked = (num_decodes, draft_tokens)
+        if time.asked == asked:
+            return time.usual_s
         weight = total = 0.0
-        cells = self._cells.get(arm, {})
-        for place, near in _around(num_decodes) if cells else ():
-            if (cell := cells.get(place)) is None:
+        for place, near in _around(num_decodes) if time.cells else ():
+            if (cell := time.cells.get(place)) is None:
                 continue
             if cell.solved != self._solved:
-                cell.fitted_s = self._fit(cell.num_decodes, cell.draft_tokens, arm)
+                cell.ratio = cell.seconds / self._fit(time, cell.num_decodes, cell.draft_tokens)
                 cell.solved = self._solved
             share = near * cell.weight
             weight += share
-            total += share * cell.seconds / cell.fitted_s
+            total += share * cell.ratio
         ratio = (total + self.CELL_PRIOR) / (weight + self.CELL_PRIOR)
-        return fitted_s * ratio, self._error[arm.drafter] / math.sqrt(1 + weight), weight
+        time.asked = asked
+        time.usual_s = self._fit(time, num_decodes, draft_tokens) * ratio, weight
+        return time.usual_s
 
     def timed(self, arm: Arm) -> bool:
         """Return whether a step of this arm was ever timed, at any batch size."""
-        return arm in self._cells
+        return bool(self._time(arm).cells)
 
     def _inputs(self, report: StepReport) -> list[tuple[int, float]]:
         """Return the fit's inputs, as pairs of index and value; all other inputs are 0.
@@ -171,7 +171,8 @@ class StepTime:
 
     def _start(self, first_s: float) -> None:
         """Start the fit with the guess that drafts cost a little, relative to the first step."""
-        self._scale = first_s
+        self._scale, self._least_s = first_s, max(1e-3 * first_s, 1e-9)
+        self._solved += 1
         guess = [0.9, 0.05, 0.05, 1.0]
         guess += [0.1, 0.1, 0.02] * len(self._first_input)
         for index, part in enumerate(guess):
@@ -179,19 +180,29 @@ class StepTime:
             self._normal[index][index] = 0.05
             self._target[index] = 0.05 * part
 
+    def _time(self, arm: Arm) -> _ArmTime:
+        """Return the times of an arm, with its parts of the latest solution."""
+        time = self._times.get(arm)
+        if time is None:
+            time = self._times[arm] = _ArmTime()
+        if time.solved != self._solved:
+            parts, passes = self._parts, arm.num_draft_tokens
+            time.fixed_s, time.decode_s = parts[0], parts[1] / self.ROWS
+            time.draft_token_s = parts[2] / self.ROWS
+            first = self._first_input.get(arm.drafter)
+            if first is not None:
+                time.fixed_s += parts[first] * 0.2 + parts[first + 1] * (passes / 8)
+                time.decode_s += parts[first + 2] * passes / self.ROWS
+            time.solved, time.asked = self._solved, None
+        return time
+
     def _fit(
-        self, num_decodes: float, draft_tokens: float, arm: Arm, num_prefill_tokens: int = 0
+        self, time: _ArmTime, num_decodes: float, draft_tokens: float, prefill_s: float = 0.0
     ) -> float:
         """Return the fitted seconds of a step: the parts times `_inputs`, without making a list."""
-        parts, rows, passes = self._parts, num_decodes / self.ROWS, arm.num_draft_tokens
-        total = parts[0] + parts[1] * rows + parts[2] * (draft_tokens / self.ROWS)
-        total += parts[3] * (num_prefill_tokens / self.PREFILL)
-        first = self._first_input.get(arm.drafter)
-        if first is not None:
-            total += parts[first] * 0.2
-            total += parts[first + 1] * (passes / 8)
-            total += parts[first + 2] * (passes * rows)
-        return max(total, 1e-3 * self._scale, 1e-9)
+        fitted_s = time.fixed_s + time.decode_s * num_decodes + time.draft_token_s * draft_tokens
+        fitted_s += prefill_s
+        return fitted_s if fitted_s > self._least_s else self._least_s
 
     def _refit(self, report: StepReport, elapsed_s: float) -> None:
         """Update the least squares of relative errors, in which newer steps weigh more.
@@ -226,9 +237,13 @@ class StepTime:
             self._target = [value / self._growth for value in self._target]
             self._growth = 1.0
 
-    def _correct(self, report: StepReport, elapsed_s: float, fitted_s: float) -> None:
-        cells = self._cells.setdefault(report.proposed, {})
-        cell = cells.setdefault(batch_bucket(report.num_decodes), _Cell())
+    def _correct(
+        self, report: StepReport, time: _ArmTime, elapsed_s: float, fitted_s: float
+    ) -> None:
+        bucket, time.asked = batch_bucket(report.num_decodes), None
+        cell = time.cells.get(bucket)
+        if cell is None:
+            cell = time.cells[bucket] = _Cell()
         if cell.weight < 1:  # the first step of a cell shows the error of the fit alone
             miss = min(abs(math.log(elapsed_s / fitted_s)), 0.5)
             error = self._error[report.proposed.drafter]
@@ -248,10 +263,28 @@ class _Cell:
     seconds: float = 0.0
     draft_tokens: float = 0.0
     num_decodes: float = 0.0
-    fitted_s: float = 0.0
-    """Seconds by the fit alone."""
+    ratio: float = 1.0
+    """Ratio of the seconds to those of the fit alone."""
     solved: int = -1
-    """Number of the solution that `fitted_s` comes from."""
+    """Number of the solution that `ratio` comes from."""
+
+
+@dataclass(slots=True)
+class _ArmTime:
+    """Times of one arm."""
+
+    cells: dict[int, _Cell] = field(default_factory=dict)
+    """The cells of the arm, by bucket of batch sizes."""
+    solved: int = -1
+    """Number of the solution that the fitted seconds come from: those of any step, per decode, and
+    per draft token to verify."""
+    fixed_s: float = 0.0
+    decode_s: float = 0.0
+    draft_token_s: float = 0.0
+    asked: tuple[int, float] | None = None
+    """Decodes and draft tokens of the latest estimate, unless the arm was timed since."""
+    usual_s: tuple[float, float] = (0.0, 0.0)
+    """That estimate."""
 
 
 @lru_cache(4096)
@@ -265,6 +298,7 @@ def _around(num_decodes: int) -> tuple[tuple[int, float], ...]:
     )
 
 
+@lru_cache(4096)
 def batch_bucket(num_decodes: int) -> int:
     """Return the bucket of a batch size: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, 25-32, ..."""
     if num_decodes <= 2:

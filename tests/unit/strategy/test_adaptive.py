@@ -4,7 +4,6 @@ import math
 import pickle
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -50,8 +49,7 @@ def drive(
         seconds, accepted = outcome(step, now.num_decodes, *used[-2:])
         made = report((used[-2], used[-1]), now.num_decodes, seconds, accepted)
         strategy.observe(
-            replace(
-                made,
+            made._replace(
                 num_prefill_tokens=60 * now.num_prefills,
                 drafter_version=now.drafter_version,
             )
@@ -326,7 +324,7 @@ def tail_rollouts(strategy: Strategy, seed: int) -> float:
             seconds = table.step_s(len(left), verified, proposed)
             seconds *= math.exp(pace + abs(host.gauss(0, 0.12)))
             made = report((verified, proposed), len(left), seconds, tuple(accepted_at))
-            strategy.observe(replace(made, num_output_tokens=output, drafter_version=version))
+            strategy.observe(made._replace(num_output_tokens=output, drafter_version=version))
             clock_s, tokens, step, verified = clock_s + seconds, tokens + output, step + 1, proposed
             left, turns_hard = still, turns
     return tokens / clock_s

@@ -19,23 +19,23 @@ def verified(acceptance: Acceptance, accepted_at: tuple[int, ...], steps: int) -
 def test_acceptance_is_shared_between_lengths() -> None:
     acceptance = Acceptance(max_draft_tokens=6)
     verified(acceptance, (8, 6), steps=50)
-    assert acceptance.recent_tokens()[1][0] == pytest.approx(1.8, abs=0.03)
-    assert acceptance.recent_tokens()[2][0] == pytest.approx(2.4, abs=0.05)
-    expected, optimistic = acceptance.recent_tokens(in_use=2)[4]
+    assert acceptance.expected_tokens()[1] == pytest.approx(1.8, abs=0.03)
+    assert acceptance.expected_tokens()[2] == pytest.approx(2.4, abs=0.05)
+    expected, optimistic = acceptance.expected_tokens()[4], acceptance.optimistic_tokens(in_use=2)
     assert 2.6 < expected < 3.4
-    assert optimistic > expected + 0.1  # no draft reached these positions
-    assert acceptance.recent_tokens(in_use=2)[1][1] == acceptance.recent_tokens()[1][0]  # no doubt
+    assert optimistic[4] > expected + 0.1  # no draft reached these positions
+    assert optimistic[:3] == acceptance.expected_tokens()[:3]  # no doubt
 
 
 def test_hard_text_is_hard_for_longer_drafts_too() -> None:
     acceptance = Acceptance(max_draft_tokens=6)
     verified(acceptance, (10, 10, 8, 8, 8, 8), steps=50)  # easy
     verified(acceptance, (2, 0), steps=80)  # hard, while short drafts are in use
-    assert acceptance.recent_tokens()[6][0] < acceptance.recent_tokens()[2][0] + 0.2
-    assert acceptance.usual_tokens()[6][0] > 2
+    assert acceptance.expected_tokens()[6] < acceptance.expected_tokens()[2] + 0.2
+    assert acceptance.expected_tokens(usual=True)[6] > 2
     acceptance.expect_other_text()
-    assert acceptance.recent_tokens()[2][0] == pytest.approx(
-        acceptance.usual_tokens()[2][0], abs=0.2
+    assert acceptance.expected_tokens()[2] == pytest.approx(
+        acceptance.expected_tokens(usual=True)[2], abs=0.2
     )
 
 
@@ -43,8 +43,8 @@ def test_a_jump_replaces_the_short_memory_within_a_few_drafts() -> None:
     acceptance = Acceptance(max_draft_tokens=4)
     assert not verified(acceptance, (8, 6), steps=50)
     assert verified(acceptance, (0, 0), steps=3)
-    assert acceptance.recent_tokens()[2][0] < 1.6
-    assert acceptance.usual_tokens()[2][0] > 2  # other text is still as it was
+    assert acceptance.expected_tokens()[2] < 1.6
+    assert acceptance.expected_tokens(usual=True)[2] > 2  # other text is still as it was
 
 
 def test_a_trial_that_does_not_fit_replaces_both_memories() -> None:
@@ -52,10 +52,10 @@ def test_a_trial_that_does_not_fit_replaces_both_memories() -> None:
     verified(acceptance, (1, 0), steps=150)
     acceptance.begin()
     verified(acceptance, (8,), steps=2)
-    assert acceptance.usual_tokens()[4][0] < 1.3
+    assert acceptance.expected_tokens(usual=True)[4] < 1.3
     assert acceptance.believe_latest(ease=1.0)
-    assert acceptance.usual_tokens()[4][0] > 2.5  # nothing of the old drafts is left
-    assert acceptance.recent_tokens()[4][0] > 2.5
+    assert acceptance.expected_tokens(usual=True)[4] > 2.5  # nothing of the old drafts is left
+    assert acceptance.expected_tokens()[4] > 2.5
 
 
 def test_text_that_is_easy_for_both_drafters_is_not_a_change() -> None:
@@ -73,7 +73,7 @@ def test_the_long_memory_tells_the_short_one_about_rare_positions() -> None:
     verified(acceptance, (3, *[2] * 11), steps=200)
     verified(acceptance, (3, 2), steps=12)  # shorter drafts in the same text
     acceptance.expect_other_text()
-    assert acceptance.recent_tokens()[12][0] == pytest.approx(1 + 0.3 + 11 * 0.2, rel=0.1)
+    assert acceptance.expected_tokens()[12] == pytest.approx(1 + 0.3 + 11 * 0.2, rel=0.1)
 
 
 def test_the_pace_follows_a_machine_that_stalls_and_the_arms_keep_their_times() -> None:
