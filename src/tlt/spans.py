@@ -110,9 +110,10 @@ def _alike(last: Span, new: Span, shortest_s: float) -> bool:
 
 def _join(last: Span, new: Span) -> None:
     last.mixed = last.mixed or new.mixed or last.arm != new.arm
-    seconds = last.seconds + new.seconds
+    new_s = new.end_s - new.start_s
+    seconds = last.end_s - last.start_s + new_s
     if seconds > 0:
-        share = new.seconds / seconds
+        share = new_s / seconds
         last.running += (new.running - last.running) * share
         last.arm = new.arm if share > 0.5 else last.arm
     last.end_s = max(last.end_s, new.end_s)

@@ -65,8 +65,7 @@ class Acceptance:
         accepted += [0] * (length + 1 - len(accepted))
         ends = list(accumulate(accepted, min))
         reached, accepted = ends[:-1], ends[1:]
-        for position in range(length):
-            self._verified[position] += num_requests
+        self._verified[:length] = [num + num_requests for num in self._verified[:length]]
         self._latest.observe(reached, accepted)
         turned = self._latest.differs_from(self._recent)
         self._recent.observe(reached, accepted)

@@ -31,7 +31,7 @@ from typing import Literal
 
 from tlt.contracts import DRAFTERS, OFF, Arm, StepContext, StepReport
 from tlt.strategy.acceptance import Acceptance
-from tlt.strategy.step_time import MAX_RATIO, StepTime, batch_bucket
+from tlt.strategy.step_time import MAX_RATIO, ArmTime, StepTime, batch_bucket
 
 Trial = Literal["due", "promising"]
 """Why an arm gets a trial: its drafter's retry interval has passed, or its optimistic rate exceeds
@@ -74,6 +74,7 @@ class _Candidate:
     """An arm, and what the strategy expects of it at the batch size of the latest choice."""
 
     arm: Arm
+    time: ArmTime
     seconds: float = 1.0
     """Seconds of a step."""
     least_s: float = 1.0
@@ -89,16 +90,17 @@ class Adaptive:
 
     def __init__(self, arms: Collection[Arm], caution: Caution | None = None) -> None:
         self._caution = caution or Caution()
-        self._off = _Candidate(OFF)
+        self._time = StepTime(frozenset((OFF, *arms)))
+        self._off = _Candidate(OFF, self._time.of(OFF))
         self._lengths: dict[str, list[_Candidate]] = {}
         """The arms of each drafter, by rising draft length."""
         for arm in sorted({*arms} - {OFF}, key=lambda arm: (arm.drafter, arm.num_draft_tokens)):
-            self._lengths.setdefault(arm.drafter, []).append(_Candidate(arm))
+            candidate = _Candidate(arm, self._time.of(arm))
+            self._lengths.setdefault(arm.drafter, []).append(candidate)
         self._acceptance = {
             drafter: Acceptance(lengths[-1].arm.num_draft_tokens, DRAFTERS[drafter].prior)
             for drafter, lengths in self._lengths.items()
         }
-        self._time = StepTime(self.arms())
         self._current = self._settled = self._off
         self._trial: Trial | None = None
         self._steps_left = 0
@@ -137,9 +139,10 @@ class Adaptive:
         # A step that switches an EAGLE-3 drafter on includes its catch-up: not a usual step time.
         if report.proposed.drafter in ("off", report.verified.drafter):
             self._time.observe(report, steady=report.verified == report.proposed)
-        expected_s = self._time.expected_s(report.num_decodes, 0, OFF)[0]
+        expected_s = self._time.expected_s(report.num_decodes, 0, self._off.time)[0]
         elapsed_s = min(elapsed_s, 5 * MAX_RATIO * expected_s)
-        spent = self._spent.setdefault(batch_bucket(report.num_decodes), _Spent())
+        bucket = batch_bucket(report.num_decodes)
+        spent = self._spent.get(bucket) or self._spent.setdefault(bucket, _Spent())
         spent.busy_s += elapsed_s
         for due in self._spent_due.values():
             due.busy_s += elapsed_s
@@ -224,7 +227,7 @@ class Adaptive:
         next shorter draft.
         """
         off = self._off
-        off.seconds, error, off.visits = self._time.expected_s(num_decodes, 0, OFF)
+        off.seconds, error, off.visits = self._time.expected_s(num_decodes, 0, off.time)
         off.least_s = off.seconds * (1 - 0.5 * error)
         off.rate = num_decodes / off.seconds
         for drafter, lengths in self._lengths.items():
@@ -233,10 +236,10 @@ class Adaptive:
             for one in lengths:
                 length = one.arm.num_draft_tokens
                 one.seconds, error, one.visits = self._time.expected_s(
-                    num_decodes, num_decodes * (share * length), one.arm
+                    num_decodes, num_decodes * (share * length), one.time
                 )
                 one.least_s = one.seconds * (1 - 0.5 * error)
-                if not one.visits and not self._time.timed(one.arm):
+                if not one.visits and not one.time.cells:
                     one.least_s = min(one.least_s, shorter_s)
                 one.rate = num_decodes * gained[length] / one.seconds
                 shorter_s = one.seconds
@@ -338,7 +341,7 @@ class Adaptive:
             if place and not self._acceptance[drafter].seen(lengths[place - 1].arm):
                 return False
         lost = max(0.0, 1 - one.rate / self._best_rate) if self._best_rate > 0 else 0.0
-        step_s = self._time.expected_s(num_decodes, 0, one.arm)[0]
+        step_s = self._time.expected_s(num_decodes, 0, one.time)[0]
         cost_s = self._trial_steps(one) * step_s * lost
         share = self._caution.probe_share
         if trial == "due":

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import add
 
 from tlt.contracts import OFF, Arm, StepContext, StepReport, Strategy
 from tlt.spans import Span, SpanLog
@@ -60,9 +61,9 @@ class Totals:
             self.model_first_accepted += sum(report.accepted_at[:1])
         self.output_tokens += report.num_output_tokens
         self.busy_s += report.elapsed_s
-        self.accepted_at.extend([0] * (len(report.accepted_at) - len(self.accepted_at)))
-        for position, count in enumerate(report.accepted_at):
-            self.accepted_at[position] += count
+        num = len(report.accepted_at)
+        self.accepted_at.extend([0] * (num - len(self.accepted_at)))
+        self.accepted_at[:num] = map(add, self.accepted_at, report.accepted_at)
 
 
 class DraftController:

@@ -29,6 +29,7 @@ class StepTime:
 
     HALF_LIFE = 1000.0
     """Engine steps after which the fit trusts an observation half as much."""
+    _GROWTH = 2 ** (1 / HALF_LIFE)
     CELL_WINDOW = 160.0
     """Engine steps that the correction of one arm and batch size remembers."""
     CELL_PRIOR = 5.0
@@ -57,11 +58,15 @@ class StepTime:
         """Logarithms of the ratios to the expected time of the latest steps in a row that told of
         the machine."""
         self._growth = 1.0
+        self._alike: tuple[Arm, int, int, int] | None = None
+        """Inputs of the latest engine steps, which the least squares do not hold yet; the next two
+        are sums over these steps."""
+        self._alike_weight = self._alike_target = 0.0
         self._unsolved = 0
         self._solved = 0
         """Number of solutions of the fit so far."""
         self._least_s = 1e-9
-        self._times: dict[Arm, _ArmTime] = {}
+        self._times: dict[Arm, ArmTime] = {}
         self._error: dict[str, float] = dict.fromkeys(["off", *drafters], 0.4)
         """Typical relative error of the fit without correction, by drafter."""
 
@@ -77,7 +82,7 @@ class StepTime:
             return
         if not self.known:
             self._start(elapsed_s)
-        time, prefill_s = self._time(report.proposed), self._prefill_s(report.num_prefill_tokens)
+        time, prefill_s = self.of(report.proposed), self._prefill_s(report.num_prefill_tokens)
         fitted_s = self._fit(time, report.num_decodes, report.num_draft_tokens, prefill_s)
         elapsed_s /= self._pace
         elapsed_s = min(max(elapsed_s, fitted_s / MAX_RATIO), fitted_s * MAX_RATIO)
@@ -87,7 +92,7 @@ class StepTime:
             self._correct(report, time, elapsed_s - prefill_s, fitted_s - prefill_s)
         self._refit(report, elapsed_s)
 
-    def _follow_pace(self, report: StepReport, time: _ArmTime, elapsed_s: float) -> bool:
+    def _follow_pace(self, report: StepReport, time: ArmTime, elapsed_s: float) -> bool:
         """Update the pace from arms with well-known times; the error of others would spread.
 
         Return whether the step tells of the machine alone. A machine that stalls for minutes would
@@ -118,21 +123,20 @@ class StepTime:
         return self._parts[3] * num_prefill_tokens / self.PREFILL
 
     def expected_s(
-        self, num_decodes: int, draft_tokens: float, arm: Arm
+        self, num_decodes: int, draft_tokens: float, time: ArmTime
     ) -> tuple[float, float, float]:
         """Return the expected seconds of a step without prefills, and how sure they are.
 
         That is their relative error, and the arm's number of steps at about this batch size; nearby
         sizes count half.
         """
-        seconds, visits = self._usual_s(self._time(arm), num_decodes, draft_tokens)
-        return self._pace * seconds, self._error[arm.drafter] / math.sqrt(1 + visits), visits
+        seconds, visits = self._usual_s(time, num_decodes, draft_tokens)
+        error = self._error[time.arm.drafter] / math.sqrt(1 + visits)
+        return self._pace * seconds, error, visits
 
-    def _usual_s(
-        self, time: _ArmTime, num_decodes: int, draft_tokens: float
-    ) -> tuple[float, float]:
+    def _usual_s(self, time: ArmTime, num_decodes: int, draft_tokens: float) -> tuple[float, float]:
         """Return the expected seconds at the usual pace, and the arm's number of steps."""
-        asked = (num_decodes, draft_tokens)
+        asked = (num_decodes, draft_tokens, self._solved)
         if time.asked == asked:
             return time.usual_s
         weight = total = 0.0
@@ -150,21 +154,19 @@ class StepTime:
         time.usual_s = self._fit(time, num_decodes, draft_tokens) * ratio, weight
         return time.usual_s
 
-    def timed(self, arm: Arm) -> bool:
-        """Return whether a step of this arm was ever timed, at any batch size."""
-        return bool(self._time(arm).cells)
-
-    def _inputs(self, report: StepReport) -> list[tuple[int, float]]:
+    def _inputs(
+        self, arm: Arm, num_decodes: int, num_draft_tokens: int, num_prefill_tokens: int
+    ) -> list[tuple[int, float]]:
         """Return the fit's inputs, as pairs of index and value; all other inputs are 0.
 
         They are 1, decodes, drafts to verify, prefilled tokens, and per drafter: on, passes, rows
         of all passes. Their scales are the prior: a cost that several inputs could explain goes
         mostly to the largest input, so that slow large batches do not make small ones look slow.
         """
-        rows, passes = report.num_decodes / self.ROWS, report.proposed.num_draft_tokens
-        inputs = [(0, 1.0), (1, rows), (2, report.num_draft_tokens / self.ROWS)]
-        inputs.append((3, report.num_prefill_tokens / self.PREFILL))
-        first = self._first_input.get(report.proposed.drafter)
+        rows, passes = num_decodes / self.ROWS, arm.num_draft_tokens
+        inputs = [(0, 1.0), (1, rows), (2, num_draft_tokens / self.ROWS)]
+        inputs.append((3, num_prefill_tokens / self.PREFILL))
+        first = self._first_input.get(arm.drafter)
         if first is not None:
             inputs += [(first, 0.2), (first + 1, passes / 8), (first + 2, passes * rows)]
         return [(index, value) for index, value in inputs if value]
@@ -180,26 +182,30 @@ class StepTime:
             self._normal[index][index] = 0.05
             self._target[index] = 0.05 * part
 
-    def _time(self, arm: Arm) -> _ArmTime:
-        """Return the times of an arm, with its parts of the latest solution."""
+    def of(self, arm: Arm) -> ArmTime:
+        """Return the times of an arm, which stay its times."""
         time = self._times.get(arm)
         if time is None:
-            time = self._times[arm] = _ArmTime()
-        if time.solved != self._solved:
-            parts, passes = self._parts, arm.num_draft_tokens
-            time.fixed_s, time.decode_s = parts[0], parts[1] / self.ROWS
-            time.draft_token_s = parts[2] / self.ROWS
-            first = self._first_input.get(arm.drafter)
-            if first is not None:
-                time.fixed_s += parts[first] * 0.2 + parts[first + 1] * (passes / 8)
-                time.decode_s += parts[first + 2] * passes / self.ROWS
-            time.solved, time.asked = self._solved, None
+            time = self._times[arm] = ArmTime(arm)
         return time
 
+    def _price(self, time: ArmTime) -> None:
+        """Fit the seconds of an arm by the latest solution: the parts times `_inputs`."""
+        parts, passes = self._parts, time.arm.num_draft_tokens
+        time.fixed_s, time.decode_s = parts[0], parts[1] / self.ROWS
+        time.draft_token_s = parts[2] / self.ROWS
+        first = self._first_input.get(time.arm.drafter)
+        if first is not None:
+            time.fixed_s += parts[first] * 0.2 + parts[first + 1] * (passes / 8)
+            time.decode_s += parts[first + 2] * passes / self.ROWS
+        time.solved = self._solved
+
     def _fit(
-        self, time: _ArmTime, num_decodes: float, draft_tokens: float, prefill_s: float = 0.0
+        self, time: ArmTime, num_decodes: float, draft_tokens: float, prefill_s: float = 0.0
     ) -> float:
-        """Return the fitted seconds of a step: the parts times `_inputs`, without making a list."""
+        """Return the fitted seconds of a step."""
+        if time.solved != self._solved:
+            self._price(time)
         fitted_s = time.fixed_s + time.decode_s * num_decodes + time.draft_token_s * draft_tokens
         fitted_s += prefill_s
         return fitted_s if fitted_s > self._least_s else self._least_s
@@ -210,20 +216,32 @@ class StepTime:
         Deciding must cost next to nothing: weights of new steps grow instead of all sums shrinking,
         and one sweep of coordinate descent every few steps solves the fit.
         """
-        self._growth *= 2 ** (1 / self.HALF_LIFE)
+        num_drafted, num_prefilled = report.num_draft_tokens, report.num_prefill_tokens
+        inputs = report.proposed, report.num_decodes, num_drafted, num_prefilled
+        if inputs != self._alike:
+            self._add_alike()
+            self._alike = inputs
+        self._growth *= self._GROWTH
         weight = self._growth * (self._scale / elapsed_s) ** 2
-        relative = elapsed_s / self._scale
-        inputs = self._inputs(report)
-        for index, left in inputs:
-            row, share = self._normal[index], weight * left
-            for other, right in inputs:
-                row[other] += share * right
-            self._target[index] += share * relative
+        self._alike_weight += weight
+        self._alike_target += weight * (elapsed_s / self._scale)
         self._unsolved += 1
         if self._unsolved >= self.SOLVE_EVERY or self._growth < 1.05:
             self._solve()
 
+    def _add_alike(self) -> None:
+        """Add the latest engine steps, all with the same inputs, to the least squares."""
+        if self._alike is not None:
+            inputs = self._inputs(*self._alike)
+            for index, left in inputs:
+                row, share = self._normal[index], self._alike_weight * left
+                for other, right in inputs:
+                    row[other] += share * right
+                self._target[index] += self._alike_target * left
+        self._alike, self._alike_weight, self._alike_target = None, 0.0, 0.0
+
     def _solve(self) -> None:
+        self._add_alike()
         self._unsolved = 0
         self._solved += 1
         parts = [part / self._scale for part in self._parts]
@@ -238,7 +256,7 @@ class StepTime:
             self._growth = 1.0
 
     def _correct(
-        self, report: StepReport, time: _ArmTime, elapsed_s: float, fitted_s: float
+        self, report: StepReport, time: ArmTime, elapsed_s: float, fitted_s: float
     ) -> None:
         bucket, time.asked = batch_bucket(report.num_decodes), None
         cell = time.cells.get(bucket)
@@ -270,19 +288,20 @@ class _Cell:
 
 
 @dataclass(slots=True)
-class _ArmTime:
+class ArmTime:
     """Times of one arm."""
 
+    arm: Arm
     cells: dict[int, _Cell] = field(default_factory=dict)
-    """The cells of the arm, by bucket of batch sizes."""
+    """The arm's timed steps by bucket of batch sizes; empty if it was never timed."""
     solved: int = -1
     """Number of the solution that the fitted seconds come from: those of any step, per decode, and
     per draft token to verify."""
     fixed_s: float = 0.0
     decode_s: float = 0.0
     draft_token_s: float = 0.0
-    asked: tuple[int, float] | None = None
-    """Decodes and draft tokens of the latest estimate, unless the arm was timed since."""
+    asked: tuple[int, float, int] | None = None
+    """Decodes, draft tokens and solution of the latest estimate, unless the arm was timed since."""
     usual_s: tuple[float, float] = (0.0, 0.0)
     """That estimate."""
 

@@ -86,7 +86,7 @@ def test_the_pace_follows_a_machine_that_stalls_and_the_arms_keep_their_times() 
             model.observe(made, steady=True)
 
     def seconds(used: Arm) -> float:
-        return model.expected_s(8, 8 * used.num_draft_tokens, used)[0]
+        return model.expected_s(8, 8 * used.num_draft_tokens, model.of(used))[0]
 
     run(OFF, 0.09, 40)
     run(arm, 0.12, 60)
@@ -103,7 +103,7 @@ def test_one_long_step_is_no_stall() -> None:
     model = StepTime(frozenset(ARMS))
     for step in range(60):
         model.observe(report((OFF, OFF), 8, 2.0 if step % 20 == 19 else 0.09), steady=True)
-    assert model.expected_s(8, 0, OFF)[0] == pytest.approx(0.09, rel=0.1)
+    assert model.expected_s(8, 0, model.of(OFF))[0] == pytest.approx(0.09, rel=0.1)
 
 
 def test_step_time_predicts_arms_never_tried() -> None:
@@ -117,9 +117,9 @@ def test_step_time_predicts_arms_never_tried() -> None:
     for _ in range(600):
         decodes, arm = rng.randint(1, 32), rng.choice([OFF, EAGLE[0], EAGLE[1]])
         model.observe(report((arm, arm), decodes, truth(decodes, arm)), steady=True)
-    seconds, error, _ = model.expected_s(16, 16 * 4, EAGLE[2])
+    seconds, error, _ = model.expected_s(16, 16 * 4, model.of(EAGLE[2]))
     assert seconds == pytest.approx(truth(16, EAGLE[2]), rel=0.15)
-    assert error > model.expected_s(16, 16, EAGLE[0])[1]
+    assert error > model.expected_s(16, 16, model.of(EAGLE[0]))[1]
 
 
 def test_buckets_are_coarse_for_large_batches() -> None:
