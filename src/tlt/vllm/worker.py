@@ -132,7 +132,8 @@ class AdaptiveWorker(EmbeddedWorker):
         if get_tensor_model_parallel_rank() > 0:
             return
         config = self.vllm_config  # type: ignore[attr-defined]
-        cache, scheduler = config.cache_config, config.scheduler_config
+        cache = config.cache_config
+        scheduler = config.scheduler_config
         self._recorder = StateRecorder(
             cache.block_size,
             num_tokens=RECORDED_CACHES * cache.num_gpu_blocks * cache.block_size,
