@@ -36,7 +36,7 @@ def config(tiny: Path, fresh_drafter: Path) -> EngineConfig:
         strategy={"kind": "fixed", "drafter": "eagle3", "num_draft_tokens": 2},
         kv_cache_gib=0.25,
         core_group="test-pool",
-        engine_args=TINY_ARGS | {"max_num_seqs": 16},
+        engine_args=TINY_ARGS | {"max_model_len": 2560, "max_num_seqs": 16},
     )
 
 
@@ -56,7 +56,7 @@ def requests(count: int, run: str) -> list[SampleRequest]:
     ]
 
 
-LONG = SampleRequest("tail", (5, 6, 7), SamplingSpec(480, temperature=1, ignore_eos=True, seed=7))
+LONG = SampleRequest("tail", (5, 6, 7), SamplingSpec(2400, temperature=1, ignore_eos=True, seed=7))
 
 
 def same_prompt(count: int) -> list[SampleRequest]:
@@ -73,7 +73,7 @@ async def test_kill_one_of_two_engines_in_the_middle_of_a_rollout(
     from tlt.rollout.actor import RayEngine
 
     policy = changed_policy(tiny, seed=1)
-    alone = engines(model=str(tiny))
+    alone = engines(model=str(tiny), engine_args=TINY_ARGS | {"max_model_len": 2560})
     with SharedWeights(policy.state_dict().items()) as weights:
         alone.call("update_policy", weights.manifest(), 1)
     tokens_alone = alone.tokens_of(requests(96, "alone"))
@@ -119,12 +119,15 @@ async def kill_in_the_tail(
     """Kill the engine of the last sample; another engine continues the text."""
     rollout = aiter(pool.generate([LONG]))
     last = asyncio.ensure_future(anext(rollout))
+    before = pool.num_kept_tokens
+    work = pool._dispatcher._unfinished
+    async with asyncio.timeout(60):
+        while LONG.sample_id not in work or len(work[LONG.sample_id].token_ids) <= 20:
+            await asyncio.sleep(0.05)
     (owner,) = [name for name, held in pool.loads().items() if held]
     process = next(
         p for name, p in started.items() if place_of(name) == owner and name in pool.engines
     )
-    before = pool.num_kept_tokens
-    await asyncio.sleep(2.5)
     os.kill(process.pid, signal.SIGKILL)
     assert (await last).token_ids == expected
     assert pool.num_kept_tokens - before > 20

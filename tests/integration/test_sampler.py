@@ -64,6 +64,7 @@ class Request:
     min_tokens: int = 0
     stop: tuple[int, ...] = ()
     bad_words: list[list[int]] = field(default_factory=list)
+    extra_args: dict[str, int] | None = None
     prompt: tuple[int, ...] = (3, 4)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
@@ -342,12 +343,14 @@ class FakeRunner:
 
 @pytest.mark.gate
 def test_seeds_and_positions_of_the_runners_requests() -> None:
+    from tlt.vllm.args import BEGUN
     from tlt.vllm.v1.sampler import RunnerKeys
 
     runner = FakeRunner({"a": 7, "b": 2**63 - 1, "c": None, "d": None})
+    runner.requests["b"].sampling_params.extra_args = {BEGUN: 3}
     keys, positions = RunnerKeys(runner, engine_seed=1).of_batch(4)
     assert keys[:2].tolist() == [7, 2**63 - 1]
-    assert positions.tolist() == [0, 5, 20, 0]
+    assert positions.tolist() == [0, 5 + 3, 20, 0]
     # Requests without a seed: repeatable, and different between requests and engines.
     again, _ = RunnerKeys(runner, engine_seed=1).of_batch(4)
     elsewhere, _ = RunnerKeys(runner, engine_seed=2).of_batch(4)

@@ -365,18 +365,18 @@ class EngineLoop:
         if samples:
             with self._lock:
                 self._finished.extend(samples)
+                self._texts = [text for text in self._texts if text[0] in self._in_flight]
                 self._lock.notify_all()
 
     def _note_texts(self) -> None:
-        """Keep what running requests have gained for the pool, and drop what has ended."""
+        """Keep what running requests have gained for the pool."""
         if self._clock() - self._texts_noted_s < TEXTS_S:
             return
         self._texts_noted_s = self._clock()
         version = self.policy_version
         gained = [(name, at, Text(ids, of, version)) for name, at, ids, of in self._core.gained()]
         with self._lock:
-            kept = [text for text in self._texts if text[0] in self._in_flight]
-            self._texts = kept + gained
+            self._texts += gained
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -417,7 +417,7 @@ def test_running_texts_are_noted_by_the_clock_until_they_end(loop: Loop) -> None
         loop.core.wait_in_step()
 
     text = Text((7,), (-0.5,), policy_version=0)
-    loop.submit([request("long", max_tokens=MANY), request("short", max_tokens=3)])
+    loop.submit([request("long", max_tokens=MANY), request("short", max_tokens=4)])
     loop.core.wait_in_step()
     step()
     assert loop.take_texts() == [], "no second has passed"
@@ -425,10 +425,13 @@ def test_running_texts_are_noted_by_the_clock_until_they_end(loop: Loop) -> None
     step()
     assert loop.take_texts() == [("long", 0, text), ("short", 0, text)]
     loop.clock.now_s += TEXTS_S
-    step()  # "short" ends
+    step()
+    step()  # "short" ends, and comes again: what was noted does not begin the new one
+    loop.submit([request("short", max_tokens=3)])
+    step()
     loop.clock.now_s += TEXTS_S
     step()
-    assert loop.take_texts() == [("long", 0, text), ("long", 0, text)]
+    assert loop.take_texts() == [("long", 0, text), ("long", 0, text), ("short", 0, text)]
 
 
 def test_a_text_of_another_policy_is_not_continued(loop: Loop) -> None:
