@@ -127,7 +127,7 @@ def test_samples_to_read_are_from_as_many_problems_as_there_are() -> None:
 
 class FakePool:
     def __init__(self) -> None:
-        self.num_restarts = self.num_broken = self.num_tainted = 0
+        self.num_restarts = self.num_broken = self.num_tainted = self.num_kept_tokens = 0
         self.engines: Sequence[EngineStats] = ()
 
     async def stats(self) -> Sequence[EngineStats]:
@@ -144,12 +144,12 @@ async def test_counters_are_those_of_the_rollout_and_a_new_engine_counts_from_ze
         EngineStats("engine-0", drafts=7, policy_mismatches=1, drafter_version=1),
         EngineStats("engine-1.1", drafts=2),
     ]
-    pool.num_restarts, pool.num_broken, pool.num_tainted = 4, 2, 1
+    pool.num_restarts, pool.num_broken, pool.num_tainted, pool.num_kept_tokens = 4, 2, 1, 60
     work = await counters.rollout_ended()
     assert (work.during.drafts, work.during.policy_mismatches) == (4, 0)
     assert (work.since_last.drafts, work.since_last.policy_mismatches) == (9, 1)
     assert (work.num_engines, work.num_tainted, work.during.drafter_version) == (2, 1, 1)
-    ended = {"rollout/engine_restarts": 1, "rollout/broken_samples": 2}
+    ended = {"rollout/engine_restarts": 1, "rollout/broken_samples": 2, "rollout/kept_tokens": 60}
     assert counters.step_ended() == ended
     await counters.step_started()
     again = await counters.rollout_ended()
