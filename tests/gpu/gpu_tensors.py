@@ -84,7 +84,7 @@ class GpuTensor(torch.Tensor):  # type: ignore[misc]
 class Stream:
     """A stream or an event of the stand-in: everything in it has ended."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: Any = None, blocking: bool = False) -> None:
         pass
 
     def __enter__(self) -> Stream:

@@ -109,7 +109,7 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._tensors = [_to_host(tensor, stream) for tensor in tensors]
-            self._done = torch.cuda.Event()
+            self._done = torch.cuda.Event(blocking=True)  # waiting for it takes no core
             self._done.record(stream)
 
     def is_done(self) -> bool:

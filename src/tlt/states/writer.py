@@ -96,20 +96,35 @@ class StateWriter:
         parts = list(zip(texts, starts, starts[1:], strict=False))
         if self._has_room("", row, limit):
             index = [] if unshare_E is None else [unshare_E]
-            copy = HostCopy([aux_TA, final_TH, *index])
-            for text, begin, end in parts:
-                get = partial(_put_together, copy, text, begin, end)
-                self._queue.put((text[0], rl_step, get, row))
+            if whole := self._copy(lambda: [aux_TA, final_TH, *index], row, texts):
+                for text, begin, end in parts:
+                    get = partial(_put_together, whole, text, begin, end)
+                    self._queue.put((text[0], rl_step, get, row))
             return
         for text, begin, end in sorted(parts, key=lambda part: part[1] - part[2]):
             first, stop = self.buffer.window(text[0], rl_step, end - begin, len(text[1]))
             window = _Memory(row.num_bytes * (stop - first) // len(aux_TA))
             if self._has_room(text[0], window, limit):
-                rows_E = torch.arange(begin + first, begin + stop, device=aux_TA.device)
-                rows_E = rows_E if unshare_E is None else unshare_E[rows_E]
-                copy = HostCopy([aux_TA[rows_E], final_TH[rows_E]])
-                get = partial(_put_together, copy, text, 0, stop - first, first)
-                self._queue.put((text[0], rl_step, get, window))
+                rows = slice(begin + first, begin + stop)
+                gather = partial(_gather, rows, unshare_E, aux_TA, final_TH)
+                if copy := self._copy(gather, window, [text]):
+                    get = partial(_put_together, copy, text, 0, stop - first, first)
+                    self._queue.put((text[0], rl_step, get, window))
+
+    def _copy(
+        self, tensors: Callable[[], list[torch.Tensor]], memory: _Memory, texts: Sequence[Text]
+    ) -> HostCopy | None:
+        """Start a copy of tensors; if there is no memory for it, the update goes on without."""
+        try:
+            return HostCopy(tensors())
+        except RuntimeError:  # torch has no memory, on the device or the host
+            logger.exception("the states of %d samples could not be copied", len(texts))
+            with self._lock:
+                self._waiting_bytes -= memory.num_bytes
+                for text in texts:
+                    self._drop(text[0])
+                self._lock.notify_all()
+            return None
 
     def _has_room(self, sample_id: str, memory: _Memory, limit: int) -> bool:
         """Return whether the memory may be taken, and take it; drop the sample otherwise."""
@@ -162,6 +177,15 @@ class StateWriter:
                     self._waiting_bytes -= memory.num_bytes
                 self._lock.notify_all()
             del get  # its memory would stay until the next sample comes
+
+
+def _gather(
+    rows: slice, unshare_E: torch.Tensor | None, *tensors: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return copies of rows, so that those of the other rows can be freed."""
+    return [
+        tensor[rows].clone() if unshare_E is None else tensor[unshare_E[rows]] for tensor in tensors
+    ]
 
 
 def _put_together(

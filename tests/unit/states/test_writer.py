@@ -44,6 +44,30 @@ def test_only_the_window_of_a_long_sample_waits(
     assert "late" in caplog.text
 
 
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_a_copy_without_memory_costs_states_and_no_update(
+    waiting: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Busy(512)
+    stores = writer.StateWriter(held, WAITING_ROWS)  # type: ignore[arg-type]
+    for _ in range(waiting * WAITING_ROWS):
+        stores.write_row(0, *row([20, 30], shares=shares))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "HostCopy", full)
+        stores.write_row(0, *row([20, 30], shares=shares))
+    assert stores.num_dropped == 2
+    held.go.set()
+    stores.drain()
+    stores.write_row(0, *row([20, 30], shares=shares))
+    stores.drain()
+    assert (stores.num_written, stores.num_dropped) == (2 + 2 * waiting * WAITING_ROWS, 2)
+
+
 class Busy:
     """A buffer whose threads store nothing until they may."""
 
@@ -136,7 +160,8 @@ def test_what_does_not_fit_waits_as_windows_and_the_longest_samples_come_first(
     buffer: Any = Busy(cap)
     stores = writer.StateWriter(buffer, 1)
     texts, index, aux, final = row([12, 5, 20, 4], shares=shares)
-    stores.write_row(0, *row([len(aux) - 13]))  # leaves room for 13 tokens
+    ([(_, *text)], *rest) = row([len(aux) - 13])  # leaves room for 13 tokens
+    stores.write_row(0, [("first", *text)], *rest)
     stores.write_row(1, texts, index, aux, final)
     assert stores.num_dropped == 2
     buffer.go.set()
