@@ -61,6 +61,11 @@ LIMITS = {
 """Smallest and largest value of arguments that plans are made from."""
 
 
+def num_begun(sampling_params: Any) -> int:
+    """Return how many tokens of a request's response are at the end of its prompt."""
+    return int((sampling_params.extra_args or {}).get(BEGUN, 0)) if sampling_params else 0
+
+
 def drafters(config: EngineConfig) -> list[DrafterName]:
     """Return the drafters of a strategy whose spec names no arms.
 

@@ -22,6 +22,7 @@ all states (4H).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import queue
 import threading
@@ -47,14 +48,16 @@ ends."""
 class Reading:
     """A request whose states are kept."""
 
-    prompt: Any
-    """Tokens of the prompt, a numpy array."""
+    num_prompt: int
+    """Tokens of the prompt, without a response that another engine began."""
+    blocks: list[bytes]
+    """Digest of each prefix of whole blocks of what the request had to read."""
     first: int
     """First position that the request read; earlier ones were in the prefix cache."""
     row: int
     """Row of the request in the table of slots; 0 once it has ended."""
     prefixes: list[bytes]
-    """Prefixes of whole blocks whose last block this request was the first to read."""
+    """Those of prefixes of the prompt whose last block this request was the first to read."""
     kept_P: Any = ()
     """Slots of the prompt, once the request has ended."""
 
@@ -83,9 +86,14 @@ class StateRecorder:
 
     # --- the engine's thread ------------------------------------------------------------------
 
-    def begin(self, request_id: str, prompt: Sequence[int], first: int) -> None:
-        """Note a request that begins to read at position `first`, unless it is known."""
-        self._queue.put(partial(self._begin, request_id, prompt, first))
+    def begin(
+        self, request_id: str, token_ids: Sequence[int], first: int, num_begun: int = 0
+    ) -> None:
+        """Note a request that begins to read its text at position `first`, unless it is known.
+
+        The last `num_begun` tokens of the text are a response that another engine began.
+        """
+        self._queue.put(partial(self._begin, request_id, token_ids, first, num_begun))
 
     def add(
         self,
@@ -151,7 +159,7 @@ class StateRecorder:
         self._ended: deque[Reading] = deque()
         """Ended requests whose prompts are kept, oldest first."""
         self._readers: dict[bytes, Reading] = {}
-        """The first request that read the last block of each prefix of whole blocks."""
+        """The first request that read the last block of each prefix, by the prefix's digest."""
         # Untouched memory costs nothing: the pool has as many pages as it once had states.
         self._pool: Any = None
         """States in bfloat16, as 16-bit integers: numpy copies rows without OpenMP's threads. Slot
@@ -163,13 +171,16 @@ class StateRecorder:
         self._free_slots: Any = np.arange(self._num_tokens, 0, -1, dtype=np.int32)
         self._num_free = self._num_tokens
 
-    def _begin(self, request_id: str, prompt: Sequence[int], first: int) -> None:
-        if request_id in self._running or not self._free_rows or not self.works:
+    def _begin(self, request_id: str, token_ids: Sequence[int], first: int, num_begun: int) -> None:
+        known = request_id in self._running or not self._free_rows or not self.works
+        # One that comes back from preemption, and was given up before, may go on in its response.
+        if known or first > len(token_ids):
             return
-        reading = Reading(np.array(prompt, np.int32), first, self._free_rows.pop(), [])
+        blocks = _digests(token_ids, self._block_size)
+        num_prompt = len(token_ids) - num_begun
+        reading = Reading(num_prompt, blocks, first, self._free_rows.pop(), [])
         self._running[request_id] = reading
-        for size in range(first + self._block_size, len(prompt) + 1, self._block_size):
-            prefix = reading.prompt[:size].tobytes()
+        for prefix in blocks[first // self._block_size : num_prompt // self._block_size]:
             if self._readers.setdefault(prefix, reading) is reading:
                 reading.prefixes.append(prefix)
 
@@ -218,7 +229,7 @@ class StateRecorder:
     def _drop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             if (reading := self._running.pop(request_id, None)) is not None:
-                self._end(reading, len(reading.prompt) if reading.prefixes else 0)
+                self._end(reading, reading.num_prompt if reading.prefixes else 0)
 
     def _end(self, reading: Reading, num_kept: int) -> None:
         """Free the slots of a request, but for those of its first positions."""
@@ -257,7 +268,7 @@ class StateRecorder:
     def _captured(
         self, reading: Reading, token_ids: Sequence[int], window: Window
     ) -> Captured | None:
-        num_prompt = len(reading.prompt)
+        num_prompt = reading.num_prompt
         first, slot_P = self._slots(reading, len(token_ids) - 1)
         if slot_P is None:
             return None
@@ -279,7 +290,8 @@ class StateRecorder:
         """Return the first known position, and the slots from there to `end`, or None."""
         own_P = (self._slot_RP[reading.row] if reading.row else reading.kept_P)[:end]
         first, slot_P = reading.first, own_P[reading.first :]
-        earlier = self._readers.get(reading.prompt[:first].tobytes()) if first else None
+        number, rest = divmod(first, self._block_size)
+        earlier = self._readers.get(reading.blocks[number - 1]) if number and not rest else None
         if earlier is not None:
             begin, before = self._slots(earlier, first)
             if before is not None:
@@ -288,6 +300,16 @@ class StateRecorder:
                 slot_P = np.concatenate([np.where(again > 0, again, before), slot_P])
                 first = begin
         return first, slot_P if len(slot_P) == end - first and slot_P.all() else None
+
+
+def _digests(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return a digest of each prefix of whole blocks: of the one before, and the next block."""
+    tokens: Any = np.array(token_ids, np.int32)
+    digests = [b""]
+    for end in range(block_size, len(tokens) + 1, block_size):
+        block = tokens[end - block_size : end].tobytes()
+        digests.append(hashlib.blake2b(digests[-1] + block, digest_size=16).digest())
+    return digests[1:]
 
 
 def _as_integers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

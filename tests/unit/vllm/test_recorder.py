@@ -18,6 +18,7 @@ pytest.importorskip("vllm")
 from speed import limit
 from tlt.states import captured as captured_module
 from tlt.states.captured import Captured
+from tlt.vllm.args import BEGUN
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.v1.runner import RunnerV1
 from tlt.vllm.v2.runner import RunnerV2
@@ -52,7 +53,10 @@ class Engine:
         self.known: set[str] = set()
 
     def step(
-        self, reads: dict[str, tuple[int, list[int]]], prompts: dict[str, list[int]] | None = None
+        self,
+        reads: dict[str, tuple[int, list[int]]],
+        prompts: dict[str, list[int]] | None = None,
+        num_begun: int = 0,
     ) -> None:
         """Run one step; each request reads its tokens from a position to the end."""
         first_B = [first for first, _ in reads.values()]
@@ -81,6 +85,7 @@ class Engine:
                 req_id=name,
                 prompt_token_ids=(prompts or {}).get(name, PROMPT),
                 num_computed_tokens=first,
+                sampling_params=SimpleNamespace(extra_args={BEGUN: num_begun}),
             )
             for name, first in zip(reads, first_B, strict=True)
             if name not in self.known
@@ -224,6 +229,27 @@ def test_beyond_the_budget_old_prompts_go_then_the_shortest_sample() -> None:
     engine.check("b", [*PROMPT, 3])
 
 
+def test_a_begun_response_is_learned_and_is_nobodys_prompt(engine: Engine) -> None:
+    text = [*PROMPT, 1, 2, 3]
+    engine.step({"a": (0, text)}, {"a": text}, num_begun=3)
+    captured = engine.take("a", [*text, 4], whole)
+    assert captured is not None
+    assert int(captured.loss_mask_T.sum()) == 4
+    engine.step({"b": (8, text)}, {"b": text})
+    captured = engine.take("b", [*text, 4], whole)
+    assert captured is not None
+    assert captured.first_position == 8, "the second block is no prompt's"
+
+
+def test_a_lost_request_that_goes_on_in_its_response_stays_lost(engine: Engine) -> None:
+    """It must not get the states of another response to the same prompt."""
+    prompt = PROMPT[:4]
+    engine.step({"a": (0, [*prompt, 1, 2, 3])}, {"a": prompt})
+    engine.step({"b": (6, [*prompt, 7, 8, 9])}, {"b": prompt})
+    assert engine.lost("b", [*prompt, 7, 8, 9, 10])
+    assert not engine.lost("a", [*prompt, 1, 2, 3, 4])
+
+
 def test_a_sample_larger_than_the_budget_is_lost_and_the_next_one_is_not() -> None:
     engine = Engine(num_tokens=5)
     engine.step({"a": (0, PROMPT)})
@@ -278,7 +304,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(captured_module, "_copy_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
     monkeypatch.setattr(torch.Tensor, "record_stream", noting("copy"))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     empty = torch.empty

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tlt.vllm.args import num_begun
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.runner import Runner
 from tlt.vllm.v1 import sampler, selftest
@@ -34,7 +35,12 @@ class RunnerV1(Runner):
     def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
         """Record the states that vLLM's runner holds between forward pass and sampling."""
         for request in scheduler_output.scheduled_new_reqs:
-            recorder.begin(request.req_id, request.prompt_token_ids, request.num_computed_tokens)
+            recorder.begin(
+                request.req_id,
+                request.prompt_token_ids,
+                request.num_computed_tokens,
+                num_begun(request.sampling_params),
+            )
         state = self.runner.execute_model_state
         if state is None or state.aux_hidden_states is None:
             return
