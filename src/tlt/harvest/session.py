@@ -137,6 +137,8 @@ class HarvestSession(RunHarvest):
 
     def _leave_idle(self, engine: str, for_s: float) -> None:
         """Let the coordinator lease an engine's worker, probably for `for_s` seconds."""
+        if not self.coordinator.enabled:
+            return
         worker = place_of(engine)
         self._idle[worker] = period = IdlePeriod(engine, for_s)
         if self._sleeps or worker in self._freeing:
@@ -364,9 +366,12 @@ class HarvestSession(RunHarvest):
                     return
                 if not self._rollout.is_set():
                     continue  # it ended while we waited
+                file = await asyncio.to_thread(SharedWeights, tensors.items())
+                # Engines that fall asleep or wake just now load it when they have woken.
+                moving = {name for name, lock in self._moving.items() if lock.locked()}
                 async with asyncio.timeout(SWAP_S + ANSWER_S):
                     seconds = await self._pool.update_drafter(
-                        tensors.items(), version.number, skip=frozenset(self._asleep)
+                        file, version.number, skip=self._asleep | moving
                     )
                 self._published = version.number, weights
                 break

@@ -198,6 +198,8 @@ class LearnerGroup:
         self, command: Callable[..., object], calls: Mapping[int, Awaitable[T]]
     ) -> list[T]:
         """Return the answers of ranks, in order; `LearnerLost` names the ranks that are lost."""
+        if not calls:
+            raise LearnerLost(f"the learner has no ranks ({command.__name__}): they start again")
         waiting = {asyncio.ensure_future(call): rank for rank, call in calls.items()}
         limit_s = self._plan.timeout_s
         try:

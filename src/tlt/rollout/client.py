@@ -169,6 +169,10 @@ class EngineClient:
         self.held_policy &= held_policy
         self._failed.set()
 
+    def refused(self, what: str, error: BaseException) -> None:
+        """Let all calls fail because one did. An engine that has failed may have drawn anything."""
+        self.mark_failed(f"{what}: {error}", held_policy=isinstance(error, EngineGone))
+
     async def start(self) -> dict[str, Any]:
         """Start the engine; one that does not start in time would not start again."""
         try:

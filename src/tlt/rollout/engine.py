@@ -167,11 +167,14 @@ class RolloutEngine(EngineLoop):
     def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
         """Load new drafter weights between two engine steps, and return the seconds it took.
 
-        Requests keep running.
+        Requests keep running. An engine that sleeps has no memory for it: the pool hands it the
+        present drafter when it has woken.
         """
         if self.config.drafter is None:
             raise ConfigError("this engine was started without engine.drafter")
-        return self.between_steps(lambda: self.core.load_drafter(manifest, version))
+        return self.between_steps(
+            lambda: 0.0 if self.core.sleeps else self.core.load_drafter(manifest, version)
+        )
 
     # --- measurements -------------------------------------------------------------------------
 

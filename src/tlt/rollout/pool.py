@@ -87,6 +87,8 @@ class RolloutPool:
         self.num_restarts = 0
         self.num_kept_tokens = 0
         """Tokens of lost engines that other engines continue, and need not draw again."""
+        self._unsent: set[str] = set()
+        """Samples whose engine is still to wake up and take them."""
         self.num_broken = 0
         """Samples that ended by abort or error, and that the pool generated again."""
 
@@ -176,7 +178,7 @@ class RolloutPool:
         for client, answer in zip(clients, answers, strict=True):
             if isinstance(answer, BaseException):
                 # Even if it lives: it is unknown whether it has carried the command out.
-                client.mark_failed(f"it did not answer {command.__name__}: {answer!r}")
+                client.refused(f"it did not answer {command.__name__}", answer)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def stats(self) -> list[EngineStats]:
@@ -203,7 +205,7 @@ class RolloutPool:
             try:
                 await command(client)
             except EngineError as error:
-                client.mark_failed(f"{command.__name__} failed: {error}")
+                client.refused(f"{command.__name__} failed", error)
 
     @property
     def num_tainted(self) -> int:
@@ -275,10 +277,7 @@ class RolloutPool:
     async def update_drafter(
         self, weights: NewWeights, version: int, skip: Collection[str] = ()
     ) -> list[float]:
-        """Load drafter weights into all engines, at any time; return the seconds of each.
-
-        Sleeping engines are skipped, and get the weights by `refresh_drafter`.
-        """
+        """Load drafter weights into all engines but `skip`, at any time; return their seconds."""
         return await self._weights.update_drafter(weights, version, skip)
 
     async def refresh_drafter(self, engine: str) -> None:
@@ -319,7 +318,7 @@ class RolloutPool:
 
     async def _run_engine(self, name: str, client: EngineClient) -> None:
         report = await client.start()
-        await self._weights.bring_up_to_date(client)
+        await self._weights.bring_up_to_date(client, self._config.start_timeout_s)
         self._dispatcher.engine_ready(name, report["slots"])
         async with self._membership:
             self._clients[name] = client
@@ -345,7 +344,7 @@ class RolloutPool:
                 texts_due_s = self._clock() + POLL_S
             if progress.is_due(bool(samples)):
                 held = await client.call(Engine.held)
-                progress.compare(name, self._dispatcher.held_by(name), held)
+                progress.compare(name, self._dispatcher.held_by(name) - self._unsent, held)
 
     async def _lost(self, name: str, client: EngineClient, error: Exception) -> None:
         # Not of an engine that failed by itself, or whose policy is in doubt.
@@ -353,8 +352,7 @@ class RolloutPool:
         try:
             requeued = self._dispatcher.engine_lost(name, keep_texts)
         except EngineError as poison:
-            await self._fail(poison)
-            return
+            return await self._fail(poison)
         self.num_kept_tokens += (kept := sum(requeued.values()))
         lost = f"{name} is lost ({error!r}); {len(requeued)} samples go to other engines"
         logger.warning("%s, which continue them after %d tokens", lost, kept)
@@ -396,8 +394,7 @@ class RolloutPool:
         try:
             self.num_broken += len(self._dispatcher.failed(name, broken))
         except EngineError as poison:
-            await self._fail(poison)
-            return
+            return await self._fail(poison)
         by_id = {s.sample_id: s for s in samples if s.finish_reason in WHOLE}
         for sample_id in self._dispatcher.finished(name, by_id):
             self._useful.add(name)
@@ -424,6 +421,7 @@ class RolloutPool:
         task.add_done_callback(self._sends.discard)
 
     async def _send(self, client: EngineClient, requests: Sequence[SampleRequest]) -> None:
+        self._unsent |= (ids := {request.sample_id for request in requests})
         try:
             if (listener := self._idle.listener) is not None:
                 await listener.needed(client.name)
@@ -434,8 +432,10 @@ class RolloutPool:
                 await self._fail(error)  # no engine would take it
             else:
                 # It is unknown which requests it holds: its successor's samples count.
-                client.mark_failed(f"it did not take {len(requests)} requests: {error}")
+                client.refused(f"it did not take {len(requests)} requests", error)
             return
+        finally:
+            self._unsent -= ids
         self._dispatcher.arrived(client.name)
         self._pump()
 
@@ -444,7 +444,7 @@ class RolloutPool:
             taken = await client.call(Engine.withdraw, sample_ids)
         except Exception as error:
             # It may have given the requests back, and no other engine would generate them.
-            client.mark_failed(f"it did not answer a recall: {error}")
+            client.refused("it did not answer a recall", error)
             return
         self._dispatcher.recalled(client.name, taken)
         self._pump()

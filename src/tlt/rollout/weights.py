@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from tlt.errors import EngineError, EngineGone, WeightMismatch
+from tlt.errors import EngineError, EngineGone, LearnerLost, WeightMismatch
 from tlt.rollout.client import Engine, EngineClient, EngineProcess
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     """Named tensors, or a file in this node's shared memory, which the pool then removes."""
     Publish = Callable[[], Coroutine[Any, Any, SharedWeights]]
 
+logger = logging.getLogger(__name__)
 Load = Callable[[Engine, dict[str, Any], int], float]
 """`Engine.update_policy` or `Engine.update_drafter`."""
 
@@ -36,6 +38,10 @@ class WeightDistribution:
         self._current: dict[Load, tuple[SharedWeights, int]] = {}
         self._publish: tuple[Publish, int] | None = None
         """Writes the policy of this version, which engines got from GPU to GPU."""
+        self._publishing = asyncio.Lock()
+        """Engines that wake together share what the learner writes."""
+        self._newer = asyncio.Event()
+        """Set when the next policy comes."""
         self._without_policy: set[str] = set()
         """Engines that have dropped their policy to sleep, and got no other one since."""
         self.num_tainted = 0
@@ -52,7 +58,7 @@ class WeightDistribution:
     async def update_policy(self, weights: NewWeights, version: int) -> list[float]:
         """Load policy weights into all engines; return the seconds of each."""
         self._publish = None
-        self._without_policy.clear()
+        self._policy_is_newer()
         return await self._update(Engine.update_policy, weights, version)
 
     async def update_drafter(
@@ -68,7 +74,7 @@ class WeightDistribution:
         """Yield the engines that a learner sends a policy to; replace them if that fails."""
         clients = dict(self._engines)
         self._publish = publish, version
-        self._without_policy.clear()
+        self._policy_is_newer()
         if (old := self._current.pop(Engine.update_policy, None)) is not None:
             old[0].close()
         try:
@@ -77,6 +83,11 @@ class WeightDistribution:
             for client in clients.values():
                 client.mark_failed(f"it may hold a part of policy {version} only: {error!r}")
             raise
+
+    def _policy_is_newer(self) -> None:
+        self._without_policy.clear()
+        self._newer.set()
+        self._newer = asyncio.Event()
 
     async def _update(
         self, load: Load, new: NewWeights, version: int, skip: Collection[str] = ()
@@ -146,17 +157,34 @@ class WeightDistribution:
 
     async def refresh_drafter(self, client: EngineClient) -> None:
         """Load the current drafter into an engine that `update_drafter` skipped."""
-        if (current := self._current.get(Engine.update_drafter)) is not None:
-            weights, version = current
-            await client.call(Engine.update_drafter, weights.manifest(), version)
+        loaded = None
+        while (current := self._current.get(Engine.update_drafter)) is not loaded:
+            assert current is not None
+            weights, version = loaded = current
+            try:
+                await client.call(Engine.update_drafter, weights.manifest(), version)
+            except EngineError:
+                if self._current.get(Engine.update_drafter) is current:
+                    raise  # a newer drafter has not replaced this one meanwhile
 
     # --- into a new engine --------------------------------------------------------------------
 
-    async def bring_up_to_date(self, client: EngineClient) -> None:
-        """Load the current weights into a new engine, and newer ones that arrive meanwhile."""
+    async def bring_up_to_date(self, client: EngineClient, limit_s: float) -> None:
+        """Load the current weights into a new engine, and newer ones that arrive meanwhile.
+
+        A learner that is lost cannot write the policy, but its successor sends one: the engine
+        waits for that, up to `limit_s`.
+        """
         loaded: dict[Load, tuple[SharedWeights, int]] = {}
         while True:
-            await self._publish_policy()
+            newer_policy = self._newer
+            try:
+                await self._publish_policy()
+            except LearnerLost as error:
+                logger.warning("%s waits for the next policy: %s", client.name, error)
+                async with asyncio.timeout(limit_s):
+                    await newer_policy.wait()
+                continue
             newer = [(load, w) for load, w in self._current.items() if loaded.get(load) is not w]
             if not newer:
                 return
@@ -170,10 +198,11 @@ class WeightDistribution:
 
     async def _publish_policy(self) -> None:
         """Let the learner write the policy to shared memory, if it sent it from GPU to GPU."""
-        while self._publish is not None and Engine.update_policy not in self._current:
-            publish, version = self._publish
-            weights = await publish()
-            if self._publish == (publish, version) and Engine.update_policy not in self._current:
-                self._current[Engine.update_policy] = weights, version
-            else:
-                weights.close()  # a newer policy, or another engine's file of this one
+        async with self._publishing:
+            while self._publish is not None and Engine.update_policy not in self._current:
+                publish, version = self._publish
+                weights = await publish()
+                if self._publish == (publish, version):
+                    self._current[Engine.update_policy] = weights, version
+                else:
+                    weights.close()  # a newer policy has come

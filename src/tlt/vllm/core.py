@@ -170,6 +170,11 @@ class VllmCore:
                 f"'{supported_versions(on_cpu)}'"
             )
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether memory of the device is given away."""
+        return bool(self._asleep)
+
     def stop(self) -> None:
         """Shut vLLM down."""
         self.llm.engine_core.shutdown()
@@ -222,6 +227,8 @@ class VllmCore:
         """
         from tlt.vllm import compat
 
+        if self._args.get("logits_processors"):
+            return []  # they tell prompt and response apart
         texts = []
         for sample_id, (request, vllm_id) in self._requests.items():
             sampling = request.sampling

@@ -82,6 +82,8 @@ class World:
         self.calls: list[str] = []
         self.swapped: list[int] = []
         """Numbers of the drafters that engines were given."""
+        self.skipped: set[str] = set()
+        """Engines that the last drafter was not for."""
         self.may_swap = asyncio.Event()
         self.may_swap.set()
         self.refusal: EngineError | None = None
@@ -116,7 +118,9 @@ class World:
         assert engine not in self.asleep
         self.calls.append("refresh_drafter")
 
-    async def update_drafter(self, weights: Any, version: int, skip: object) -> list[float]:
+    async def update_drafter(self, weights: Any, version: int, skip: set[str]) -> list[float]:
+        weights.close()
+        self.skipped = set(skip)
         if self.refusal is not None:
             raise self.refusal
         self.swapped.append(version)
@@ -349,3 +353,23 @@ async def test_an_engine_that_is_falling_asleep_wakes_for_a_send(world: World) -
     await world.harvest.needed(ENGINES[0])  # before the engine was told to sleep
     await asyncio.sleep(0.1)
     assert not world.asleep
+
+
+@simulated(on_gpu=True)
+async def test_a_swap_leaves_out_engines_that_fall_asleep_or_wake(world: World) -> None:
+    async with world.harvest._moving.setdefault(ENGINES[0], asyncio.Lock()):
+        world.publishes()
+        world.harvest.idle(ENGINES[1])
+        await world.until(lambda: world.swapped)
+        assert world.skipped == set(ENGINES)
+    await world.all_needed()
+
+
+@simulated(on_gpu=True)
+async def test_no_engine_sleeps_for_a_harvest_that_is_off(world: World) -> None:
+    world.harvest.coordinator.fail(ValueError("a bug"))
+    await world.all_needed()
+    world.calls.clear()
+    world.idle()
+    await asyncio.sleep(0.1)
+    assert not world.calls

@@ -14,7 +14,7 @@ import pytest
 
 from tlt.config.rollout import PoolConfig
 from tlt.contracts import FinishReason, Sample, SampleRequest, SamplingSpec, Text
-from tlt.errors import ConfigError, EngineError, EngineGone, WeightMismatch
+from tlt.errors import ConfigError, EngineError, EngineGone, LearnerLost, WeightMismatch
 from tlt.rollout import pool as pool_module
 from tlt.rollout.client import Engine
 from tlt.rollout.pool import RolloutPool
@@ -245,7 +245,9 @@ async def test_a_wrong_request_fails_the_rollout_with_its_reason() -> None:
             await generate(pool, 1)
 
 
-@pytest.mark.parametrize("fault", ["killed", "failed by itself", "refused a drafter"])
+@pytest.mark.parametrize(
+    "fault", ["killed", "failed by itself", "failed by itself, said first", "refused a drafter"]
+)
 async def test_the_successor_continues_what_a_killed_engine_has_drawn(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +264,9 @@ async def test_the_successor_continues_what_a_killed_engine_has_drawn(
         if fault == "refused a drafter":
             engine.refuse_commands = WeightMismatch("not the learner's policy")
             await pool.update_drafter([("w", torch.ones(2))], version=1)
+        elif fault == "failed by itself, said first":
+            engine.refuse_commands, engine.stuck_in = EngineError("its loop ended"), "take_finished"
+            await pool.stats()
         else:
             error = EngineGone if fault == "killed" else EngineError
             engine.error, engine.dead = error("gone"), True
@@ -534,3 +539,67 @@ async def test_a_sleeping_engine_keeps_only_a_policy_that_the_pool_cannot_load_a
         engine.calls.clear()
         await pool.wake_engine("engine-0")
         assert [name for name, _ in engine.calls] == ["wake"]
+
+
+async def test_engines_that_wake_together_share_one_written_policy() -> None:
+    made, written = Engines(), []
+    async with started(made, num_engines=4) as pool:
+
+        async def publish() -> Any:
+            await asyncio.sleep(0.01)
+            written.append(Weights(1))
+            return written[-1]
+
+        async with pool.policy_comes(1, publish):
+            pass
+        await asyncio.gather(*map(pool.sleep_engine, pool.engines))
+        await asyncio.gather(*map(pool.wake_engine, pool.engines))
+        assert len(written) == 1
+        assert len(made.commands("update_policy")) == 4
+
+
+async def test_samples_whose_engine_is_waking_are_not_lost() -> None:
+    made, awake = Engines(), asyncio.Event()
+
+    class Harvest:
+        def ready(self, *_: Any) -> None: ...
+
+        def idle(self, *_: Any) -> None: ...
+
+        async def needed(self, engine: str) -> None:
+            await awake.wait()
+
+    pool = RolloutPool(PoolConfig(num_engines=1, health_timeout_s=0.05), made)
+    pool.listen(Harvest())
+    async with asyncio.timeout(30), pool:
+        rollout = asyncio.create_task(generate(pool, 2))
+        await asyncio.sleep(0.3)
+        awake.set()
+        await rollout
+        assert pool.num_restarts == 0
+
+
+async def test_without_a_learner_new_engines_wait_for_the_next_policy() -> None:
+    made, lost = Engines(), [True]
+    async with started(made, num_engines=1, max_restarts=1) as pool:
+
+        async def publish() -> Any:
+            if lost:
+                raise LearnerLost("rank 0 is gone")
+            return Weights(2)
+
+        async with pool.policy_comes(1, publish):
+            pass
+        await pool.sleep_engine("engine-0")
+        rollout = asyncio.create_task(generate(pool, 2))
+        with pytest.raises(LearnerLost):
+            await pool.wake_engine("engine-0")
+        made.set(dead=True)
+        await until(lambda: "engine-0.1" in made)
+        await asyncio.sleep(0.05)
+        assert pool.num_restarts == 1
+        lost.clear()
+        async with pool._weights.policy_comes(2, publish):
+            pass
+        await rollout
+        assert made.commands("update_policy") == [("engine-0.1", {"policy": 2})]
