@@ -145,9 +145,9 @@ def measured(p: Tensor, drafted: Tensor, counts: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def at_temperature(
-    passes: DraftPasses, temperature: float, held_out: Sequence[Captured], counts: bool = False
+    passes: DraftPasses, temperature: float, held_out: Sequence[Captured], counted: bool = False
 ) -> dict[str, Any]:
-    """Return the means of all measures by place in the draft; `counts` also counts agreements."""
+    """Return the means of all measures by place in the draft; `counted` counts agreements, too."""
     vocabulary = passes.drafter.draft_token_ids()
     sums: list[dict[str, float]] = [{} for _ in range(PLACES)]
     counts = [0] * PLACES
@@ -164,7 +164,7 @@ def at_temperature(
             drafted[:, vocabulary] = passes.drafter.lm_head(hidden[learned]) / temperature
             parts = zip(logits[target].split(AT_ONCE), drafted.split(AT_ONCE), strict=True)
             for p_of, q_of in parts:
-                for name, values in measured(p_of.softmax(-1), q_of, counts).items():
+                for name, values in measured(p_of.softmax(-1), q_of, counted).items():
                     sums[place][name] = sums[place].get(name, 0.0) + values.double().sum().item()
                 counts[place] += len(p_of)
     places = [
@@ -200,7 +200,7 @@ def main() -> None:
     found = {}
     for temperature in TEMPERATURES:
         held_out = samples(policy, temperature, options.problems, "distance")
-        of = found[f"{temperature:g}"] = at_temperature(passes, temperature, held_out, counts=True)
+        of = found[f"{temperature:g}"] = at_temperature(passes, temperature, held_out, counted=True)
         print(temperature, of["drafts"], of["places"][0], of["tokens_per_draft"], flush=True)
     save("distance", {"problems": options.problems, "temperatures": found})
 

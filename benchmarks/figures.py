@@ -51,9 +51,9 @@ GIVEN = {
     "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
     "docs/commands.md": {"at most five minutes": "limit of cli/demo.py"},
     "docs/quickstart.md": {"at most five minutes": "limit of cli/demo.py"},
+    "docs/drafter.md": {"trained for five minutes": "the budget of benchmarks/emulated.py"},
     "docs/operations.md": {
         "above 64 MiB": "limit of observe/timeline.py",
-        "Up to 512 MiB": "limit of states/writer.py",
     },
     "docs/scaling.md": {
         "54 days x 24 hours": "the Llama 3 report",

@@ -13,8 +13,9 @@ long by the clock of the processor, seed by seed:
 - `tv`: total variation,
 - `mix A`: A of `agree` and the rest of `ce`,
 - `chain`: minus the logarithm of the expected tokens per draft, which multiply the agreements,
-- `ce 3.1`: cross-entropy, for a drafter with the norms of EAGLE-3.1: one for each fused state, and
-  a normed state for the next pass.
+- `ce, agree`: cross-entropy for half of the time, then `agree`,
+- `ce 3.1`: cross-entropy, for a drafter with the norms of EAGLE-3.1, as new drafters are: one for
+  each fused state, and a normed state for the next pass. The others have neither.
 
 Losses that are not run stay in the file. Writes benchmarks/results/losses.json: expected tokens per
 draft at lengths 3 and 7, for the shares of the noise that a drafter may draw with.
@@ -96,6 +97,7 @@ LOSSES: dict[str, Loss] = {
     "mix 0.5": mix(0.5),
     "mix 0.9": mix(0.9),
     "chain": agree,
+    "ce, agree": ce,
     "ce 3.1": ce,
 }
 
@@ -105,7 +107,7 @@ class Trainer(DrafterTrainer):
 
     def __init__(self, name: str, *args: Any) -> None:
         super().__init__(*args)
-        self._name = name
+        self.name = name
 
     def loss(self, row: Row, *_: Any) -> Tensor:
         starts = row.chains.starts
@@ -116,13 +118,13 @@ class Trainer(DrafterTrainer):
         for step, hidden in enumerate(self.passes.unroll(row)):
             learned = row.learned(step)
             target = probs[torch.searchsorted(starts, starts[learned] + step)]
-            losses = LOSSES[self._name](self.drafter.lm_head(hidden[learned]), target)
+            losses = LOSSES[self.name](self.drafter.lm_head(hidden[learned]), target)
             weights += STEP_DECAY**step
             total = total + STEP_DECAY**step * losses.mean()
             # Log of the chance that the draft is accepted up to here; none beyond the response.
             alive = alive.masked_scatter(learned, alive[learned] - losses)
             gained = gained + torch.where(learned, alive.exp(), 0.0)
-        return -gained.log().mean() if self._name == "chain" else total / weights
+        return -gained.log().mean() if self.name == "chain" else total / weights
 
 
 class Samples:
@@ -158,15 +160,17 @@ def trained(task: tuple[str, int, float]) -> dict[str, Any]:
         bfloat16=False,
     )
     drafter = fresh_drafter(policy.config, head, None, seed)
-    if name == "ce 3.1":
+    if name != "ce 3.1":
         weights = drafter.state_dict()
-        drafter = Eagle3Drafter(replace(drafter.config, fc_norm=True, norm_output=True))
+        drafter = Eagle3Drafter(replace(drafter.config, fc_norm=False, norm_output=False))
         drafter.load_state_dict(weights, strict=False)
     trainer = Trainer(name, drafter, head, embedding, settings)
     began_s = time.process_time()
     while (spent_s := time.process_time() - began_s) < seconds:
         row = trainer.draw(source)
         assert row is not None
+        if name == "ce, agree" and spent_s > seconds / 2:
+            trainer.name = "agree"
         # The last fifth of the time lowers the learning rate, as `tlt drafter train` does.
         trainer.micro_step(row, min(1.0, 5 * (1 - spent_s / seconds)))
     passes = DraftPasses(trainer.drafter, head, embedding, PLACES, bfloat16=False)

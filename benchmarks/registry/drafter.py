@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from registry.core import Doc, Rows, count, figures, ms, several, table
+from registry.core import Doc, Rows, count, figures, ms, several, spread, table
 
 
 @table("drafter.acceptance", "drafter/report")
@@ -28,6 +28,75 @@ figures(
         "row_tokens": lambda d: count(d["training"]["settings"]["row_tokens"]),
     },
 )
+
+
+WAYS = {
+    "likeliest": "likeliest token",
+    "share 0.5": "half of the noise",
+    "share 0.7": "0.7 of the noise",
+    "share 1": "all of the noise",
+    "ratio": "ratio test",
+}
+
+
+@table("distance", "distance")
+def distance(d: Doc) -> Rows:
+    head = ["temperature", "entropy", "total variation", "equal draws, counted", "by the formula"]
+    rows = [[*head, *(f"tokens per draft: {label}" for label in WAYS.values())]]
+    for temperature, of in d["temperatures"].items():
+        first, lengths = of["places"][0], of["tokens_per_draft"]["3"]
+        cells = [first[name] for name in ("entropy", "variation", "counted", "share 1")]
+        cells += [lengths[way] for way in WAYS]
+        rows.append([temperature, *(f"{value:.2f}" for value in cells)])
+    return rows
+
+
+LOSSES = {
+    "ce": "cross-entropy",
+    "agree": "minus the log of the chance of equal draws",
+    "mix 0.5": "half of each",
+    "tv": "total variation",
+    "chain": "minus the log of the expected tokens per draft",
+    "ce, agree": "cross-entropy, then minus the log of the chance of equal draws",
+}
+NORMS = {"ce": "without", "ce 3.1": "with the norms of EAGLE-3.1"}
+
+
+@table("losses", "losses")
+def losses(d: Doc) -> Rows:
+    return learned(d, "loss", LOSSES)
+
+
+@table("norms", "losses")
+def norms(d: Doc) -> Rows:
+    return learned(d, "new drafter", NORMS)
+
+
+def learned(d: Doc, head: str, names: dict[str, str]) -> Rows:
+    """Return what new drafters learned in equal time."""
+    rows = [[head, "optimizer steps", "tokens per draft, temperature 0.6", "temperature 1"]]
+    for name, label in names.items():
+        found = d["losses"][name]
+        lengths = [found["tokens_per_draft"][t]["3"]["share 0.7"] for t in ("0.6", "1")]
+        cells = [spread(length, unit="") for length in lengths]
+        rows.append([label, count(found["optimizer_steps"]["median"]), *cells])
+    return rows
+
+
+figures(
+    "losses",
+    "losses",
+    {"seconds": lambda d: f"{d['seconds']:.0f} s", "seeds": lambda d: str(d["seeds"])},
+)
+
+
+@table("trainers", "trainers")
+def trainers(d: Doc) -> Rows:
+    tokens = [f"after {count(of)} tokens each" for of in d["tokens_of_each"]]
+    return [["trainers", "tokens per row", *tokens]] + [
+        [str(of["trainers"]), str(of["row_tokens"]), *(f"{x:.2f}" for x in of["tokens_per_draft"])]
+        for of in d["rows"]
+    ]
 
 
 COMPARED = {

@@ -64,6 +64,11 @@ def ratio(arm: str, measure: str) -> Any:
     return lambda d: f"{d['arms'][arm]['gained'][measure]:.2f}x"
 
 
+def last(d: Doc, arm: str, measure: str) -> str:
+    """How many times as fast as its reference an arm is in the last third."""
+    return f"{d['arms'][arm]['gained'][f'{measure}_thirds'][2]:.2f}x"
+
+
 def last_over(d: Doc, arm: str, other: str) -> str:
     """How many times as fast as another arm the rollouts of the last third are."""
     found, theirs = (d["arms"][name]["gained"]["rollout_thirds"][2] for name in (arm, other))
@@ -116,7 +121,14 @@ figures(
             f"costly.{arm}": lambda d, arm=arm: f"{d['simulated']['costly'][arm]['rollout']:.2f}x"
             for arm in ("frozen", "nothing", "ngram")
         },
-        "frozen.over_fixed": lambda d: over(d, "frozen", "fixed"),
+        **{
+            f"nothing.last.{measure}": lambda d, measure=measure: last(d, "nothing", measure)
+            for measure in ("rollout", "end_to_end")
+        },
+        **{
+            f"frozen.over_{other}": lambda d, other=other: over(d, "frozen", other)
+            for other in ("fixed", "by_batch", "beg_mab")
+        },
         "tlt.over_frozen": lambda d: over(d, "tlt", "frozen"),
         "tlt.over_frozen.steps": lambda d: over(d, "tlt", "frozen", "step_s"),
         "sync.harvest": lambda d: f"{mean(d['arms']['tlt'], 'sync_s'):.2f} s",
@@ -131,7 +143,7 @@ figures(
         "rollout_share": lambda d: percent(rollout_share(d["arms"]["off"])),
         "nothing.over_ngram": lambda d: last_over(d, "nothing", "ngram"),
         "fast": ratio("fast_tlt", "rollout"),
-        "fast.last": lambda d: f"{d['arms']['fast_tlt']['gained']['rollout_thirds'][2]:.2f}x",
+        "fast.last": lambda d: last(d, "fast_tlt", "rollout"),
         "fast.fell": lambda d: fell(d, "fast_frozen"),
         "equal": ratio("equal_tlt", "end_to_end"),
         "late_steps": lambda d: late(d, "late_share"),

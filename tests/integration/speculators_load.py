@@ -22,12 +22,14 @@ from tlt.drafter.trainer import fresh_drafter
 from tlt.models import tiny
 
 NUM_TOKENS, NUM_DRAFTS = 40, 3
+PLAIN = {"fc_norm": False, "norm_output": False}
+ROPE = Llama3Rope(8.0, 1.0, 4.0, 16)
 FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "gpt-oss": {"norm_before_residual": True, "norm_before_fc": True},
-    "llama 3": {"norm_before_residual": True, "rope_scaling": Llama3Rope(8.0, 1.0, 4.0, 16)},
-    "eagle 3.1": {"fc_norm": True, "norm_output": True},
-    "qwen3": {"norm_before_residual": True, "qk_norm": True},
+    "new": {},
+    "plain": PLAIN,
+    "gpt-oss": PLAIN | {"norm_before_residual": True, "norm_before_fc": True},
+    "llama 3": PLAIN | {"norm_before_residual": True, "rope_scaling": ROPE},
+    "qwen3": PLAIN | {"norm_before_residual": True, "qk_norm": True},
 }
 
 

@@ -14,10 +14,12 @@ pytestmark = pytest.mark.vllm
 
 NUM_DRAFTS = 4
 ROPE = Llama3Rope(8.0, 1.0, 4.0, 16)
+PLAIN = {"fc_norm": False, "norm_output": False}
 FORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "first form": {"norm_before_residual": True, "norm_before_fc": True, "rope_scaling": ROPE},
-    "second form": {"fc_norm": True, "norm_output": True, "qk_norm": True},
+    "new": {},
+    "plain": PLAIN,
+    "gpt-oss": PLAIN | {"norm_before_residual": True, "norm_before_fc": True, "rope_scaling": ROPE},
+    "qwen3": {"qk_norm": True},
 }
 """Switches of published drafters, which vLLM and we must understand alike."""
 
@@ -31,7 +33,7 @@ def test_same_drafts_at_every_position(
 
     from tlt.drafter.checkpoint import load_drafter
 
-    if form != "plain":
+    if FORMS[form]:
         tiny_drafter = export_form(tiny_drafter, tiny, tmp_path, FORMS[form])
     engine = engines(
         model=str(tiny),

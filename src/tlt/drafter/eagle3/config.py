@@ -1,8 +1,9 @@
 """Shape of an EAGLE-3 drafter, derived from its target, in the config format vLLM reads.
 
-New drafters have the plain form. Published drafters vary it by a few switches, which are read here
-and kept: a drafter computes what it was trained for. `from_hf` refuses forms that TLT does not
-compute.
+New drafters have the norms of EAGLE-3.1: one for each fused state, and normed states from pass to
+pass. They learn faster with them (benchmarks/losses.py). Published drafters differ by a few
+switches, which are read here and kept: a drafter computes what it was trained for. `from_hf`
+refuses forms that TLT does not compute.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Eagle3Config:
             rope_theta=float(theta),
             rms_norm_eps=target.rms_norm_eps,
             max_position_embeddings=target.max_position_embeddings,
+            fc_norm=True,
+            norm_output=True,
         )
 
     @property
