@@ -84,24 +84,22 @@ ARMS = {
     "fixed": Arm(
         "stock: frozen drafter, always 3 tokens",
         with_strategy('{kind="fixed", drafter="eagle3", num_draft_tokens=3}'),
-        steps_share=0.2,
+        steps_share=0.4,
     ),
     "by_batch": Arm(
         "stock: frozen drafter, length by batch size",
         with_strategy('{kind="by_batch_size", drafter="eagle3", schedule=[[4, 4], [16, 2]]}'),
-        steps_share=0.2,
+        steps_share=0.4,
     ),
     "beg_mab": Arm(
         "frozen drafter, BEG-MAB",
         with_strategy(f'{{kind="beg_mab", arms={ARMS_OF_GPUS}}}'),
-        steps_share=0.2,
+        steps_share=0.4,
     ),
     "ngram": Arm("n-grams, adaptive", ("tlt.enabled=true", "tlt.harvest=false"), dilation=10),
-    "frozen": Arm(
-        "frozen drafter, adaptive", ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER), steps_share=0.6
-    ),
+    "frozen": Arm("frozen drafter, adaptive", ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER)),
     "nothing": Arm("TLT from nothing", ("tlt.enabled=true", ADAPTIVE)),
-    "tlt": Arm("TLT from a drafter", TLT, steps_share=0.6),
+    "tlt": Arm("TLT from a drafter", TLT),
     "fast_frozen": Arm(
         "frozen drafter, policy moves fast",
         ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER, *FAST),
