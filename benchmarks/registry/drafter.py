@@ -33,7 +33,7 @@ figures(
 WAYS = {
     "likeliest": "likeliest token",
     "share 0.5": "half of the noise",
-    "share 0.7": "0.7 of the noise",
+    "share 0.85": "0.85 of the noise",
     "share 1": "all of the noise",
     "ratio": "ratio test",
 }
@@ -77,7 +77,7 @@ def learned(d: Doc, head: str, names: dict[str, str]) -> Rows:
     rows = [[head, "optimizer steps", "tokens per draft, temperature 0.6", "temperature 1"]]
     for name, label in names.items():
         found = d["losses"][name]
-        lengths = [found["tokens_per_draft"][t]["3"]["share 0.7"] for t in ("0.6", "1")]
+        lengths = [found["tokens_per_draft"][t]["3"]["share 0.85"] for t in ("0.6", "1")]
         cells = [spread(length, unit="") for length in lengths]
         rows.append([label, count(found["optimizer_steps"]["median"]), *cells])
     return rows

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import torch
 
-DRAFT_NOISE = 0.7
+DRAFT_NOISE = 0.85
 """Share of the policy's noise that a drafter draws with: `argmax(log q + share * g)`.
 
 That is a draw with all of the noise from a q whose logits are as much larger. A drafter that knows
-the policy well drafts best with 0.85 to 1, one that knows it little with half of the noise or less,
-because its q is flatter than p; 0.7 is within 2% of the best share for both
-(`benchmarks/losses.py`, `distance.py`). No share changes any sample, because the policy's draw does
-not depend on drafts."""
+the policy little drafts best with less of the noise, because its q is flatter than p; 0.85 is
+within 1% of the best share after 40 s and after five minutes of training (`benchmarks/losses.py`,
+`distance.py`). No share changes any sample, because the policy's draw does not depend on drafts."""
 LIKELIEST = 32
 """Likeliest tokens of the policy that are told apart."""
 _LEAST = 1e-8
