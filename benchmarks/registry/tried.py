@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, figures, limits
+from registry.core import Doc, count, figures, limits
 from registry.pairs import interval
 
 FILE = "tried"
@@ -48,10 +48,19 @@ def noise(d: Doc, level: str) -> str:
     return limits([row["against_argmax"][level] for row in d["results"]["draft_noise"]["rows"]])
 
 
+def per_request(d: Doc, machine: str) -> str:
+    """Return the range of speed-ups of a length per request, by batch size."""
+    rows = d["results"]["per_request"]["rows"]
+    return limits([row["gain"] for row in rows if row["machine"] == machine]) + "x"
+
+
 figures(
     FILE,
     FILE,
     {
+        "per_request.cpu": lambda d: per_request(d, "these cores"),
+        "per_request.gpu": lambda d: per_request(d, "H100, 7B"),
+        "per_request.drafts": lambda d: count(d["results"]["per_request"]["drafts"]),
         "ahead": lambda d: rollout(d, "beyond", "ahead"),
         "ahead.few": lambda d: modelled(d, 8),
         "ahead.many": lambda d: modelled(d, 64, 512),

@@ -99,9 +99,6 @@ class Stream:
     def record(self, stream: Stream) -> None:
         pass
 
-    def query(self) -> bool:
-        return True
-
     def synchronize(self) -> None:
         pass
 

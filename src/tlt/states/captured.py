@@ -112,10 +112,6 @@ class HostCopy:
             self._done = torch.cuda.Event(blocking=True)  # waiting for it takes no core
             self._done.record(stream)
 
-    def is_done(self) -> bool:
-        """Return whether the copy has ended."""
-        return self._done is None or bool(self._done.query())
-
     def wait(self) -> list[torch.Tensor]:
         """Return the tensors on the host when the copy has ended."""
         if self._done is not None:
