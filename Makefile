@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # CPU build of torch; on a machine whose pip finds only CUDA builds, point
 # PIP_EXTRA_INDEX_URL at PyTorch's CPU wheels.
 TORCH ?= torch==2.13.0
+# What torch 2.13.0 brings on GPUs.
+GPU_TRITON := triton==3.7.1
 
 # Environments of their own: for tests inside TRL and verl, and for the library `speculators`.
 TRL_VENV ?= .venv-trl
@@ -13,7 +15,7 @@ SPECULATORS := .venv-speculators
 TOOLS := .venv-tools
 
 .PHONY: setup setup-locked setup-trl setup-verl lock sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
-	check check-all check-docs check-frameworks check-package check-speculators check-vllm bench clean
+	check check-all check-docs check-gpu check-frameworks check-package check-speculators check-vllm bench clean
 
 setup: $(VENV)/.done
 
@@ -128,9 +130,19 @@ test-gate:
 # simulated time.
 FAULT_LAYERS := $(addsuffix /test_fault_layer.py,$(addprefix tests/unit/,rollout harvest train))
 
+# What can be proved of the path of GPUs without one: vLLM's CUDA platform, tensors that say they are
+# on a GPU, kernels compiled for three architectures, and vLLM's wheel for GPUs.
+check-gpu: $(VENV)/.done
+	CHECK_ALL=1 $(BIN)/pytest tests/gpu
+	$(BIN)/python tests/gpu/kernels.py --record
+	$(BIN)/pip install --quiet --no-deps --target .wheels/triton $(GPU_TRITON)
+	PYTHONPATH=.wheels/triton $(BIN)/python tests/gpu/kernels.py
+	$(BIN)/pip download --quiet --no-deps --dest .wheels vllm==0.32.0
+	$(BIN)/python tests/contract/make.py --check .wheels/vllm-0.32.0-*.whl
+
 # All of them, at full size: an hour and a half on two cores without bfloat16 instructions.
 test-all:
-	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m "not two_cores" -n 2 --dist loadfile
+	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e tests/gpu -m "not two_cores" -n 2 --dist loadfile
 	CHECK_ALL=1 $(BIN)/pytest tests/integration tests/e2e -m two_cores
 	TLT_FAULT_SEEDS=1000 $(BIN)/pytest $(FAULT_LAYERS)
 	TLT_FUZZ_INPUTS=2000 $(BIN)/pytest tests/unit/cli/test_fuzz.py
@@ -195,4 +207,4 @@ bench:
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) $(TOOLS) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) $(TOOLS) .wheels site .pytest_cache .mypy_cache .ruff_cache

@@ -1,11 +1,11 @@
-"""TLT inside other programs: the versions of vLLM, TRL and verl."""
+"""TLT inside other programs, and what it uses of vLLM: versions, kernels, TRL and verl."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 
-from registry.core import Doc, Rows, figures, several, table, times
+from registry.core import Doc, Rows, count, figures, several, table, times
 from tlt.report.gain import interval
 
 BEHAVIOURS = (
@@ -139,5 +139,15 @@ figures(
         "pairs": lambda d: str(len(d["pairs"])),
         "steps": lambda d: str(len(d["pairs"][0]["tlt"])),
         "stalls": trl_stalls,
+    },
+)
+
+
+figures(
+    "kernels",
+    "kernels",
+    {
+        "count": lambda d: str(len(d["kernels"])),
+        "variants": lambda d: count(sum(d["kernels"].values())),
     },
 )

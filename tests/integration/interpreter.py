@@ -13,10 +13,12 @@ import multiprocessing
 import os
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from engine_process import EngineProcess, call_in_process, serve
 
+from gpu import kernels
 from tlt.config.rollout import EngineConfig
 
 ENVIRONMENT = {
@@ -42,6 +44,8 @@ def prepare() -> None:
     _add_log1p()
     _allow_async_scheduling()
     _complete_events()
+    if folder := os.environ.get(kernels.VARIABLE):
+        kernels.note(Path(folder))
 
 
 def _patch_once() -> None:
