@@ -74,13 +74,17 @@ class TaskConfig(Schema):
     path: str | None = None
     """File of problems, .jsonl or .parquet, with one problem per row."""
     question_key: str = "question"
-    """Column of the file that holds the question."""
+    """Column of the file that holds the question: text, or a list of messages with `role` and
+    `content`, the last one from the user. Reward functions get all columns."""
     answer_key: str = "answer"
     """Column of the file that holds the right answer."""
     id_key: str | None = None
     """Column of the file that identifies each problem; by default the row number does."""
     instruction: str = ""
     """Text appended to every question, such as how to mark the answer."""
+    system_prompt: str = ""
+    """System message before every question. Messages of a file that begin with a system message
+    keep their own."""
 
 
 class RewardConfig(Schema):

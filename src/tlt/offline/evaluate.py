@@ -115,7 +115,7 @@ def requests(plan: EvalPlan, chat: Chat) -> list[list[SampleRequest]]:
     spec = SamplingSpec(plan.max_tokens, plan.temperature, plan.top_p, logprobs=False)
     found = []
     for number, problem in enumerate(plan.problems):
-        prompt = chat.prompt(problem.question)
+        prompt = chat.prompt(problem.question, problem.history)
         draw = random.Random(f"{plan.seed}/{problem.problem_id}")
         specs = [replace(spec, seed=draw.getrandbits(63)) for _ in range(plan.num_samples)]
         found.append([SampleRequest(f"{number}/{n}", prompt, s) for n, s in enumerate(specs)])

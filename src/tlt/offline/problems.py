@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tlt.models.hub import local_folder
 from tlt.tasks.file import columns, read_problems, task_of
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardFunction, reward_function
-from tlt.tasks.source import open_source
+from tlt.tasks.source import as_asked, open_source
 from tlt.tasks.tail import HeavyTail
 
 FILES = (".jsonl", ".parquet")
@@ -79,17 +79,16 @@ def chosen_problems(run: TrainConfig | None, asked: Asked) -> Chosen:
     if from_file:
         _refuse_parameters(asked, "a task's name, not with a file; leave them out")
         config = _file_task(asked.task, like.task if like else None)
-        text = config.instruction if asked.instruction is None else asked.instruction
-        found = [
-            replace(problem, question=f"{problem.question}\n{text}")
-            for problem in read_problems(config)[: asked.count]
-        ]
+        if asked.instruction is not None:
+            config = config.model_copy(update={"instruction": asked.instruction})
+        found = as_asked(read_problems(config)[: asked.count], config)
     else:
         usual = like.task.instruction if like else ""
         config = TaskConfig(
             name=asked.task,
             parameters=dict(asked.parameters),
             instruction=usual if asked.instruction is None else asked.instruction,
+            system_prompt=like.task.system_prompt if like else "",
             sizes=SizesConfig(**asdict(asked.sizes)) if asked.sizes else None,
         )
         found = open_source(config, asked.seed, 0).held_out(asked.count or NUM_PROBLEMS)
@@ -103,7 +102,8 @@ def _file_task(path: str, like: TaskConfig | None) -> TaskConfig:
         if {own.question_key, own.answer_key} <= {*columns(Path(path))}:
             return own
     usual = TaskConfig(**task_of(path, "--task")["task"])
-    return usual.model_copy(update={"instruction": like.instruction}) if like else usual
+    kept = ("instruction", "system_prompt")
+    return usual.model_copy(update={key: getattr(like, key) for key in kept} if like else {})
 
 
 def _held_out(run: TrainConfig, asked: Asked) -> Chosen:

@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from tlt.errors import ConfigError
+from tlt.tasks.gym import Message
 from tlt.user_code import time_limit
 
 PROMPT_S = 10.0
 """Seconds in which a chat template must make a prompt."""
+WITHOUT_SYSTEM = (
+    "leave out task.system_prompt and write it into task.instruction, or give messages that this "
+    'template takes, e.g. [{"role": "user", "content": "2 + 2?"}]'
+)
+"""What to do for a template that does not take all messages."""
 
 
 class Chat:
@@ -39,14 +45,14 @@ class Chat:
                 "`chat_template` in tokenizer_config.json"
             )
 
-    def prompt(self, question: str) -> tuple[int, ...]:
-        """Return the prompt of a question, up to where the response begins."""
+    def prompt(self, question: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
+        """Return the prompt of a question and the messages before it, up to the response."""
         too_slow = (
             f"{self._where}: its chat template takes more than {PROMPT_S:g} s for one question; "
             "put chat_template right, as the model's authors publish it"
         )
         with time_limit(PROMPT_S, too_slow):
-            tokens = self._prompt(question)
+            tokens = self._prompt(question, history)
         if not tokens:
             raise ConfigError(
                 f"{self._where}: its chat template makes an empty prompt; put chat_template right, "
@@ -54,18 +60,30 @@ class Chat:
             )
         return tokens
 
-    def _prompt(self, question: str) -> tuple[int, ...]:
+    def _prompt(self, question: str, history: Sequence[Message]) -> tuple[int, ...]:
+        messages = [*history, {"role": "user", "content": question}]
         try:
             text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
-            return self._encode(text)
+            tokens = self._encode(text)
         except Exception as error:  # a template is a program, and the library checks few settings
+            if history:
+                roles = ", ".join(message["role"] for message in messages)
+                raise ConfigError(
+                    f"{self._where}: its chat template fails on messages of {roles} "
+                    f"({_said(error)}); {WITHOUT_SYSTEM}"
+                ) from error
             raise ConfigError(
                 f"{self._where}: its chat template or tokenizer fails on a question "
                 f"({_said(error)}); put chat_template and tokenizer_config.json right, as the "
                 "model's authors publish them"
             ) from error
+        if any(m["role"] == "system" and m["content"].strip() not in text for m in history):
+            raise ConfigError(
+                f"{self._where}: its chat template leaves out the system message; {WITHOUT_SYSTEM}"
+            )
+        return tokens
 
     def answered(self, question: str, solution: str) -> tuple[tuple[int, ...], int]:
         """Return prompt, solution and end token, and how many of these tokens are the prompt."""

@@ -116,6 +116,11 @@ def from_file(path: Path, columns: Columns) -> Iterator[Row]:
         text = str(error).replace("task.path: ", "").replace("task.question_key", "--question")
         raise ConfigError(text.replace("task.answer_key", "--answer")) from error
     for problem in problems:
+        if problem.history:
+            raise ConfigError(
+                f"{path}: {columns.question} of {problem.problem_id} is several messages, and a "
+                f"question here is one; give the file itself to a run, as task.path = '{path}'"
+            )
         yield {columns.question: problem.question, columns.answer: problem.answer}
 
 

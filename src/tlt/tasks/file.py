@@ -13,16 +13,19 @@ from typing import Any
 from tlt.config.load import shown
 from tlt.config.train import TaskConfig
 from tlt.errors import ConfigError
-from tlt.tasks.gym import Problem
+from tlt.tasks.gym import Message, Problem
 
 LARGEST = 1e100
 """Numbers below this have a printed form to compare an answer with."""
 BOXED = r"Please reason step by step, and put your final answer within \boxed{}."
 COLUMNS = {
-    "question": ("question", "problem", "prompt", "input"),
+    "question": ("question", "problem", "prompt", "input", "messages"),
     "answer": ("answer", "final_answer", "target", "output"),
 }
 """Names of the columns of a file, the most usual first."""
+ROLES = ("system", "user", "assistant")
+"""Who may have written a message."""
+MESSAGES = '[{"role": "user", "content": "What is 2 + 2?"}]'
 
 Row = tuple[str, Mapping[str, Any]]
 """The row's place in the file ("line 3", "row 3"), and its columns."""
@@ -62,21 +65,50 @@ def _problems(path: Path, rows: Iterable[Row], config: TaskConfig) -> list[Probl
             )
         seen[problem_id] = where
         question = _column(row, "question_key", config.question_key, place)
-        if not isinstance(question, str):
-            raise ConfigError(
-                f"{place}: {config.question_key} is {shown(question)}, not a text; "
-                'e.g. "What is 2 + 2?"'
-            )
+        *history, question = _messages(question, config.question_key, place)
         made.append(
             Problem(
                 problem_id=problem_id,
-                question=_text(question, config.question_key, place),
+                question=question["content"],
                 answer=_text(
                     _column(row, "answer_key", config.answer_key, place), config.answer_key, place
                 ),
+                entry=dict(row),
+                history=tuple(history),
             )
         )
     return made
+
+
+def _messages(question: Any, name: str, place: str) -> list[Message]:
+    """Return the messages of a question, which is a text or a list of messages."""
+    if isinstance(question, str):
+        return [{"role": "user", "content": _text(question, name, place)}]
+    if not isinstance(question, list) or not question:
+        raise ConfigError(
+            f"{place}: {name} is {shown(question)}, neither a text nor a list of messages; "
+            f'e.g. "What is 2 + 2?" or {MESSAGES}'
+        )
+    messages = []
+    for number, message in enumerate(question, start=1):
+        what = f"{name}, message {number}"
+        found = message if isinstance(message, dict) else {}
+        # Tables fill the keys of other messages with None.
+        keys = {key for key, value in found.items() if value is not None}
+        if keys != {"role", "content"} or found["role"] not in ROLES:
+            raise ConfigError(
+                f"{place}: {what} is {shown(message)}, not just a role ({', '.join(ROLES)}) and "
+                f"its content; e.g. {MESSAGES}"
+            )
+        content = _text(found["content"], what, place)
+        messages.append({"role": found["role"], "content": content})
+    roles = [message["role"] for message in messages]
+    if roles[-1] != "user" or "system" in roles[1:]:
+        raise ConfigError(
+            f"{place}: the messages of {name} are from {', '.join(roles)}; the last one must be "
+            f"from user, and only the first one may be from system, e.g. {MESSAGES}"
+        )
+    return messages
 
 
 def _column(row: Mapping[str, Any], key: str, name: str, place: str) -> Any:
@@ -134,14 +166,9 @@ def _parquet_rows(path: Path, config: TaskConfig) -> Iterator[Row]:
             "pip install 'tlt-rl[train]'"
         ) from error
 
-    wanted = [config.question_key, config.answer_key, config.id_key]
     try:
         with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            # Other columns may be large. If a wanted one is missing, read all, to list their names.
-            columns = [name for name in names if name in wanted]
-            missing = {*wanted} - {None, *names}
-            rows = file.read(columns=None if missing else columns).to_pylist()
+            rows = file.read().to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"task.path: cannot read {path} as parquet: {error}; write it again, or as .jsonl"

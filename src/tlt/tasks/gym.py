@@ -53,6 +53,10 @@ _UNUSABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
+Message = dict[str, str]
+"""A message of a conversation: its `role` and its `content`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A question, and what a reward needs to score a response to it."""
@@ -64,7 +68,10 @@ class Problem:
     solution: str = ""
     """A worked solution, for the supervised start."""
     entry: dict[str, Any] = field(default_factory=dict, hash=False, repr=False)
-    """The entry of reasoning-gym, with the metadata for scoring."""
+    """All columns of the file's row, or the entry of reasoning-gym with the metadata for scoring.
+    """
+    history: tuple[Message, ...] = field(default=(), hash=False)
+    """Messages before the question, the system prompt first."""
 
 
 def problems(

@@ -47,7 +47,7 @@ class GymSource:
     def _made(self, count: int, purpose: str) -> list[Problem]:
         task, parameters = self._name, self._config.parameters
         made = gym.generate(task, count, self._seed, purpose, parameters, self._sizes, spread=True)
-        return _instructed(made, self._config.instruction)
+        return as_asked(made, self._config)
 
 
 class FileSource:
@@ -59,7 +59,7 @@ class FileSource:
     """
 
     def __init__(self, config: TaskConfig, seed: int, num_held_out: int) -> None:
-        rows = _instructed(read_problems(config), config.instruction)
+        rows = as_asked(read_problems(config), config)
         num_train = len(rows) - num_held_out
         if num_train < 1:
             raise ConfigError(
@@ -139,7 +139,13 @@ def _sizes(config: TaskConfig) -> HeavyTail | None:
         raise ConfigError(f"task.sizes: {error}") from error
 
 
-def _instructed(problems: Iterable[Problem], instruction: str) -> list[Problem]:
-    if not instruction:
-        return list(problems)
-    return [replace(each, question=f"{each.question}\n{instruction}") for each in problems]
+def as_asked(problems: Iterable[Problem], config: TaskConfig) -> list[Problem]:
+    """Return the problems with the task's instruction and system prompt."""
+    instruction = f"\n{config.instruction}" if config.instruction else ""
+    system = {"role": "system", "content": config.system_prompt}
+    found = []
+    for each in problems:
+        has_own = any(message["role"] == "system" for message in each.history)
+        history = (system, *each.history) if config.system_prompt and not has_own else each.history
+        found.append(replace(each, question=each.question + instruction, history=history))
+    return found

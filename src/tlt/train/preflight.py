@@ -297,7 +297,7 @@ def _check_prompts(
 
     An engine keeps room for a draft at the end of a sample.
     """
-    prompts = [(chat.prompt(p.question), p.problem_id) for p in problems]
+    prompts = [(chat.prompt(p.question, p.history), p.problem_id) for p in problems]
     longest, problem_id = max((len(tokens), problem_id) for tokens, problem_id in prompts)
     highest, vocabulary = max(max(tokens) for tokens, _ in prompts), model.get("vocab_size")
     if vocabulary is not None and highest >= vocabulary:

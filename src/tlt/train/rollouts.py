@@ -159,7 +159,7 @@ class Rollouts:
 
     def _prompts(self, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
         """Return the prompts; report those that are too long, and refuse to have no other."""
-        prompts = [self._chat.prompt(problem.question) for problem in problems]
+        prompts = [self._chat.prompt(p.question, p.history) for p in problems]
         limit = self._max_prompt_tokens
         sizes = zip(problems, map(len, prompts), strict=True)
         too_long = [(problem.problem_id, size) for problem, size in sizes if size > limit]

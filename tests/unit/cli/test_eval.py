@@ -190,11 +190,14 @@ def test_a_file_is_asked_and_scored_as_the_run_does(model: Path) -> None:
     for name in ("train.jsonl", "test.JSONL"):
         Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {"path": "train.jsonl", "question_key": "ask", "answer_key": "is"}
-    run_folder(model, task=task | {"instruction": "Answer in tags."})
+    told = {"instruction": "Answer in tags.", "system_prompt": "Be brief."}
+    run_folder(model, task=task | told)
     code, output, errors = tlt("eval", "run", "--task", "test.JSONL", "--samples", "1", "--json")
     assert code == 0, errors
     assert json.loads(output)["pass_at"]["1"]["value"] == 1.0, "the run's reward reads <answer>"
-    expected = {Chat(str(model)).prompt(f"{n} + {4 - n}?\nAnswer in tags.") for n in range(3)}
+    system = [{"role": "system", "content": "Be brief."}]
+    questions = [f"{n} + {4 - n}?\nAnswer in tags." for n in range(3)]
+    expected = {Chat(str(model)).prompt(question, system) for question in questions}
     assert {request.prompt_token_ids for request in FakeEngine.seen} == expected
 
 

@@ -251,7 +251,7 @@ class LightProcess:
 
 
 class Chat:
-    def prompt(self, question: str) -> tuple[int, ...]:
+    def prompt(self, question: str, history: object = ()) -> tuple[int, ...]:
         return tuple(question.encode())
 
     def text(self, token_ids: Sequence[int]) -> str:

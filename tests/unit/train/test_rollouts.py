@@ -37,7 +37,7 @@ class FakeChat:
     long: frozenset[str] = frozenset()
     """Questions with a prompt of three tokens."""
 
-    def prompt(self, question: str) -> tuple[int, ...]:
+    def prompt(self, question: str, history: object = ()) -> tuple[int, ...]:
         return (int(question),) * (3 if question in self.long else 1)
 
     def text(self, token_ids: Sequence[int]) -> str:
