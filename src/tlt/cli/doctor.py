@@ -13,6 +13,7 @@ import typer
 
 from tlt.cli.options import Json, number, option
 from tlt.cli.output import Output, command_line
+from tlt.cli.progress import awaited
 
 if TYPE_CHECKING:
     from tlt.doctor.isolated import Result
@@ -72,7 +73,7 @@ def _find(output: Output) -> list[dict[str, str]]:
 
     found = []
     output.note("checking this machine; loading vLLM takes a few seconds", style="dim")
-    for finding in machine.findings():
+    for finding in awaited(machine.findings(), "checking"):
         color, mark = MARKS[finding.status]
         output.note(f"{mark:8}", color, end="")
         output.note(f"{finding.what:24}", "bold", end="")

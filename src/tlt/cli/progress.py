@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tlt.contracts import ShowProgress
+
+T = TypeVar("T")
 
 LOG_EVERY_S = 30.0
 
@@ -43,6 +53,28 @@ def progress_bar(console: Console, log_file: Path | None = None) -> Iterator[Sho
             yield show if console.is_terminal else _logged(console)
     finally:
         logger.removeHandler(warnings)
+
+
+def awaited(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yield items as they come; while they are awaited, say so on stderr if it is a terminal.
+
+    The line disappears with each item, so that what the command prints stands alone.
+    """
+    console = Console(stderr=True)
+    if not console.is_interactive:
+        yield from items
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    progress = Progress(*columns, console=console, transient=True)
+    progress.add_task(what, total=None)
+    coming = iter(items)
+    while True:
+        with progress:
+            try:
+                item = next(coming)
+            except StopIteration:
+                return
+        yield item
 
 
 class _Warnings(logging.Handler):

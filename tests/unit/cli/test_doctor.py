@@ -1,6 +1,10 @@
 """`tlt doctor` prints findings as they must be typed, and the report of a GPU as JSON."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,3 +75,46 @@ def test_a_missing_package_is_named_with_its_extra(
     code, _, errors = tlt("doctor")
     assert code == 2
     assert f"tlt-rl[{extra}]" in errors
+
+
+SLOW = """
+import time
+from tlt.cli.main import app
+from tlt.doctor import machine
+
+def findings():
+    for what in ("Python", "vLLM"):
+        time.sleep(0.3)
+        yield machine.Finding("ok", what, "3.11")
+
+machine.findings = findings
+app(["doctor", *__import__("sys").argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_only_a_terminal_shows_that_checks_go_on(options: list[str]) -> None:
+    command = [sys.executable, "-c", SLOW, *options]
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment) as shown:
+        os.close(theirs)
+        assert shown.stdout is not None
+        output, errors = shown.stdout.read().decode(), read_all(ours)
+    assert output == piped.stdout
+    assert "0:00:0" not in piped.stderr
+    assert "checking" in errors
+    assert "0:00:00" in errors
+    if options:
+        assert len(json.loads(output)["findings"]) == 2
+
+
+def read_all(terminal: int) -> str:
+    """Return what a program that has ended wrote to its terminal."""
+    parts = []
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while part := os.read(terminal, 4096):
+            parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode()

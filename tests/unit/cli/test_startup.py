@@ -37,7 +37,7 @@ def test_light(code: str) -> None:
         )
         best = min(best, _children_s() - before_s)
         assert "HEAVY []" in done.stdout
-    assert best < limit(1.0)
+    assert best < limit(0.7)
 
 
 @pytest.mark.parametrize(
