@@ -53,6 +53,20 @@ def test_a_task_of_ones_own_trains(tmp_path: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+def test_reinforce_pp_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "own_task"
+    shutil.copytree(EXAMPLES / "own_task", folder)
+    tlt("models tiny --out models/tiny", folder)
+    printed(["make_problems.py"], folder)
+    ours = "algorithm.advantage=reinforce_pp:advantage algorithm.advantage_over=step"
+    tlt(f"train run.toml run.num_steps=2 eval.every_steps=0 {ours}", folder)
+    steps = records(folder / "runs" / "letters")
+    assert [record["reward/groups_with_signal_share"] for record in steps] == [1.0, 1.0]
+    assert all(record["learner/grad_norm"] > 0 for record in steps)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

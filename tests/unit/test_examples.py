@@ -38,7 +38,31 @@ def test_a_task_of_ones_own_passes_the_check(folder: Path) -> None:
     assert "ok run.toml: 20 steps" in printed(check, folder)
 
 
-@pytest.mark.parametrize("name", ["make_problems.py", "my_rewards.py", "run.toml"])
+@pytest.mark.parametrize("function", ["advantage", "baseline"])
+def test_an_algorithm_of_ones_own_passes_the_check(folder: Path, function: str) -> None:
+    printed(["make_problems.py"], folder)
+    ours = [f"algorithm.advantage=reinforce_pp:{function}", "algorithm.advantage_over=step"]
+    check = ["-m", "tlt", "train", "run.toml", "--check", "pool.num_engines=1", *ours]
+    assert "ok run.toml: 20 steps" in printed(check, folder)
+
+
+def test_reinforce_pp_normalises_over_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(OWN_TASK))
+    import reinforce_pp  # type: ignore[import-not-found]
+
+    groups = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    (right, wrong), none, all_right = reinforce_pp.advantage(groups)
+    assert [right, wrong] == pytest.approx([1, -1], abs=1e-5)
+    assert (none, all_right) == ([wrong] * 2, [right] * 2), "prompts are not told apart"
+    (right, wrong), none, all_right = reinforce_pp.baseline(groups)
+    assert [right, wrong] == pytest.approx([3**0.5, -(3**0.5)], abs=1e-4)
+    assert (none, all_right) == ([0.0] * 2, [0.0] * 2), "such prompts teach nothing"
+    assert reinforce_pp.advantage([[1.0] * 3] * 2) == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "name", ["make_problems.py", "my_rewards.py", "run.toml", "reinforce_pp.py"]
+)
 def test_the_page_shows_the_files_of_the_example(name: str) -> None:
     page = (ROOT / "docs" / "own.md").read_text()
     assert (OWN_TASK / name).read_text() in page

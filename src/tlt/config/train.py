@@ -122,6 +122,10 @@ class AlgorithmConfig(Schema):
     deviations. `dr_grpo`: distance from the group's mean. `rloo`: distance from the mean of the
     other samples. `module:function`: your own function, called with the rewards of a group. The
     learner leaves out samples whose advantage is 0."""
+    advantage_over: Literal["group", "step"] = "group"
+    """Samples that your own `advantage` function compares. `group`: called with the rewards of one
+    group. `step`: called once per RL step with a list of all groups' rewards, and returns a list
+    per group; a learner with devices of its own then waits for the end of the rollout."""
     loss: str = "clipped"
     """Loss of each token. `clipped`: PPO's clipped ratio. `module:function`: your own function,
     called with each token's new and old log-probability and advantage as tensors, and with these

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tlt.contracts import Scored
 from tlt.packing import pack
@@ -42,12 +43,15 @@ class TrainSample:
 class Groups:
     """Collects the samples of an RL step and gives out each group when its last sample is scored.
 
-    `num_with_signal` counts the complete groups whose rewards differ.
+    With `over_step` an advantage depends on the rewards of all groups, and `rest` gives them out.
+    `num_with_signal` counts the complete groups with an advantage that is not 0.
     """
 
-    def __init__(self, group_size: int, advantage: Callable[[Sequence[float]], list[float]]):
+    def __init__(self, group_size: int, advantage: Callable[[Any], Any], over_step: bool = False):
         self._group_size = group_size
         self._advantage = advantage
+        self._over_step = over_step
+        self._kept: list[list[Scored]] = []
         self._open: dict[int, list[Scored]] = {}
         self.num_groups = 0
         self.num_with_signal = 0
@@ -65,7 +69,21 @@ class Groups:
         group = [s for s in group if s.fault is None]
         if not group:
             return []
-        advantages = self._advantage([s.reward for s in group])
+        if self._over_step:
+            self._kept.append(group)
+            return []
+        return self._compared(group, self._advantage([s.reward for s in group]))
+
+    def rest(self) -> list[list[TrainSample]]:
+        """Return the groups that waited for the end of the rollout, in the order of problems."""
+        if not self._kept:
+            return []
+        groups = sorted(self._kept, key=lambda group: group[0].problem_number)
+        self._kept = []
+        advantages = self._advantage([[s.reward for s in group] for group in groups])
+        return [self._compared(*each) for each in zip(groups, advantages, strict=True)]
+
+    def _compared(self, group: list[Scored], advantages: Sequence[float]) -> list[TrainSample]:
         self.num_with_signal += any(advantages)
         return [
             TrainSample(

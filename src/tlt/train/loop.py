@@ -192,12 +192,18 @@ class Training:
     ) -> tuple[list[Scored], Record]:
         """Generate and score the samples of an RL step; complete groups go to the update."""
         config = self._config
-        groups = Groups(config.sampling.group_size, advantage_function(config.algorithm.advantage))
+        groups = Groups(
+            config.sampling.group_size,
+            advantage_function(config.algorithm.advantage),
+            over_step=config.algorithm.advantage_over == "step",
+        )
         watch.skip()
         scored = await self._rollouts.generate(
             *(step, problems, self._update.version, watch),
             on_scored=lambda scored: self._update.add(groups.add(scored)),
         )
+        for group in groups.rest():
+            self._update.add(group)
         work = await self._counters.rollout_ended()
         self._update.rollout_ended()
         engines_capture = config.capture.by == "engines"

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,16 +233,27 @@ def _check_algorithm(config: TrainConfig) -> None:
     """Import the advantage and the loss, and call functions of the user's own once."""
     import torch
 
-    from tlt.learner.advantage import advantage_function
+    from tlt.learner.advantage import ADVANTAGES, advantage_function
     from tlt.learner.policy_loss import loss_function
 
     algorithm, size = config.algorithm, config.sampling.group_size
-    advantage, loss = advantage_function(algorithm.advantage), loss_function(algorithm.loss)
+    over_step = algorithm.advantage_over == "step"
+    if over_step and algorithm.advantage in ADVANTAGES:
+        raise ConfigError(
+            f"algorithm.advantage_over = 'step', but {algorithm.advantage!r} compares the samples "
+            "of a group; set it to 'group', or name a function of all groups, e.g. "
+            "algorithm.advantage = 'my_algorithm:advantage'"
+        )
+    advantage: Callable[[Any], Any] = advantage_function(algorithm.advantage)
+    loss = loss_function(algorithm.loss)
     what = f"algorithm.advantage = {algorithm.advantage!r} must return a finite number per reward"
+    what += ", in a list per group" if over_step else ""
     example = "grpo"
     try:
-        found = [float(each) for each in advantage([0.0] * (size - 1) + [1.0])]
-        assert len([each for each in found if math.isfinite(each)]) == size, found
+        groups = [[0.0] * (size - 1) + [1.0], [1.0] * size]
+        for found in advantage(groups) if over_step else map(advantage, groups):
+            finite = [each for each in map(float, found) if math.isfinite(each)]
+            assert len(finite) == size, found
         what = f"algorithm.loss = {algorithm.loss!r} must return a tensor of a number per token"
         example = "clipped"
         logprob_T, old_T = torch.zeros(3, requires_grad=True), torch.zeros(3)

@@ -38,6 +38,27 @@ def test_a_group_comes_out_once_and_complete_whatever_the_order() -> None:
         assert [s.sample_id[-1] for s in group] == ["0", "1", "2", "3"]
 
 
+def test_an_advantage_over_the_step_sees_all_groups_in_order() -> None:
+    samples = [scored(g, k, float(g + k)) for g in range(3) for k in range(2)]
+    samples[3] = scored(1, 1, 0.0, "timeout")
+    samples += [scored(3, k, 0.0, "timeout") for k in range(2)]
+    random.Random(0).shuffle(samples)
+    seen = []
+
+    def advantage(rewards: list[list[float]]) -> list[list[float]]:
+        seen.append(rewards)
+        return [[10 * reward for reward in group] for group in rewards]
+
+    groups = Groups(2, advantage, over_step=True)
+    assert [groups.add(sample) for sample in samples] == [[]] * len(samples)
+    out = groups.rest()
+    assert seen == [[[0.0, 1.0], [1.0], [2.0, 3.0]]]
+    assert [[s.advantage for s in group] for group in out] == [[0, 10], [10], [20, 30]]
+    assert [s.sample_id for s in out[1]] == ["1/1/0"]
+    assert (groups.num_groups, groups.num_with_signal) == (4, 3)
+    assert groups.rest() == [], "each group comes out once"
+
+
 def test_samples_without_a_reward_are_not_trained_on() -> None:
     """They are no zeros: the others are compared as if the group were smaller."""
     groups = Groups(4, grpo)

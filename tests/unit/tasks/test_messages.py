@@ -53,9 +53,10 @@ def test_messages_and_the_system_prompt_become_one_prompt(
 ) -> None:
     path = write(tmp_path / f"talks{suffix}", ROWS)
     assert task_of(path)["task"]["question_key"] == "messages"
-    own = {"instruction": "Think.", "system_prompt": "Be brief."}
-    config = TaskConfig(path=path, question_key="messages", **own)
-    source = open_source(config, 0, 2 - 1)
+    config = TaskConfig(
+        path=path, question_key="messages", instruction="Think.", system_prompt="Be brief."
+    )
+    source = open_source(config, 0, 1)
     first, second = *source.batch(1, 1), *source.held_out(1)
     assert first.history == (said("system", "Be brief."), *TALK[:-1])
     assert (first.question, first.answer) == ("2 + 2?\nThink.", "4")

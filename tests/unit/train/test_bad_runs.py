@@ -193,6 +193,10 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings("algorithm.loss=ppo"), "algorithm.loss", "my_algorithm:loss"),
     (module("bad_advantage", "def f(rewards): return [1.0]", "algorithm.advantage"),
      "algorithm.advantage = 'bad_advantage:f'", "e.g. 'grpo'"),
+    (settings("algorithm.advantage_over=step"), "algorithm.advantage_over = 'step'", "'group'"),
+    (both(module("flat", "def f(groups): return [0.0, 1.0]", "algorithm.advantage"),
+          settings("algorithm.advantage_over=step")),
+     "in a list per group", "algorithm.advantage = 'flat:f'"),
     (module("bad_loss", "def f(new, old, advantage, settings): return new.sum()", "algorithm.loss"),
      "algorithm.loss = 'bad_loss:f'", "e.g. 'clipped'"),
     # the model
