@@ -424,12 +424,22 @@ def test_a_learner_lost_in_a_resumed_runs_first_weight_sync_is_revived(
     assert records(tmp_path / "resumed") == records(tmp_path / "undisturbed")
 
 
+ADVANTAGES = """
+def group(rewards):
+    return [7.0] * len(rewards)
+
+def step(groups):
+    return [[float(len(groups))] * len(group) for group in groups]
+"""
+
+
+@pytest.mark.parametrize(("over", "expected"), [("group", 7.0), ("step", 4.0)])
 def test_an_advantage_of_the_users_own_reaches_the_ranks(
-    tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch, over: Any, expected: float
 ) -> None:
-    (tmp_path / "advantage_of_users.py").write_text("def f(rewards): return [7.0] * len(rewards)")
+    (tmp_path / "advantages_of_users.py").write_text(ADVANTAGES)
     monkeypatch.chdir(tmp_path)
-    own = AlgorithmConfig(advantage="advantage_of_users:f")
+    own = AlgorithmConfig(advantage=f"advantages_of_users:{over}", advantage_over=over)
     usual, accumulate, seen = config, Rank.accumulate, set[float]()
 
     async def noting(rank: Rank, rows: Any, rl_step: int) -> None:
@@ -440,4 +450,4 @@ def test_an_advantage_of_the_users_own_reaches_the_ranks(
     changed = {"algorithm": own}
     monkeypatch.setitem(globals(), "config", lambda out: usual(out).model_copy(update=changed))
     run(whole_run(World(None, drafter), tmp_path / "out"), LIMIT_S)
-    assert seen == {7.0}
+    assert seen == {expected}
