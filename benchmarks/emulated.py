@@ -45,9 +45,9 @@ CONFIG = "configs/words_emulated_cpu.toml"
 RUNS = ROOT / "runs" / "emulated"
 DRAFTER = "models/words-eagle3"
 ARMS_OF_GPUS = (
-    '[["off", 0], ["ngram", 2], ["ngram", 4], ["ngram", 8], ["eagle3", 1], ["eagle3", 3]]'
+    '[["off", 0], ["ngram", 3], ["ngram", 7], ["eagle3", 1], ["eagle3", 3], ["eagle3", 7]]'
 )
-"""Longer drafts of the model cost these cores more than the arms' dilation has room for."""
+"""The default arms of engines on GPUs with a drafter."""
 ADAPTIVE = f'engine.strategy={{kind="adaptive", arms={ARMS_OF_GPUS}}}'
 WITH_DRAFTER = (f'engine.drafter="{DRAFTER}"', "tlt.harvest=false")
 TLT = ("tlt.enabled=true", ADAPTIVE, f'engine.drafter="{DRAFTER}"', "tlt.lr=5e-4")
@@ -84,6 +84,11 @@ ARMS = {
     "fixed": Arm(
         "stock: frozen drafter, always 3 tokens",
         with_strategy('{kind="fixed", drafter="eagle3", num_draft_tokens=3}'),
+        steps_share=0.4,
+    ),
+    "fixed7": Arm(
+        "stock: frozen drafter, always 7 tokens",
+        with_strategy('{kind="fixed", drafter="eagle3", num_draft_tokens=7}'),
         steps_share=0.4,
     ),
     "by_batch": Arm(
