@@ -102,9 +102,11 @@ ARMS = {
         steps_share=0.4,
     ),
     "ngram": Arm("n-grams, adaptive", ("tlt.enabled=true", "tlt.harvest=false"), dilation=10),
-    "frozen": Arm("frozen drafter, adaptive", ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER)),
+    "frozen": Arm(
+        "frozen drafter, adaptive", ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER), steps_share=0.7
+    ),
     "nothing": Arm("TLT from nothing", ("tlt.enabled=true", ADAPTIVE)),
-    "tlt": Arm("TLT from a drafter", TLT),
+    "tlt": Arm("TLT from a drafter", TLT, steps_share=0.7),
     "fast_frozen": Arm(
         "frozen drafter, policy moves fast",
         ("tlt.enabled=true", ADAPTIVE, *WITH_DRAFTER, *FAST),
