@@ -108,6 +108,10 @@ class SamplingConfig(Schema):
     """Problems per RL step."""
     group_size: int = Field(ge=2, le=10_000, examples=[8])
     """Samples per problem. Advantages are relative to this group."""
+    max_extra_prompts: int = Field(default=0, ge=0, le=100_000)
+    """Largest number of extra problems per RL step that replace groups without a signal, whose
+    samples all have the same reward (DAPO's dynamic sampling). The replaced groups do not enter the
+    update. 0 replaces none."""
     max_tokens: int = Field(ge=1, le=10_000_000, examples=[1024])
     """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, gt=0, le=2)
@@ -141,6 +145,12 @@ class AlgorithmConfig(Schema):
     `clip_low` lets rare tokens become likely."""
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the initial policy; 0 keeps no copy of that policy."""
+    overlong_tokens: int = Field(default=0, ge=0, le=10_000_000)
+    """Number of tokens before `sampling.max_tokens` over which a response loses reward, linearly
+    (the soft overlong punishment of the DAPO paper). 0 penalizes no response for its length."""
+    overlong_penalty: float = Field(default=1.0, gt=0, le=1e6)
+    """Reward that a response of `sampling.max_tokens` loses if `overlong_tokens` is set; the DAPO
+    paper takes 1, with rewards of 1 and -1."""
     max_importance: float = Field(default=2.0, ge=0)
     """Cap of the importance weights that correct for the gap between the probabilities of engines
     and learner; 0 disables these weights."""

@@ -27,6 +27,10 @@ class TailForecast:
     def started(self, num_samples: int, now_s: float) -> None:
         self._num_samples, self._started_s, self._ends = num_samples, now_s, []
 
+    def grew(self, num_samples: int) -> None:
+        """Note that the rollout has so many samples more than it began with."""
+        self._num_samples += num_samples
+
     def finished(self, num_samples: int, now_s: float) -> None:
         self._ends += [now_s - self._started_s] * num_samples
 

@@ -188,6 +188,9 @@ class HarvestSession(RunHarvest):
         self._forecast.started(num_samples, now_s())
         self._rollout.set()
 
+    def rollout_grew(self, num_samples: int) -> None:
+        self._forecast.grew(num_samples)
+
     def sample_finished(self) -> None:
         self._forecast.finished(1, now_s())
 

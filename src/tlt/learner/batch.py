@@ -44,14 +44,24 @@ class Groups:
     """Collects the samples of an RL step and gives out each group when its last sample is scored.
 
     With `over_step` an advantage depends on the rewards of all groups, and `rest` gives them out.
+    With `only_signal` groups whose samples all have the advantage 0 are discarded.
     `num_with_signal` counts the complete groups with an advantage that is not 0.
     """
 
-    def __init__(self, group_size: int, advantage: Callable[[Any], Any], over_step: bool = False):
+    def __init__(
+        self,
+        group_size: int,
+        advantage: Callable[[Any], Any],
+        over_step: bool = False,
+        only_signal: bool = False,
+    ) -> None:
         self._group_size = group_size
         self._advantage = advantage
         self._over_step = over_step
+        self._only_signal = only_signal
         self._kept: list[list[Scored]] = []
+        self.discarded: set[int] = set()
+        """Numbers of the problems whose groups were discarded."""
         self._open: dict[int, list[Scored]] = {}
         self.num_groups = 0
         self.num_with_signal = 0
@@ -67,12 +77,14 @@ class Groups:
         group.sort(key=lambda s: s.place)
         self.num_groups += 1
         group = [s for s in group if s.fault is None]
-        if not group:
-            return []
         if self._over_step:
-            self._kept.append(group)
+            self._kept += [group] if group else []
             return []
-        return self._compared(group, self._advantage([s.reward for s in group]))
+        advantages = self._advantage([s.reward for s in group]) if group else []
+        if self._only_signal and not any(advantages):
+            self.discarded.add(scored.problem_number)
+            return []
+        return self._compared(group, advantages)
 
     def rest(self) -> list[list[TrainSample]]:
         """Return the groups that waited for the end of the rollout, in the order of problems."""

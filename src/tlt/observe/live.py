@@ -113,6 +113,7 @@ class Forecast(Protocol):
     """The seconds that a rollout will still take, from when its samples ended."""
 
     def started(self, num_samples: int, now_s: float) -> None: ...
+    def grew(self, num_samples: int) -> None: ...
     def finished(self, num_samples: int, now_s: float) -> None: ...
     def ended(self) -> None: ...
     def remaining_s(self, now_s: float) -> float: ...
@@ -152,6 +153,8 @@ class Live:
             self._since_s = time.time()
             if generating:
                 self._forecast.started(int(total), time.monotonic())
+        elif generating and total > self._total:
+            self._forecast.grew(int(total - self._total))
         if generating and done:
             self._forecast.finished(1, time.monotonic())
         self._activity, self._what, self._done, self._total = activity, what, done, total

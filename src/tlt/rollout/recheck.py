@@ -57,7 +57,10 @@ def compare(expected: Sequence[int], found: Sequence[int], missed: Mapping[int, 
 
 
 class Rechecks:
-    """The rechecks of a run: `rollout_started`, `finished` for each sample, `next`, `ended`."""
+    """The rechecks of a run: `rollout_started`, `finished` for each sample, `next`, `ended`.
+
+    A rollout may start more than once in an RL step: extra problems follow (`train.dapo`).
+    """
 
     def __init__(self, share: float, max_tokens: int, dtype: str) -> None:
         self._share = share
@@ -67,14 +70,16 @@ class Rechecks:
         self._due: deque[Recheck] = deque()
         self._forget_counts()
 
+    def step_started(self) -> None:
+        """Forget the faults of an earlier RL step, also of one that was given up."""
+        self.num_faults = 0
+
     def rollout_started(self, requests: Iterable[SampleRequest]) -> None:
         """Choose the samples to generate again. The same samples have the same choice always.
 
-        Only samples to train on are chosen. Faults of an earlier rollout do not count for this one.
+        Only samples to train on are chosen.
         """
         trained_on = [r for r in requests if r.rl_step is not None]
-        if trained_on:
-            self.num_faults = 0
         self._chosen |= {r.sample_id: r for r in trained_on if _fits(r) and self._takes(r)}
 
     def _takes(self, request: SampleRequest) -> bool:

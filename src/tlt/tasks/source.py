@@ -24,6 +24,10 @@ class Source(Protocol):
         """Return the problems of an RL step, with unique ids. `count` must not change."""
         ...
 
+    def extra(self, step: int, count: int, num_extra: int) -> list[Problem]:
+        """Return further problems of an RL step, in the order of their use: none of its batch."""
+        ...
+
     def held_out(self, count: int) -> list[Problem]:
         """Return problems that no RL step gets."""
         ...
@@ -41,6 +45,9 @@ class GymSource:
     def batch(self, step: int, count: int) -> list[Problem]:
         return self._made(count, f"step-{step}")
 
+    def extra(self, step: int, count: int, num_extra: int) -> list[Problem]:
+        return self._made(num_extra, f"extra-{step}") if num_extra else []
+
     def held_out(self, count: int) -> list[Problem]:
         return self._made(count, "eval")
 
@@ -56,6 +63,9 @@ class FileSource:
     A batch may span two epochs. To have no row twice in such a batch, an epoch starts with rows
     that are not in the batch yet. The order of an epoch thus depends on the order of the epoch
     before, and is computed from the first epoch on.
+
+    Extra problems are drawn from the rows that are not in the batch. They do not change the order
+    of the epochs.
     """
 
     def __init__(self, config: TaskConfig, seed: int, num_held_out: int) -> None:
@@ -71,6 +81,23 @@ class FileSource:
         self._count, self._epoch, self._order = 0, -1, list[int]()
 
     def batch(self, step: int, count: int) -> list[Problem]:
+        return [self._train[row] for row in self._rows(step, count)]
+
+    def extra(self, step: int, count: int, num_extra: int) -> list[Problem]:
+        if not num_extra:
+            return []
+        taken = set(self._rows(step, count))
+        left = [row for row in range(len(self._train)) if row not in taken]
+        if num_extra > len(left):
+            raise ConfigError(
+                f"sampling.max_extra_prompts: {num_extra} is more than the {len(left)} problems "
+                f"of {self._path} beside the {count} of sampling.prompts_per_step; at most "
+                f"{len(left)}"
+            )
+        rows = random.Random(f"{self._seed}/extra/{step}").sample(left, num_extra)
+        return [self._train[row] for row in rows]
+
+    def _rows(self, step: int, count: int) -> list[int]:
         num_train = len(self._train)
         if count > num_train:
             raise ConfigError(
@@ -82,7 +109,7 @@ class FileSource:
         rows = self._order_of(epoch, count)[offset : offset + count]
         if len(rows) < count:
             rows = rows + self._order_of(epoch + 1, count)[: count - len(rows)]
-        return [self._train[row] for row in rows]
+        return rows
 
     def held_out(self, count: int) -> list[Problem]:
         if count > len(self._held_out):

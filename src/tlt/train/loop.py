@@ -39,7 +39,14 @@ from tlt.train.checkpoints import Checkpoints
 from tlt.train.folder import RunFolder
 from tlt.train.gate import Gate
 from tlt.train.preflight import Prepared
-from tlt.train.records import PoolCounters, Record, RunLog, eval_record, rollout_record
+from tlt.train.records import (
+    PoolCounters,
+    Record,
+    RunLog,
+    eval_record,
+    replacement_record,
+    rollout_record,
+)
 from tlt.train.rollouts import Rollouts
 from tlt.train.signals import Termination, finish_or_abandon
 from tlt.train.sync import HostSync
@@ -159,16 +166,15 @@ class Training:
         await self._gate.wait_for_turn(step)
         watch = Stopwatch()
         await self._counters.step_started()
-        count = self._config.sampling.prompts_per_step
-        problems = await asyncio.to_thread(self._prepared.source.batch, step, count)
+        problems = await asyncio.to_thread(self._problems, step)
         self._update.begin(step)
         try:
-            scored, record = await self._rollout(step, problems, watch)
+            scored, kept, record = await self._rollout(step, problems, watch)
             self._updating = True
             await self._parts.weights.engines_sleep()
             self._parts.harvest.update_started()
             num_faults = self._parts.rechecks.num_faults
-            record |= await self._update.finish(step, scored, watch, num_faults)
+            record |= await self._update.finish(step, kept, watch, num_faults)
         except BaseException:
             self._update.cancel()
             raise
@@ -187,20 +193,36 @@ class Training:
         self._checkpoints.end(step)
         self._health.observe({"step": step, **record})
 
+    def _problems(self, step: int) -> list[Problem]:
+        """Return the problems of an RL step, and then the extra ones for dynamic sampling."""
+        source, sampling = self._prepared.source, self._config.sampling
+        count = sampling.prompts_per_step
+        return source.batch(step, count) + source.extra(step, count, sampling.max_extra_prompts)
+
     async def _rollout(
         self, step: int, problems: Sequence[Problem], watch: Stopwatch
-    ) -> tuple[list[Scored], Record]:
-        """Generate and score the samples of an RL step; complete groups go to the update."""
-        config = self._config
+    ) -> tuple[list[Scored], list[Scored], Record]:
+        """Generate and score the samples of an RL step; complete groups go to the update.
+
+        Return all samples, and those of groups that were not discarded.
+        """
+        config, sampling = self._config, self._config.sampling
+        replaces = sampling.max_extra_prompts > 0
         groups = Groups(
-            config.sampling.group_size,
+            sampling.group_size,
             advantage_function(config.algorithm.advantage),
             over_step=config.algorithm.advantage_over == "step",
+            only_signal=replaces,
         )
+
+        def take(scored: Scored) -> bool:
+            self._update.add(groups.add(scored))
+            return scored.problem_number in groups.discarded
+
         watch.skip()
+        self._parts.rechecks.step_started()
         scored = await self._rollouts.generate(
-            *(step, problems, self._update.version, watch),
-            on_scored=lambda scored: self._update.add(groups.add(scored)),
+            *(step, problems, self._update.version, watch), on_scored=take
         )
         for group in groups.rest():
             self._update.add(group)
@@ -212,9 +234,12 @@ class Training:
             emulated=config.emulate.hardware is not None,
         )
         record["prompt/left_out"] = self._rollouts.num_left_out
+        if replaces:
+            record |= replacement_record(scored, groups, sampling.prompts_per_step)
         during = work.during
         self._parts.harvest.alarm(during.model_drafts, during.model_accepted_tokens)
-        return scored, record | self._parts.harvest.record()
+        kept = [s for s in scored if s.problem_number not in groups.discarded]
+        return scored, kept, record | self._parts.harvest.record()
 
     async def _evaluate(self, step: int, watch: Stopwatch) -> Record:
         """Return the record of the held-out problems under the current policy."""

@@ -101,7 +101,8 @@ def prepare(config: TrainConfig) -> Prepared:
     held_out = source.held_out(num_held_out) if num_held_out else []
     problems = list(held_out)
     for step in range(1, min(config.run.num_steps, CHECKED_STEPS) + 1):
-        problems += source.batch(step, config.sampling.prompts_per_step)
+        count, num_extra = config.sampling.prompts_per_step, config.sampling.max_extra_prompts
+        problems += source.batch(step, count) + source.extra(step, count, num_extra)
     longest, room = _check_prompts(config, engine, model, draft_tokens, chat, problems)
     memory = _plan_memory(config, model, longest, draft_tokens)
     reward = reward_function(config.reward.function, config.task.path is not None)
@@ -221,6 +222,11 @@ def _check_learner(config: TrainConfig) -> None:
             f"debug.forced_lengths.longest = {forced.longest} is more than sampling.max_tokens = "
             f"{config.sampling.max_tokens}; set it to {config.sampling.max_tokens} or less"
         )
+    if forced is not None and config.sampling.max_extra_prompts:
+        raise ConfigError(
+            f"sampling.max_extra_prompts = {config.sampling.max_extra_prompts} replaces groups by "
+            "their rewards, which mean nothing with debug.forced_lengths; set it to 0"
+        )
     updates, prompts = config.learner.updates_per_step, config.sampling.prompts_per_step
     if updates > prompts:
         raise ConfigError(
@@ -237,12 +243,24 @@ def _check_algorithm(config: TrainConfig) -> None:
     from tlt.learner.policy_loss import loss_function
 
     algorithm, size = config.algorithm, config.sampling.group_size
+    if algorithm.overlong_tokens > config.sampling.max_tokens:
+        raise ConfigError(
+            f"algorithm.overlong_tokens = {algorithm.overlong_tokens} is more than "
+            f"sampling.max_tokens = {config.sampling.max_tokens}; e.g. "
+            f"{max(1, config.sampling.max_tokens // 5)}"
+        )
     over_step = algorithm.advantage_over == "step"
     if over_step and algorithm.advantage in ADVANTAGES:
         raise ConfigError(
             f"algorithm.advantage_over = 'step', but {algorithm.advantage!r} compares the samples "
             "of a group; set it to 'group', or name a function of all groups, e.g. "
             "algorithm.advantage = 'my_algorithm:advantage'"
+        )
+    if over_step and config.sampling.max_extra_prompts:
+        raise ConfigError(
+            f"sampling.max_extra_prompts = {config.sampling.max_extra_prompts} replaces a group as "
+            "soon as it is complete, and with algorithm.advantage_over = 'step' its advantages are "
+            "not known then; set max_extra_prompts to 0"
         )
     advantage: Callable[[Any], Any] = advantage_function(algorithm.advantage)
     loss = loss_function(algorithm.loss)

@@ -131,6 +131,16 @@ def rollout_record(
     return record
 
 
+def replacement_record(scored: Sequence[Scored], groups: Groups, num_wanted: int) -> Record:
+    """Return what dynamic sampling did; the numbers of extra problems follow those asked for."""
+    num_kept = groups.num_groups - len(groups.discarded)
+    return {
+        "rollout/replacement_share": _mean([s.problem_number >= num_wanted for s in scored]),
+        "rollout/discarded_share": len(groups.discarded) / max(1, groups.num_groups),
+        "rollout/missing_groups": num_wanted - num_kept,
+    }
+
+
 def update_record(
     updates: Sequence[UpdateReport], alarms: int, seconds: float, row_tokens: int
 ) -> Record:

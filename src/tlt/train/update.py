@@ -94,8 +94,9 @@ class PolicyUpdate:
     ) -> Record:
         """Change the policy and return the update's record.
 
-        A problem's samples belong to one of the RL step's optimizer steps, by the problem's number.
-        The loss is a mean over all samples with a reward, those without an advantage included.
+        `scored` are the samples of all groups that were not discarded. The problems are dealt in
+        turn to the RL step's optimizer steps. The loss is a mean over all samples with a reward,
+        those without an advantage included.
         `num_faults` is the number of samples that failed their recheck.
         """
         num_updates = self._config.learner.updates_per_step
@@ -107,11 +108,13 @@ class PolicyUpdate:
         max_gap = self.gap.max_gap(num_faults)
         parts: list[list[TrainSample]] = [[] for _ in range(num_updates)]
         lengths: list[list[int]] = [[] for _ in range(num_updates)]
+        numbers = sorted({each.problem_number for each in scored})
+        part_of = {number: index % num_updates for index, number in enumerate(numbers)}
         for sample in waiting:
-            parts[sample.problem_number % num_updates].append(sample)
+            parts[part_of[sample.problem_number]].append(sample)
         for each in scored:
             if each.fault is None:
-                lengths[each.problem_number % num_updates].append(len(each.sample.token_ids))
+                lengths[part_of[each.problem_number]].append(len(each.sample.token_ids))
         if num_updates > 1:
             for samples in parts:
                 await self._learner.remember_logprobs(samples)

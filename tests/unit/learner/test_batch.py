@@ -78,6 +78,19 @@ def test_samples_without_a_reward_are_not_trained_on() -> None:
         assert Weighting(mean_over, 64).denominator([]) > 0
 
 
+def test_groups_without_a_signal_can_be_discarded() -> None:
+    groups = Groups(2, grpo, only_signal=True)
+    kept = []
+    for number, rewards in enumerate([(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)]):
+        for place, reward in enumerate(rewards):
+            kept += groups.add(scored(number, place, reward))
+    for place in range(2):
+        assert groups.add(scored(3, place, 0.0, "error")) == []
+    assert {s.problem_number for s in kept} == {1}
+    assert groups.discarded == {0, 2, 3}
+    assert (groups.num_groups, groups.num_with_signal) == (4, 1)
+
+
 @pytest.mark.parametrize("advantage", ADVANTAGES.values())
 def test_the_largest_rewards_have_finite_advantages(advantage: Advantage) -> None:
     assert all(map(math.isfinite, advantage([LARGEST, 0.0, 1.0, -LARGEST])))

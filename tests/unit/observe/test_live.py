@@ -30,6 +30,9 @@ class FakeForecast:
     def started(self, num_samples: int, now_s: float) -> None:
         self.told.append(f"started {num_samples}")
 
+    def grew(self, num_samples: int) -> None:
+        self.told.append(f"grew {num_samples}")
+
     def finished(self, num_samples: int, now_s: float) -> None:
         self.told.append("finished")
 
@@ -123,3 +126,9 @@ async def test_a_folder_that_is_gone_costs_only_the_view(
     async with live:
         await asyncio.sleep(0.05)
     assert "no live view" in caplog.text
+
+
+def test_the_forecast_hears_that_a_rollout_grows(live: Live, forecast: FakeForecast) -> None:
+    live.doing(Activity.GENERATING, 0, 8, 3)
+    live.doing(Activity.GENERATING, 1, 12, 3)
+    assert forecast.told[1:] == ["started 8", "grew 4", "finished"]

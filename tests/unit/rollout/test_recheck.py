@@ -118,6 +118,15 @@ def test_only_a_difference_that_is_no_near_tie_is_a_fault(
     assert record["recheck/shortfall_max"] == shortfall
 
 
+def test_a_fault_counts_for_the_whole_step_also_when_extra_problems_follow() -> None:
+    of = rechecks()
+    of.ended(one(of), Verdict(2, 9.0), "engine-1", 0.5)
+    of.rollout_started([request(1)])
+    assert of.num_faults == 1
+    of.step_started()
+    assert of.num_faults == 0
+
+
 def test_a_record_has_the_counts_since_the_last_one() -> None:
     of = rechecks()
     recheck = one(of)

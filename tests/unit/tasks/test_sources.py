@@ -123,6 +123,21 @@ def test_epochs_cover_each_row_once_and_no_batch_repeats_one(data: Any, folder: 
     assert source.batch(step, count) == batches[step]
 
 
+def test_extra_problems_are_not_in_the_batch_and_follow_from_step_and_seed(folder: Path) -> None:
+    file = TaskConfig(path=rows_file(folder, 20))
+    for make in (
+        lambda seed: GymSource(TaskConfig(name="chain_sum"), seed),
+        lambda seed: FileSource(file, seed, 3),
+    ):
+        source, again, other = make(1), make(1), make(2)
+        extra = source.extra(3, 6, 11)
+        seen = [*source.batch(3, 6), *extra, *source.held_out(3)]
+        assert len({problem.problem_id for problem in seen}) == 20
+        assert again.extra(3, 6, 11) == extra
+        assert extra not in (source.extra(4, 6, 11), other.extra(3, 6, 11))
+        assert source.extra(3, 6, 0) == []
+
+
 def test_file_batches_follow_from_step_and_seed(folder: Path) -> None:
     config = TaskConfig(path=rows_file(folder, 50))
     first, second = FileSource(config, 0, 5), FileSource(config, 0, 5)

@@ -188,7 +188,13 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (run_toml(lambda t: re.sub(r"num_steps = \d+\n", "", t)), "run.num_steps", "e.g. 100"),
     # values
     (settings("sampling.group_size=1"), "sampling.group_size = 1", "e.g. 8"),
+    (data(TWENTY, "sampling.prompts_per_step=4", "sampling.max_extra_prompts=17"),
+     "sampling.max_extra_prompts: 17", "at most 16"),
+    (settings("sampling.max_extra_prompts=-1"), "sampling.max_extra_prompts = -1", "e.g. 0"),
+    (settings("sampling.max_extra_prompts=4", "debug.forced_lengths={median=2, p95=4, longest=8}"),
+     "sampling.max_extra_prompts = 4", "set it to 0"),
     # the algorithm
+    (settings("algorithm.overlong_tokens=9999"), "algorithm.overlong_tokens = 9999", "e.g. "),
     (settings("algorithm.advantage=ppo"), "algorithm.advantage", "my_algorithm:advantage"),
     (settings("algorithm.loss=ppo"), "algorithm.loss", "my_algorithm:loss"),
     (module("bad_advantage", "def f(rewards): return [1.0]", "algorithm.advantage"),

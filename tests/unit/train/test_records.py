@@ -25,6 +25,7 @@ from tlt.train.records import (
     PoolWork,
     RunLog,
     eval_record,
+    replacement_record,
     rollout_record,
     samples_to_read,
     update_record,
@@ -84,6 +85,17 @@ def test_a_rollout_record_has_the_draft_model_and_the_capture_only_where_they_ar
     assert found["rollout/drafter_hit_share"] == 0.75
     assert found["capture/samples"] == 7
     assert found["rollout/acceptance_length"] == 1.0
+
+
+def test_a_replacement_record() -> None:
+    groups = Groups(2, grpo, only_signal=True)
+    for sample in STEP:
+        groups.add(sample)
+    found = replacement_record(STEP, groups, num_wanted=1)
+    assert found["rollout/replacement_share"] == 0.5
+    assert found["rollout/discarded_share"] == 0.5
+    assert found["rollout/missing_groups"] == 0
+    assert replacement_record(STEP, groups, num_wanted=2)["rollout/missing_groups"] == 1
 
 
 def test_an_eval_record() -> None:

@@ -78,7 +78,12 @@ def generate(
     made = config(forced_lengths)
     rollouts = Rollouts(made, chat, pool, rewards, harvest, live, max_prompt_tokens)
     ended: list[Scored] = []
-    scored = asyncio.run(rollouts.generate(2, PROBLEMS, policy_version, Stopwatch(), ended.append))
+
+    def on_scored(each: Scored) -> bool:
+        ended.append(each)
+        return False
+
+    scored = asyncio.run(rollouts.generate(2, PROBLEMS, policy_version, Stopwatch(), on_scored))
     total = len(scored)
     assert shown == [("step 2: generating", done, total) for done in range(total + 1)]
     return scored, ended, pool
@@ -112,6 +117,83 @@ def test_problems_that_are_too_long_are_left_out(
     assert len(generate(max_prompt_tokens=3)[0]) == 132
     with pytest.raises(ConfigError, match=r"12 of 12 problems .*max_model_len"):
         generate(max_prompt_tokens=0)
+
+
+class LongTailPool(FakePool):
+    """The last samples end only when an extra problem has begun, as in a long tail."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+        self.order = random.Random(seed)
+        self.more = asyncio.Event()
+
+    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+        self.calls.append([r.sample_id for r in requests])
+        if len(self.calls) > 1:
+            self.more.set()
+        shuffled = self.order.sample(requests, len(requests))
+        for left, request in zip(range(len(requests), 0, -1), shuffled, strict=True):
+            await (asyncio.sleep(0) if left > 2 else self.more.wait())
+            yield Sample(request.sample_id, (1,) * 8, (), "stop", "engine-0", 4, 0.0, 0.0, 0.0)
+
+
+def replaced(
+    seed: int, without_signal: set[int], num_wanted: int = 4, wrong: int | None = None
+) -> tuple[list[Scored], LongTailPool]:
+    """Roll out groups of 2 of the twelve problems; some of the groups have no signal."""
+    pool = LongTailPool(seed)
+    made = small_run(
+        sampling={"prompts_per_step": num_wanted, "group_size": 2, "max_tokens": 8},
+        algorithm={"overlong_tokens": 4, "overlong_penalty": 0.5},
+    )
+    chat: Any = FakeChat()
+    live = Live(Path("live.json"), 1, pool, NoHarvest(), TailForecast(), lambda *_: None)
+    rewards: Any = FakeRewards()
+    rollouts = Rollouts(made, chat, pool, rewards, NoHarvest(), live, 2)  # type: ignore[arg-type]
+    numbers: list[int] = []
+
+    def on_scored(each: Scored) -> bool:
+        numbers.append(each.problem_number)
+        if each.problem_number == wrong:
+            raise EngineError("a sample that no policy drew")
+        return numbers.count(each.problem_number) == 2 and each.problem_number in without_signal
+
+    scored = asyncio.run(rollouts.generate(2, PROBLEMS, 4, Stopwatch(), on_scored))
+    return scored, pool
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_extra_problems_start_in_the_tail_and_do_not_depend_on_the_order(seed: int) -> None:
+    scored, pool = replaced(seed, {0, 1, 2, 3, 4, 6})
+    assert [s.problem_number for s in scored] == [n for n in range(10) for _ in range(2)]
+    assert [s.request.sample_id for s in scored[:3]] == [
+        "2/00000/0000",
+        "2/00000/0001",
+        "2/00001/0000",
+    ]
+    assert pool.calls[0] == [s.request.sample_id for s in scored[:8]]
+    assert sorted(pool.calls[1:]) == [
+        [s.request.sample_id for s in scored[n : n + 2]] for n in range(8, 20, 2)
+    ]
+    with_reward = [s for s in scored if s.fault is None]
+    assert {s.reward for s in with_reward} == {7.5}, "a response of max_tokens loses the penalty"
+    assert {s.reward for s in scored if s.fault} == {8.0}
+
+
+def test_extra_problems_end_and_replace_problems_that_are_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert len(replaced(0, set(range(12)))[0]) == 24
+    monkeypatch.setattr(FakeChat, "long", frozenset({"1", "4"}))
+    scored, pool = replaced(0, {5})
+    assert sorted({s.problem_number for s in scored}) == [0, 2, 3, 5, 6]
+    assert len(pool.calls[0]) == 8
+
+
+def test_an_error_while_extra_problems_are_generated_ends_the_run() -> None:
+    with pytest.raises(EngineError, match="no policy drew"):
+        replaced(0, {0, 1, 2, 3}, wrong=5)
 
 
 def test_a_sample_of_another_policy_ends_the_run() -> None:

@@ -60,7 +60,10 @@ def scored(number: int, place: int, fault: str | None = None) -> Scored:
 
 
 async def one_step(
-    groups: Sequence[list[TrainSample]], faults: Sequence[int] = (), **sections: Any
+    groups: Sequence[list[TrainSample]],
+    faults: Sequence[int] = (),
+    numbers: Sequence[int] = range(4),
+    **sections: Any,
 ) -> tuple[list[tuple[str, Any]], PolicyUpdate, dict[str, float]]:
     learner: Any = FakeLearner()
     pool: Any = SimpleNamespace()
@@ -74,7 +77,7 @@ async def one_step(
     update.rollout_ended()
     samples = [
         scored(number, place, "timeout" if number in faults else None)
-        for number in range(4)
+        for number in numbers
         for place in range(2)
     ]
     record = await update.finish(1, samples, Stopwatch(), 0)
@@ -126,6 +129,17 @@ async def test_several_updates_share_the_problems_and_remember_the_policy_before
     assert update.version == 2
     update.go_on_from(5)
     assert update.version == 10
+
+
+async def test_several_updates_share_what_dynamic_sampling_kept() -> None:
+    """The numbers of discarded groups are missing, but no update gets more groups than another."""
+    groups = [group(number, (1, -1)) for number in (0, 2, 4, 6)]
+    calls, _, _ = await one_step(groups, numbers=(0, 2, 4, 6), learner={"updates_per_step": 2})
+    assert [names for what, names in calls if what == "accumulate"] == [
+        ["0/0", "0/1", "4/0", "4/1"],
+        ["2/0", "2/1", "6/0", "6/1"],
+    ]
+    assert [denominator for what, denominator in calls if what == "step"] == [8.0, 8.0]
 
 
 async def test_a_learner_with_devices_of_its_own_begins_during_the_rollout() -> None:
