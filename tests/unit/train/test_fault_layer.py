@@ -70,10 +70,10 @@ RELEASE_S = LEASES.stop_timeout_s + 2 * ANSWER_S + SWAP_S + ANSWER_S
 LIMIT_S = 6000.0  # simulated seconds that a run may take, its restarts included
 
 
-def config(out: Path) -> TrainConfig:
+def config(out: Path, extra_prompts: int) -> TrainConfig:
     return small_run(
         run={"out": str(out), "num_steps": NUM_STEPS},
-        sampling={"group_size": 3, "max_tokens": 32},
+        sampling={"group_size": 3, "max_tokens": 32, "max_extra_prompts": extra_prompts},
         pool={
             **{"num_engines": 3, "prefetch": 1, "max_restarts": 1000},
             **{"health_timeout_s": 6.0, "command_timeout_s": 8.0, "start_timeout_s": 30.0},
@@ -86,8 +86,8 @@ def config(out: Path) -> TrainConfig:
 class World:
     """Everything outside the driver, and what must hold of it."""
 
-    def __init__(self, seed: int | None, drafter: Path) -> None:
-        self.quiet = seed is None
+    def __init__(self, seed: int | None, drafter: Path, extra_prompts: int = 0) -> None:
+        self.quiet, self.extra_prompts = seed is None, extra_prompts
         self.layers = [Layer(f"{seed}/{part}", 0.0, 3.0) for part in ("engine", "rank", "trainer")]
         rng = random.Random(f"{seed}/driver")
         self.dies_after_s = None if self.quiet or rng.random() < 0.6 else rng.uniform(5, 60)
@@ -262,6 +262,9 @@ class Source:
     def batch(self, step: int, count: int) -> list[Problem]:
         return [Problem(f"{step}/{n}", f"what is {step} + {n}?", "") for n in range(count)]
 
+    def extra(self, step: int, count: int, num_extra: int) -> list[Problem]:
+        return self.batch(step, count + num_extra)[count:]
+
 
 class Rewards:
     async def score(self, problem: Problem, text: str) -> Reward:
@@ -273,7 +276,7 @@ class Rewards:
 @contextlib.asynccontextmanager
 async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator[Training]:
     """Start all parts of a run, as `launch` does; end them all as Ray does when the driver dies."""
-    settings = config(folder.path)
+    settings = config(folder.path, world.extra_prompts)
     for layer in world.layers:
         layer.rate = 0.0  # an engine or learner that cannot start at all rightly ends the run
     checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
@@ -361,9 +364,10 @@ async def whole_run(world: World, out: Path) -> int:
     return int(states[0]["policy"])
 
 
-def records(out: Path) -> list[tuple[float, float]]:
-    """Return RL steps and rewards."""
-    return [(record["step"], record["reward/mean"]) for record in read(out / "metrics.jsonl")]
+def records(out: Path) -> list[list[float | None]]:
+    """Return RL steps, rewards, and shares of extra samples."""
+    names = ("step", "reward/mean", "rollout/replacement_share")
+    return [[record.get(name) for name in names] for record in read(out / "metrics.jsonl")]
 
 
 def light_save(harvest: HarvestSession, folder: Path, state: object) -> None:
@@ -382,14 +386,18 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("seeds", [*batches(10), KNOWN], ids=str)
+SEEDS = [*((seeds, 0) for seeds in batches(10)), (KNOWN, 0), (range(10), 5)]
+
+
+@pytest.mark.parametrize(("seeds", "extra"), SEEDS, ids=str)
 def test_no_step_is_lost_or_done_twice_whatever_fails(
-    seeds: Sequence[int], tmp_path: Path, drafter: Path
+    seeds: Sequence[int], extra: int, tmp_path: Path, drafter: Path
 ) -> None:
-    expected = run(whole_run(World(None, drafter), tmp_path / "undisturbed"), LIMIT_S)
+    expected = run(whole_run(World(None, drafter, extra), tmp_path / "undisturbed"), LIMIT_S)
+    assert any(share for *_, share in records(tmp_path / "undisturbed")) == (extra > 0)
     num_faults = 0
     for seed in seeds:
-        world, out = World(seed, drafter), tmp_path / f"{seed}"
+        world, out = World(seed, drafter, extra), tmp_path / f"{seed}"
         try:
             assert run(whole_run(world, out), LIMIT_S) == expected, "another policy"
             assert records(out) == records(tmp_path / "undisturbed")
@@ -440,6 +448,7 @@ def test_an_advantage_of_the_users_own_reaches_the_ranks(
     (tmp_path / "advantages_of_users.py").write_text(ADVANTAGES)
     monkeypatch.chdir(tmp_path)
     own = AlgorithmConfig(advantage=f"advantages_of_users:{over}", advantage_over=over)
+    changed = {"algorithm": own}
     usual, accumulate, seen = config, Rank.accumulate, set[float]()
 
     async def noting(rank: Rank, rows: Any, rl_step: int) -> None:
@@ -447,7 +456,6 @@ def test_an_advantage_of_the_users_own_reaches_the_ranks(
         await accumulate(rank, rows, rl_step)
 
     monkeypatch.setattr(Rank, "accumulate", noting)
-    changed = {"algorithm": own}
-    monkeypatch.setitem(globals(), "config", lambda out: usual(out).model_copy(update=changed))
+    monkeypatch.setitem(globals(), "config", lambda *of: usual(*of).model_copy(update=changed))
     run(whole_run(World(None, drafter), tmp_path / "out"), LIMIT_S)
     assert seen == {expected}
