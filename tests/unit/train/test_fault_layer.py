@@ -25,7 +25,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
 from fault_layer import Actor, Layer, batches, run  # noqa: E402
-from light_ranks import FIRST_POLICY, KILL_S, Rank, RankHandle, digest  # noqa: E402
+from light_ranks import FIRST_POLICY, KILL_S, Rank, RankHandle  # noqa: E402
+from light_tasks import Chat, Rewards, Source  # noqa: E402
 from light_trainers import Trainers  # noqa: E402
 from small_run import small_run  # noqa: E402
 
@@ -49,8 +50,6 @@ from tlt.rollout.client import SWAP_S, place_of  # noqa: E402
 from tlt.rollout.client import Engine as Commands  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
 from tlt.rollout.recheck import Rechecks  # noqa: E402
-from tlt.tasks.gym import Problem  # noqa: E402
-from tlt.tasks.rewards import Reward  # noqa: E402
 from tlt.train.folder import RunFolder  # noqa: E402
 from tlt.train.loop import Components, Training  # noqa: E402
 from tlt.train.records import RunLog  # noqa: E402
@@ -248,29 +247,6 @@ class LightProcess:
 
 
 # --- the run --------------------------------------------------------------------------------------
-
-
-class Chat:
-    def prompt(self, question: str, history: object = ()) -> tuple[int, ...]:
-        return tuple(question.encode())
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        return " ".join(map(str, token_ids))
-
-
-class Source:
-    def batch(self, step: int, count: int) -> list[Problem]:
-        return [Problem(f"{step}/{n}", f"what is {step} + {n}?", "") for n in range(count)]
-
-    def extra(self, step: int, count: int, num_extra: int) -> list[Problem]:
-        return self.batch(step, count + num_extra)[count:]
-
-
-class Rewards:
-    async def score(self, problem: Problem, text: str) -> Reward:
-        await asyncio.sleep(0.01)
-        value = digest(problem.problem_id, text)
-        return Reward(0.0, "timeout") if value % 23 == 0 else Reward(float(value % 2))
 
 
 @contextlib.asynccontextmanager
