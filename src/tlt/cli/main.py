@@ -16,6 +16,7 @@ from tlt.cli import (
     doctor,
     drafter,
     evaluate,
+    export,
     init,
     models,
     report,
@@ -40,6 +41,7 @@ app.command("init")(init.init)
 app.command("sft")(sft.sft)
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
+app.command("export")(export.export)
 app.command("watch")(watch.watch)
 app.command("report")(report.report)
 app.add_typer(drafter.app, name="drafter")

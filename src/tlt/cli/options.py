@@ -47,6 +47,11 @@ Engines = Annotated[int, number("Engines, each on its own core or GPU.", 1, 100_
 Gpus = Annotated[int, number("GPUs per engine; 0 makes CPU engines.", 0, 10_000)]
 Seed = Annotated[int, number("Seed of problems, lengths, samples and training.", 0, LARGEST_SEED)]
 
+CheckpointStep = Annotated[
+    int | None,
+    number("RL step of the run's checkpoint; by default the newest sound one.", 1, 100_000_000),
+]
+
 Parameters = Annotated[
     list[str] | None,
     option("Parameter of the task, such as max_digits=1. Repeatable.", "--parameter"),

@@ -7,10 +7,8 @@ A rank is a process that holds a shard of the policy. `tlt.learner.group` drives
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -268,28 +266,16 @@ class LearnerActor:
     def save_policy(self, folder: str, dtype: str) -> None:
         """Write the policy as a Hugging Face folder, from rank 0; all ranks must take part."""
         import torch
-        from safetensors.torch import save_file
+
+        from tlt.learner.export import write_policy
 
         weights = {
             name: tensor.cpu().contiguous()
             for name, tensor in self._rank.full_weights(getattr(torch, dtype))
             if self._rank_index == 0
         }
-        if self._rank_index > 0:
-            return
-        visible, source = Path(folder), Path(self._plan.rank.model)
-        out = visible.with_name(f".{visible.name}")
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        for file in source.iterdir():
-            holds_weights = file.suffix in (".safetensors", ".bin", ".gguf")
-            if file.is_file() and not holds_weights and not file.name.endswith(".index.json"):
-                shutil.copy(file, out / file.name)
-        config = json.loads((out / "config.json").read_text())
-        (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
-        save_file(weights, out / "model.safetensors", {"format": "pt"})
-        shutil.rmtree(visible, ignore_errors=True)
-        out.rename(visible)
+        if self._rank_index == 0:
+            write_policy(weights, Path(self._plan.rank.model), Path(folder), dtype)
 
     def save(self, folder: str) -> None:
         self._rank.save(Path(folder))

@@ -93,7 +93,7 @@ class RunFolder:
         now = _flat(config.model_dump(exclude_none=True))
         for key in sorted({*before, *now}):
             free = any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
-            if config.task.path is not None and key.startswith("eval."):
+            if config.task.path is not None and key in ("eval.every_steps", "eval.num_problems"):
                 free = False  # which rows of a file are trained on follows from what is held out
             if not free and before.get(key) != now.get(key):
                 raise ConfigError(
@@ -136,7 +136,7 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first; folders of other names are a user's."""
         found = (self.path / "checkpoints").glob("step-*")
-        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=_step)
+        return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=step_of)
 
     def last_checkpoint(self, verify_again: bool = False) -> tuple[Path | None, int]:
         """Return the newest sound checkpoint and the number of RL steps it holds.
@@ -160,7 +160,7 @@ class RunFolder:
                     "checkpoint %s is damaged (%s), and is now %s; the run goes on from %s",
                     *(each, why, aside.name, path.name),
                 )
-            return path, _step(path)
+            return path, step_of(path)
         for newest, why in damaged.items():
             raise ConfigError(
                 f"no checkpoint of {self.path} is sound; the newest, {newest.name}, is damaged "
@@ -247,7 +247,8 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the RL step of a checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -260,7 +261,7 @@ def _why_unsound(checkpoint: Path) -> str:
     for name in [name for name in damaged if name.startswith("buffer-")]:
         logger.warning("%s: %s; left out", checkpoint / name, damaged.pop(name))
         (checkpoint / name).unlink(missing_ok=True)
-    if not damaged and step != _step(checkpoint):
+    if not damaged and step != step_of(checkpoint):
         return f"it holds RL step {step}"
     return "; ".join(f"{name}: {what}" for name, what in damaged.items())
 

@@ -32,15 +32,18 @@ def seal(folder: Path, step: int) -> None:
         sync_folder(Path(inside))
 
 
-def verify(folder: Path) -> tuple[int, dict[str, str]]:
-    """Return the RL step of a checkpoint, and what is wrong with its files, by their names."""
+def verify(folder: Path, part: str = "") -> tuple[int, dict[str, str]]:
+    """Return the RL step of a checkpoint, and what is wrong with its files, by their names.
+
+    Only the files whose names begin with `part` are read.
+    """
     try:
         content = json.loads((folder / STATE).read_text())
         if content.pop("checksum") != _checksum(content):
             raise ValueError("its checksum differs")
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         return 0, {STATE: f"it is no list of files ({error})"}
-    files = content["files"]
+    files = {name: facts for name, facts in content["files"].items() if name.startswith(part)}
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         found = threads.map(lambda name: (name, _difference(folder / name, *files[name])), files)
         return content["step"], {name: what for name, what in found if what}
