@@ -25,7 +25,10 @@ from tlt.states.writer import Stored
 
 FIRST_POLICY = 1
 KILL_S = 0.3
-SUMS = ("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens", "gap", "kl")
+SUMS = (
+    *("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens"),
+    *("gap", "kl", "entropy"),
+)
 
 
 def digest(*values: Any) -> int:

@@ -23,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from tlt.learner.batch import HEAD_CHUNK_TOKENS, TrainSample
 from tlt.learner.packed_attention import segment_ends, use_packed_attention
 
+ENTROPY_TOKENS = 128
+"""Tokens whose probabilities are in memory at once, to compute their entropy."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
@@ -120,6 +123,8 @@ class RowOutput:
     aux_TA: torch.Tensor | None
     """Inputs of the layers that the drafter reads, detached; None without `with_states`."""
     final_TH: torch.Tensor | None
+    entropy_sum: float = 0.0
+    """Entropy where a token is learned, summed; 0 without `with_entropy`."""
 
 
 class PackedPolicy(nn.Module):
@@ -140,13 +145,17 @@ class PackedPolicy(nn.Module):
         self._seen: dict[int, torch.Tensor] = {}
         self._looks = False
         """Whether states are wanted: in a forward pass, not when checkpointing repeats it."""
+        self._entropy: list[torch.Tensor] | None = None
+        """Summed entropies of the head's calls while they are wanted, as `_looks`."""
         for layer_id in self._aux_layer_ids:
             policy.model.layers[layer_id].register_forward_pre_hook(
                 lambda module, args, kwargs, layer_id=layer_id: self._see(layer_id, args, kwargs),
                 with_kwargs=True,
             )
 
-    def forward(self, row: PackedRow, with_states: bool = False) -> RowOutput:
+    def forward(
+        self, row: PackedRow, with_states: bool = False, with_entropy: bool = False
+    ) -> RowOutput:
         self._seen.clear()
         self._looks = with_states
         hidden_TH = self.policy.model(
@@ -164,11 +173,13 @@ class PackedPolicy(nn.Module):
             aux = [self._seen[layer_id] for layer_id in self._aux_layer_ids]
             states = (torch.cat(aux, -1).to(torch.bfloat16), hidden_TH.detach().to(torch.bfloat16))
         self._seen.clear()
+        self._entropy = [] if with_entropy else None
         logprob_P = self._logprobs(hidden_TH[row.source_P], row.target_P)
+        entropies, self._entropy = self._entropy, None
         if not len(row.source_P):
             # This rank learns nothing, but it must still take part in the gradient's collectives.
             logprob_P = self._head_logprobs(hidden_TH[:1], row.ids_T[:1])[:0] + 0 * hidden_TH.sum()
-        return RowOutput(logprob_P, *states)
+        return RowOutput(logprob_P, *states, sum(each.item() for each in entropies or ()))
 
     def _see(self, layer_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._looks:
@@ -190,4 +201,15 @@ class PackedPolicy(nn.Module):
         logits_PV = self.policy.get_output_embeddings()(hidden_PH).float()
         if self._temperature != 1.0:
             logits_PV = logits_PV / self._temperature
+        if self._entropy is not None:
+            self._entropy.append(_entropy_sum(logits_PV.detach()))
         return -F.cross_entropy(logits_PV, target_P, reduction="none")
+
+
+def _entropy_sum(logits_PV: torch.Tensor) -> torch.Tensor:
+    """Return the summed entropy, a few tokens at a time: logits are large, and so are copies."""
+    total = logits_PV.new_zeros(())
+    for part_PV in logits_PV.split(ENTROPY_TOKENS):
+        logprob_PV = part_PV.log_softmax(-1)
+        total -= (logprob_PV.exp() * logprob_PV).sum()
+    return total

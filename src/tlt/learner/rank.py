@@ -65,6 +65,7 @@ class Sums:
     capped_tokens: float = 0.0
     gap: float = 0.0
     kl: float = 0.0
+    entropy: float = 0.0
 
     def add(self, other: Sums) -> None:
         for name, value in asdict(other).items():
@@ -148,7 +149,8 @@ class LearnerRank:
         """Run forward and backward over packed rows; gradients add up until `step`."""
         for samples in rows:
             row = self._pack(samples)
-            output = self._policy(row, with_states=self.keep_states is not None and bool(samples))
+            keeps = self.keep_states is not None and bool(samples)
+            output = self._policy(row, with_states=keeps, with_entropy=True)
             if self.keep_states and output.aux_TA is not None and output.final_TH is not None:
                 # Before the backward pass, beside which the states leave the device.
                 self.keep_states(row, output.aux_TA, output.final_TH)
@@ -178,6 +180,7 @@ class LearnerRank:
                     capped_tokens=result.capped_tokens,
                     gap=result.gap_sum,
                     kl=result.kl_sum,
+                    entropy=output.entropy_sum,
                 )
             )
 

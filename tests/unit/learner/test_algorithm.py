@@ -1,5 +1,6 @@
 """An advantage and a loss of the user's own reach the update; wrong names are refused."""
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_functions_of_users_reach_the_update(tmp_path: Path) -> None:
     report = rank.step(denominator=3.0, max_gap=1e9)
     assert report.sums.loss == pytest.approx(3 * 2)
     assert report.grad_norm == 0.0
+    assert 0 < report.sums.entropy < 3 * math.log(10_000), "of three tokens"
 
 
 def test_a_rank_finds_the_code_in_the_drivers_folder(

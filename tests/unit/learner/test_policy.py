@@ -110,6 +110,28 @@ def test_logits_in_chunks_are_the_same(model: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(shared(row).logprob_P, whole, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_entropy_is_that_of_the_distributions_sampled_from(
+    model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of any size, and without a trace in the gradients."""
+    plain, expected = load(model), 0.0
+    for sample in samples():
+        logits = plain(torch.tensor([sample.prompt_ids + sample.response_ids])).logits[0]
+        of_responses = logits[len(sample.prompt_ids) - 1 : -1] / temperature
+        expected += torch.distributions.Categorical(logits=of_responses).entropy().sum().item()
+    shared = PackedPolicy(load(model), temperature)
+    row = PackedRow.pack(samples(), [1.0] * 6, CPU)
+    assert shared(row).entropy_sum == 0.0
+    assert shared(row, with_entropy=True).entropy_sum == pytest.approx(expected, rel=1e-4)
+    monkeypatch.setattr(policy_module, "HEAD_CHUNK_TOKENS", 7)
+    monkeypatch.setattr(policy_module, "ENTROPY_TOKENS", 3)
+    output = shared(row, with_entropy=True)
+    assert output.entropy_sum == pytest.approx(expected, rel=1e-4)
+    output.logprob_P.sum().backward()  # the chunks are computed again
+    assert shared(PackedRow.pack([], [], CPU), with_entropy=True).entropy_sum == 0.0
+
+
 def test_an_empty_row_teaches_nothing_but_reaches_every_parameter(model: Path) -> None:
     shared = PackedPolicy(load(model), 1.0)
     output = shared(PackedRow.pack([], [], CPU))

@@ -23,7 +23,10 @@ from tlt.states.writer import Stored
 from tlt.timing.node import update_s
 from tlt.train.update import PolicyUpdate
 
-SUMS = ("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens", "gap", "kl")
+SUMS = (
+    *("loss", "tokens", "computed_tokens", "rows", "clipped_tokens", "capped_tokens"),
+    *("gap", "kl", "entropy"),
+)
 
 
 class FakeLearner:
