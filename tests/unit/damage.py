@@ -9,7 +9,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel
@@ -149,6 +149,8 @@ def fields(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
         kinds = (field.annotation, *get_args(field.annotation))
         inner = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
         yield f"{prefix}{name}", field.annotation
+        if get_origin(field.annotation) is list:
+            continue  # its sections have a place in their names
         for section in inner:
             yield from fields(section, f"{prefix}{name}.")
 

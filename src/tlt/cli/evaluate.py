@@ -13,9 +13,14 @@ MAX_TOKENS = 1024
 
 
 def evaluate(
+    context: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="RUN_OR_MODEL", help="Run, or model folder or Hub id.")
     ],
+    step: opt.CheckpointStep = None,
+    held_out_set: Annotated[
+        str | None, opt.option("Set of the run to measure, by its name in eval.sets.", "--set")
+    ] = None,
     task: Annotated[
         str | None,
         opt.option(
@@ -60,7 +65,8 @@ def evaluate(
 ) -> None:
     """Measure pass@k of a run's policy or of any model, with 95% intervals.
 
-    pass@k is the share of problems of which at least one of k samples is right.
+    pass@k is the share of problems of which at least one of k samples is right. A run that goes on
+    is measured at its newest checkpoint, and with --step at another one.
     """
     from tlt.config.load import apply_overrides
     from tlt.errors import ConfigError
@@ -68,8 +74,10 @@ def evaluate(
     from tlt.offline.evaluate import EvalPlan
     from tlt.offline.evaluate import evaluate as measure
     from tlt.offline.problems import Asked, chosen_problems, model_of
+    from tlt.train.export import policy_at
 
-    model, run = model_of(target)
+    policy, at = context.with_resource(policy_at(target, step))
+    model, run = model_of(target, policy)
     if temperature is None:
         temperature = run.sampling.temperature if run else 1.0
     if temperature == 0 and samples > 1:
@@ -86,6 +94,7 @@ def evaluate(
             reward,
             problems,
             seed,
+            held_out_set,
         )
         chosen, function, note = chosen_problems(run, asked)
     output = Output(as_json)
@@ -106,8 +115,11 @@ def evaluate(
     with output.progress() as show:
         result = measure(plan, show)
     result |= {"model": target, "problems": note, "provenance": provenance(command_line())}
+    if at is not None:
+        result["step"] = at
     output.result(result)
-    output.say(f"{target}: {note}, {samples} samples each at temperature {temperature:g}")
+    of_run = target if at is None else f"{target} after RL step {at}"
+    output.say(f"{of_run}: {note}, {samples} samples each at temperature {temperature:g}")
     rows = [
         [k, f"{of['value']:.1%}", f"{of['low']:.1%} to {of['high']:.1%}"]
         for k, of in result["pass_at"].items()

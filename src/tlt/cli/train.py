@@ -51,6 +51,7 @@ def train(
         if not as_json:
             output.marked("ok", "green", f"{config}: {steps} steps")
         return
+    from tlt.observe.metrics import declared
     from tlt.train.launch import launch
 
     if label := settings.emulate.label(settings.pool.num_engines):
@@ -61,11 +62,10 @@ def train(
         if "reward/mean" in record:
             cells = [form.format(record[name]) for name, _, form in COLUMNS]
             output.note(" ".join(f"{cell:>8}" for cell in cells))
-        if "eval/reward_mean" in record:
-            output.note(
-                f"         {record['eval/reward_mean']:.3f} held-out reward after step "
-                f"{record['step']:.0f}"
-            )
+        for name in (name for name in record if declared(name) == "eval/reward_mean"):
+            of = "" if name == "eval/reward_mean" else f", {name.split('/')[1]}"
+            after = f"held-out reward after step {record['step']:.0f}{of}"
+            output.note(f"         {record[name]:.3f} {after}")
 
     with output.progress(Path(settings.run.out) / "run.log") as show:
         records = launch(settings, resume, command_line(), show, show_record, log_level)

@@ -189,6 +189,7 @@ def _find(
 ) -> tuple[Mapping[str, FieldInfo], FieldInfo | None]:
     """Return all settings of the section that holds `location`, and the one at `location`."""
     fields: Mapping[str, FieldInfo] = schema.model_fields
+    location = [part for part in location if not part.isdecimal()]  # places in a list
     for part in location[:-1]:
         inner = schema_of(fields[part].annotation) if part in fields else None
         if inner is None:

@@ -50,7 +50,7 @@ def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
         parts.append(f"\n## `{name}`\n\n{schema.__doc__}\n")
         parts.append("\n| key | type | default | description |\n|---|---|---|---|\n")
         for key, field in schema.model_fields.items():
-            if key in names:
+            if key in names and "." not in name:
                 continue
             kind = str(getattr(field.annotation, "__name__", field.annotation))
             if "[" in str(field.annotation) or "|" in str(field.annotation):

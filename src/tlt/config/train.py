@@ -228,15 +228,37 @@ class CaptureConfig(Schema):
     """Largest number of tokens kept per sample; a longer sample keeps a window of this size."""
 
 
+class EvalSetConfig(Schema):
+    """A further set of problems to evaluate on; each begins with `[[eval.sets]]`."""
+
+    name: str = Field(pattern="^[a-z][a-z0-9_]*$", max_length=40, examples=["aime"])
+    """Name of the set in metrics: `eval/aime/reward_mean`."""
+    task: TaskConfig = Field(examples=[{"path": "data/aime.jsonl"}])
+    """The problems, with the keys of `[task]`: all rows of a file, or a task of reasoning-gym."""
+    reward: str = "auto"
+    """Reward function, as in `reward.function`."""
+    num_problems: int | None = Field(default=None, ge=1, le=100_000)
+    """Problems: the first rows of the file, by default all; of a task by default 64."""
+    samples_per_problem: int | None = Field(default=None, ge=1, le=10_000)
+    """Samples of every problem; by default those of `[eval]`."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature; by default that of `[eval]`."""
+
+
 class EvalConfig(Schema):
     """The evaluation of the policy on held-out problems."""
 
     every_steps: int = Field(default=0, ge=0)
     """RL steps between evaluations, the first before any training; 0 never evaluates."""
-    num_problems: int = Field(default=64, ge=1, le=100_000)
-    """Held-out problems, which are never trained on; the last rows of a file."""
+    num_problems: int = Field(default=64, ge=0, le=100_000)
+    """Held-out problems, which are never trained on; the last rows of a file. 0 evaluates `sets`
+    alone."""
+    samples_per_problem: int = Field(default=1, ge=1, le=10_000)
+    """Samples of every problem, the largest k of pass@k; several need a temperature."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the evaluation; 0 takes the most likely tokens."""
+    sets: list[EvalSetConfig] = Field(default_factory=list)
+    """Further sets, with problems and rewards of their own."""
 
 
 class CheckpointConfig(Schema):

@@ -7,6 +7,7 @@ work that its RL step did not do (evaluation, capture).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 METRICS: dict[str, str] = {
@@ -15,6 +16,7 @@ METRICS: dict[str, str] = {
     "drafter_version": "Version of the drafter that drafted the RL step's samples.",
     "reward/mean": "Mean reward of the samples that have one.",
     "reward/std": "Standard deviation of the samples' rewards.",
+    "reward/group_std_mean": "Mean over groups of the standard deviation of a group's rewards.",
     "reward/groups_with_signal_share": "Share of groups whose rewards differ.",
     "reward/faults": "Samples not trained on because the reward function failed or timed out.",
     "reward/fault_share": "Share of the samples without a reward.",
@@ -52,6 +54,8 @@ METRICS: dict[str, str] = {
     "learner/grad_norm": "Gradient norm before clipping.",
     "learner/skipped_updates": "Optimizer steps skipped because the gradient was not finite.",
     "learner/lr": "Learning rate of the last optimizer step.",
+    "learner/entropy": "Entropy of the policy at the sampling temperature, in nats, averaged over "
+    "the trained response tokens.",
     "learner/kl": "KL divergence from the first policy, per token.",
     "learner/clipped_share": "Share of tokens whose probability ratio was clipped.",
     "learner/gap_mean": "Mean distance between the engines' and the learner's log probabilities.",
@@ -94,7 +98,11 @@ METRICS: dict[str, str] = {
     "took longer than their emulated time.",
     "emulate/update_late_s": "Seconds by which the update took longer than its emulated time.",
     "eval/reward_mean": "Mean reward of the held-out problems.",
+    "eval/mean_at_K": "Mean reward of K samples per problem; one without a reward counts as 0.",
+    "eval/pass_at_K": "Chance that at least one of K samples of a problem is right (reward 1 or "
+    "more): the unbiased estimate from all samples.",
     "eval/mean_tokens": "Mean response length on the held-out problems.",
+    "eval/truncated_share": "Share of responses cut off at `sampling.max_tokens`.",
     "time/step_s": "Duration of the RL step, the sum of the stages below.",
     "time/rollout_s": "Time from the first request to the last sample.",
     "time/reward_wait_s": "Time from the last sample to the last reward.",
@@ -119,12 +127,20 @@ The run's folder holds the metrics in `metrics.jsonl`, one line per RL step. The
 [`metrics`](configuration.md) names further places to send them to. TensorBoard and Weights & Biases
 show them under these names. Prometheus shows `reward/mean` as `tlt_reward_mean`. Counts are those
 of the RL step alone. A record leaves out the metrics of work that its RL step did not do.
+
+K stands for a number of samples, as in `eval/pass_at_8`. A set of `eval.sets` has its name after
+`eval/`, as in `eval/aime/pass_at_8`.
 """
+
+
+def declared(name: str) -> str:
+    """Return the name under which a metric is declared: of any held-out set, and for any K."""
+    return re.sub(r"_at_\d+$", "_at_K", re.sub(r"^eval/\w+/", "eval/", name))
 
 
 def check_names(record: Iterable[str]) -> None:
     """Fail if a name of the record is not declared."""
-    unknown = sorted(set(record) - METRICS.keys())
+    unknown = sorted(name for name in set(record) if declared(name) not in METRICS)
     assert not unknown, f"undeclared metrics: {', '.join(unknown)}"
 
 

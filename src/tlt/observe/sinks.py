@@ -13,13 +13,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from tlt.config.train import MetricsConfig
 from tlt.errors import ConfigError
-from tlt.observe.metrics import METRICS
+from tlt.observe.metrics import METRICS, declared
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,16 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run. Its id is kept in `run_dir`, so that a resumed run continues it.
+    """A W&B run, with the settings as its config.
+
+    Its id is kept in `run_dir`, so that a resumed run continues it.
 
     W&B cannot delete records: RL steps that a resumed run repeats appear twice, at the same place
     of the `step` axis. Output, code and git state are not uploaded. W&B sends in the background,
     and `close` waits for the rest: shut down engines first.
     """
 
-    def __init__(self, project: str, run_dir: Path) -> None:
+    def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -92,6 +94,8 @@ class WandbSink:
                 id=id_file.read_text().strip(),
                 name=run_dir.name,
                 resume="allow",
+                config=dict(config),
+                allow_val_change=True,  # a resumed run may change some settings
                 settings=wandb.Settings(
                     console="off", disable_code=True, disable_git=True, quiet=True
                 ),
@@ -138,7 +142,9 @@ class PrometheusSink:
         for name, value in record.items():
             if name not in self._gauges:  # not earlier: a gauge without a value shows 0
                 self._gauges[name] = self._gauge(
-                    f"tlt_{name.replace('/', '_')}", METRICS[name], registry=self._registry
+                    f"tlt_{name.replace('/', '_')}",
+                    METRICS[declared(name)],
+                    registry=self._registry,
                 )
             self._gauges[name].set(value)
 
@@ -177,8 +183,16 @@ def _close(sink: Sink) -> None:
         logger.exception("%s could not be closed", type(sink).__name__)
 
 
-def open_sinks(config: MetricsConfig, run_dir: Path, resume_step: int) -> list[Sink]:
-    """Open the sinks of the settings. `resume_step` is the last valid RL step; 0 for a new run."""
+def open_sinks(
+    config: MetricsConfig,
+    run_dir: Path,
+    resume_step: int,
+    settings: Mapping[str, Any] | None = None,
+) -> list[Sink]:
+    """Open the sinks of the settings. `resume_step` is the last valid RL step; 0 for a new run.
+
+    `settings` are those of the run, for sinks that show them.
+    """
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if config.tensorboard:
         # Without a checkpoint, this also purges the attempt before.
@@ -189,7 +203,7 @@ def open_sinks(config: MetricsConfig, run_dir: Path, resume_step: int) -> list[S
         wanted.append(("prometheus_port", lambda: PrometheusSink(config.prometheus_host, port)))
     if config.wandb_project is not None:
         project = config.wandb_project
-        wanted.append(("wandb_project", lambda: WandbSink(project, run_dir)))
+        wanted.append(("wandb_project", lambda: WandbSink(project, run_dir, settings or {})))
 
     sinks: list[Sink] = []
     try:

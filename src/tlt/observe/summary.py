@@ -50,7 +50,10 @@ def stage_table(records: Iterable[Record]) -> list[tuple[str, float, float]]:
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """Return rewards, totals and medians of a run, without metrics that no RL step has."""
+    """Return rewards, evaluations, totals and medians of a run.
+
+    Metrics that no RL step has are left out.
+    """
     records = list(records)
     rewards = series(records, "reward/mean")[1]
     evaluations = series(records, "eval/reward_mean")[1]
@@ -61,6 +64,14 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         result["reward"] = {"first_fifth": first, "last_fifth": last}
     if evaluations:
         result["eval_reward"] = {"first": evaluations[0], "last": evaluations[-1]}
+    evals = sorted({name for record in records for name in record if name.startswith("eval/")})
+    found = {name: series(records, name)[1] for name in evals}
+    if evals:
+        result["eval"] = {
+            name: {"first": values[0], "last": values[-1]}
+            for name, values in found.items()
+            if values
+        }
     for key, names, total in (("total", TOTALS, sum), ("median", MEDIANS, median)):
         columns = {name: series(records, name)[1] for name in names}
         result[key] = {name: total(values) for name, values in columns.items() if values}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from math import comb, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
@@ -26,6 +26,7 @@ from tlt.rollout.client import Engine
 from tlt.rollout.offline import ChildEngine
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
+from tlt.tasks.held_out import RIGHT, pass_shares
 from tlt.tasks.rewards import Reward, RewardFunction, RewardPool
 from tlt.vllm.args import engine_args, max_draft_tokens
 
@@ -68,12 +69,6 @@ class Interval:
 # --- statistics -----------------------------------------------------------------------------------
 
 
-def pass_at(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the probability that one of k samples, drawn from these without repeats, passes."""
-    assert 1 <= k <= num_samples
-    return 1 - comb(num_samples - num_passed, k) / comb(num_samples, k)
-
-
 def interval(values: Sequence[float], most: int = 1) -> Interval:
     """Return the mean over problems, with Wilson's interval.
 
@@ -99,12 +94,6 @@ def _quantile(freedom: int) -> float:
     second = (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96
     third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384
     return Z + first / freedom + second / freedom**2 + third / freedom**3
-
-
-def ks(num_samples: int) -> list[int]:
-    """Return the k of the table: powers of two, and all samples."""
-    powers = [2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples]
-    return sorted({*powers, num_samples})
 
 
 # --- generation -----------------------------------------------------------------------------------
@@ -209,11 +198,11 @@ def summary(
     """Return pass@k with intervals, and what else is worth knowing."""
     passed = [0] * len(plan.problems)
     for name, reward in rewards.items():
-        passed[_problem(name)] += reward.fault is None and reward.value >= 1
-    found = {}
-    for k in ks(plan.num_samples):
-        shares = [pass_at(plan.num_samples, count, k) for count in passed]
-        found[str(k)] = asdict(interval(shares, plan.num_samples))
+        passed[_problem(name)] += reward.fault is None and reward.value >= RIGHT
+    found = {
+        str(k): asdict(interval(shares, plan.num_samples))
+        for k, shares in pass_shares(plan.num_samples, passed).items()
+    }
     lengths = [len(sample.token_ids) for sample in samples.values()]
     cut = [sample.finish_reason == "length" for sample in samples.values()]
     return {

@@ -12,14 +12,14 @@ from tlt.config.train import SizesConfig, TaskConfig, TrainConfig
 from tlt.errors import ConfigError
 from tlt.models.folder import read_model
 from tlt.models.hub import local_folder
-from tlt.tasks.file import columns, read_problems, task_of
+from tlt.tasks.file import columns, task_of
 from tlt.tasks.gym import Problem
+from tlt.tasks.held_out import open_set
 from tlt.tasks.rewards import RewardFunction, reward_function
-from tlt.tasks.source import as_asked, open_source
+from tlt.tasks.source import fixed_problems, open_source
 from tlt.tasks.tail import HeavyTail
 
 FILES = (".jsonl", ".parquet")
-NUM_PROBLEMS = 64
 
 Chosen = tuple[list[Problem], RewardFunction, str]
 """Problems, their reward function, and in words which problems they are."""
@@ -36,20 +36,20 @@ class Asked:
     reward: str | None = None
     count: int | None = None
     seed: int = 0
+    held_out_set: str | None = None
+    """One of the run's `eval.sets`, by its name."""
 
 
-def model_of(target: str) -> tuple[Path, TrainConfig | None]:
-    """Return the model folder of a run or a model, and the settings of the run."""
+def model_of(target: str, policy: Path | None = None) -> tuple[Path, TrainConfig | None]:
+    """Return the model folder of a run or a model, and the settings of the run.
+
+    `policy` is a policy of the run to take instead of the one that it ended with.
+    """
     folder = Path(target)
     path = folder / "config.toml"
     if path.exists():
         run = check(TrainConfig, read_toml(path), str(path))
-        folder /= "policy"
-        if not folder.exists():
-            raise ConfigError(
-                f"{target} holds no policy yet: the run has not ended; wait for it, or give the "
-                f"model it started from, {run.policy.model}"
-            )
+        folder = policy or folder / "policy"
     else:
         run = None
         if folder.is_dir() and not (folder / "config.json").exists():
@@ -63,7 +63,9 @@ def model_of(target: str) -> tuple[Path, TrainConfig | None]:
 
 
 def chosen_problems(run: TrainConfig | None, asked: Asked) -> Chosen:
-    """Return the problems to solve: those that the run held out, unless a task is named."""
+    """Return the problems to solve: those that the run held out, unless others are named."""
+    if asked.held_out_set is not None:
+        return _own_set(run, asked, asked.held_out_set)
     if asked.task is None:
         if run is None:
             raise ConfigError(
@@ -81,7 +83,6 @@ def chosen_problems(run: TrainConfig | None, asked: Asked) -> Chosen:
         config = _file_task(asked.task, like.task if like else None)
         if asked.instruction is not None:
             config = config.model_copy(update={"instruction": asked.instruction})
-        found = as_asked(read_problems(config)[: asked.count], config)
     else:
         usual = like.task.instruction if like else ""
         config = TaskConfig(
@@ -91,7 +92,7 @@ def chosen_problems(run: TrainConfig | None, asked: Asked) -> Chosen:
             system_prompt=like.task.system_prompt if like else "",
             sizes=SizesConfig(**asdict(asked.sizes)) if asked.sizes else None,
         )
-        found = open_source(config, asked.seed, 0).held_out(asked.count or NUM_PROBLEMS)
+    found = fixed_problems(config, asked.seed, asked.count)
     return found, function, f"{len(found)} problems of {asked.task}"
 
 
@@ -106,14 +107,34 @@ def _file_task(path: str, like: TaskConfig | None) -> TaskConfig:
     return usual.model_copy(update={key: getattr(like, key) for key in kept} if like else {})
 
 
+def _own_set(run: TrainConfig | None, asked: Asked, name: str) -> Chosen:
+    """Return a set of `eval.sets`."""
+    sets = {each.name: each for each in run.eval.sets} if run else {}
+    if run is None or name not in sets or asked.task is not None:
+        known = ", ".join(sets) or "none"
+        raise ConfigError(
+            f"--set {name} is the name of one of the run's eval.sets ({known}), and takes no "
+            "--task; e.g. --task test.jsonl without --set"
+        )
+    _refuse_parameters(asked, "--task; a set has those of its settings")
+    chosen = sets[name]
+    task = {} if asked.instruction is None else {"instruction": asked.instruction}
+    change = {"task": chosen.task.model_copy(update=task), "reward": asked.reward or chosen.reward}
+    count = asked.count or chosen.num_problems
+    found = open_set(run, chosen.model_copy(update=change | {"num_problems": count}))
+    return list(found.problems), found.reward, f"{len(found.problems)} problems of set {name}"
+
+
 def _held_out(run: TrainConfig, asked: Asked) -> Chosen:
     _refuse_parameters(asked, "--task; without it, the run's own problems count")
     from_file = run.task.path is not None
     held_out = run.eval.num_problems if run.eval.every_steps or not from_file else 0
     if not held_out:
+        key = "eval.num_problems" if run.eval.every_steps else "eval.every_steps"
+        other = [f"--set {each.name}" for each in run.eval.sets] or ["--task test.jsonl"]
         raise ConfigError(
-            "the run held out no problems (eval.every_steps = 0): all of its file were trained on; "
-            "give others, e.g. --task test.jsonl"
+            f"the run held out no problems ({key} = 0): all of its file were trained on; "
+            f"give others, e.g. {other[0]}"
         )
     if from_file and asked.count is not None and asked.count > held_out:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 from tlt import colours
 from tlt.colours import COLOURS, RUNS, arm_colour
 from tlt.contracts import Arm
-from tlt.observe.metrics import STAGES
+from tlt.observe.metrics import STAGES, declared
 from tlt.observe.summary import series, stage_table
 from tlt.observe.timeline import LEARNER, StepTimeline
 from tlt.report.svg import INK, Axis, Box, Chart, Line, Points, on_same_axes, sheet
@@ -185,9 +185,13 @@ def _acceptance(view: RunView) -> Chart:
 
 def _reward(view: RunView) -> Chart:
     lines = {"samples": Line(_points(view, "reward/mean"), COLOURS[0])}
-    held_out = list(zip(*series(view.all_records, "eval/reward_mean"), strict=True))
-    if held_out:
-        lines["held out"] = Line(held_out, COLOURS[1], dashed=True)
+    names = dict.fromkeys(name for record in view.all_records for name in record)
+    held_out = [name for name in names if declared(name) == "eval/reward_mean"]
+    for place, name in enumerate(held_out):
+        points = list(zip(*series(view.all_records, name), strict=True))
+        of = name.split("/")[1:-1]  # the name of a set
+        colour = COLOURS[1 + place % (len(COLOURS) - 1)]
+        lines[", ".join(["held out", *of])] = Line(points, colour, dashed=True)
     return _over_steps("Reward", "mean reward", lines)
 
 

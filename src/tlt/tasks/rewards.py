@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +61,16 @@ class Reward:
 class RewardPool:
     """Worker processes that score responses, for one event loop."""
 
-    def __init__(self, function: RewardFunction, num_workers: int, timeout_s: float) -> None:
-        try:
-            self._function = pickle.dumps(function)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"reward.function: other processes cannot import {function!r}: {error}; define "
-                "it at the top level of a module, e.g. my_rewards:score"
-            ) from error
+    def __init__(
+        self,
+        function: RewardFunction,
+        num_workers: int,
+        timeout_s: float,
+        others: Iterable[RewardFunction] = (),
+    ) -> None:
+        """`function` scores what names no other; workers prepare for `others` as well."""
+        self._function = _pickled(function)
+        self._functions = [self._function, *map(_pickled, others)]
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         # Further responses wait here: a pool that breaks down loses all responses it holds.
@@ -79,9 +81,12 @@ class RewardPool:
         self._closed = False
         self.faults: Counter[str] = Counter()
 
-    async def score(self, problem: Problem, response: str) -> Reward:
+    async def score(
+        self, problem: Problem, response: str, function: RewardFunction | None = None
+    ) -> Reward:
+        chosen = self._function if function is None else _pickled(function)
         try:
-            payload = pickle.dumps((self._function, problem, response))
+            payload = pickle.dumps((chosen, problem, response))
         except Exception as error:  # an entry may hold any object
             return self._fault("error", problem, f"cannot be sent to a process: {error}")
         async with self._places:
@@ -150,7 +155,7 @@ class RewardPool:
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=_prepare,
-            initargs=[os.getpid(), self._function],
+            initargs=[os.getpid(), self._functions],
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -224,13 +229,24 @@ LIBRARIES: dict[RewardFunction, str] = {gym.score: "reasoning_gym", math_score: 
 """Libraries that our own rewards import at their first call."""
 
 
-def _prepare(parent: int, function: bytes) -> None:
+def _pickled(function: RewardFunction) -> bytes:
+    try:
+        return pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"reward.function: other processes cannot import {function!r}: {error}; define "
+            "it at the top level of a module, e.g. my_rewards:score"
+        ) from error
+
+
+def _prepare(parent: int, functions: Iterable[bytes]) -> None:
     """Import a new worker's libraries before any time limit runs."""
     threading.Thread(target=_end_with, args=[parent], daemon=True).start()
-    with contextlib.suppress(Exception):  # the first call will report it
-        library = LIBRARIES.get(pickle.loads(function))
-        if library is not None:
-            importlib.import_module(library)
+    for function in functions:
+        with contextlib.suppress(Exception):  # the first call will report it
+            library = LIBRARIES.get(pickle.loads(function))
+            if library is not None:
+                importlib.import_module(library)
 
 
 def _end_with(parent: int) -> None:

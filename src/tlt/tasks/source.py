@@ -18,6 +18,9 @@ from tlt.tasks.file import read_problems
 from tlt.tasks.gym import Problem
 from tlt.tasks.tail import HeavyTail
 
+NUM_PROBLEMS = 64
+"""Problems of a task for an evaluation that names no number."""
+
 
 class Source(Protocol):
     def batch(self, step: int, count: int) -> list[Problem]:
@@ -143,20 +146,36 @@ class FileSource:
 
 def open_source(config: TaskConfig, seed: int, num_held_out: int) -> Source:
     """Return the source that a run's settings name."""
+    _check_one(config)
+    if config.name is not None:
+        return GymSource(config, seed)
+    return FileSource(config, seed, num_held_out)
+
+
+def _check_one(config: TaskConfig) -> None:
+    """Refuse settings that name no problems, two kinds, or what their kind does not have."""
     if (config.name is None) == (config.path is None):
         what = "neither is" if config.name is None else "both are"
         raise ConfigError(
             f"task.name or task.path must be set, {what}; e.g. task.name = 'chain_sum'"
         )
-    if config.name is not None:
-        return GymSource(config, seed)
     for key in ("sizes", "parameters"):
-        if getattr(config, key):
+        if config.path is not None and getattr(config, key):
             raise ConfigError(
                 f"task.{key} is for tasks of reasoning-gym, not for files; leave it out, or set "
                 "task.name instead of task.path"
             )
-    return FileSource(config, seed, num_held_out)
+
+
+def fixed_problems(config: TaskConfig, seed: int, count: int | None) -> list[Problem]:
+    """Return the first rows of a file, or problems of a task that no RL step gets.
+
+    Without a count, these are all rows, or `NUM_PROBLEMS`.
+    """
+    _check_one(config)
+    if config.name is not None:
+        return GymSource(config, seed).held_out(count or NUM_PROBLEMS)
+    return as_asked(read_problems(config)[:count], config)
 
 
 def _sizes(config: TaskConfig) -> HeavyTail | None:

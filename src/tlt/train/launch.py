@@ -85,7 +85,7 @@ def launch(
         stack.enter_context(_run_log(folder.path, log, command))
         write_inputs(folder.path, config)
         checkpoint, done = folder.last_checkpoint() if resume else (None, 0)
-        sinks = Sinks(open_sinks(config.metrics, folder.path, done))
+        sinks = Sinks(open_sinks(config.metrics, folder.path, done, named.model_dump()))
         stack.callback(sinks.close)
         if done < config.run.num_steps or not (folder.path / "policy").exists():
             folder.set_policy_aside()
@@ -170,7 +170,10 @@ class _Run:
             reservation = await reserve(self.prepared.placement, config.pool.start_timeout_s)
             stack.callback(reservation.release)
             scoring = config.reward
-            rewards = RewardPool(self.prepared.reward, scoring.num_workers, scoring.timeout_s)
+            others = [each.reward for each in self.prepared.held_out]
+            rewards = RewardPool(
+                self.prepared.reward, scoring.num_workers, scoring.timeout_s, others
+            )
             stack.callback(rewards.close)
             if config.tlt.harvests:
                 drafter = folder.path / "drafter-start"

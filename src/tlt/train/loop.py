@@ -242,10 +242,13 @@ class Training:
         return scored, kept, record | self._parts.harvest.record()
 
     async def _evaluate(self, step: int, watch: Stopwatch) -> Record:
-        """Return the record of the held-out problems under the current policy."""
+        """Return the record of the held-out sets under the current policy."""
         watch.skip()
-        held_out, version = self._prepared.held_out, self._update.version
-        return eval_record(await self._rollouts.evaluate(step, held_out, version, watch))
+        record: Record = {}
+        for each in self._prepared.held_out:
+            scored = await self._rollouts.evaluate(step, each, self._update.version, watch)
+            record |= eval_record(scored, each.name)
+        return record
 
     async def _sync(self) -> None:
         """Load the learner's policy into all engines."""

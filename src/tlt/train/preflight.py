@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tlt.models.folder import SHAPE_KEYS, check_drafter, is_outline, read_model,
 from tlt.node.shared import remove_abandoned
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
+from tlt.tasks.held_out import HeldOut, held_out_sets
 from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
 from tlt.tasks.source import Source, open_source
 from tlt.train.fit import check_memory
@@ -55,7 +56,8 @@ class Prepared:
 
     chat: Chat
     source: Source
-    held_out: list[Problem]
+    held_out: list[HeldOut]
+    """The sets that the run evaluates."""
     reward: RewardFunction
     engine: EngineConfig
     placement: PlacementPlan
@@ -98,15 +100,16 @@ def prepare(config: TrainConfig) -> Prepared:
     chat = Chat(config.policy.model, "policy.model")
     num_held_out = config.eval.num_problems if config.eval.every_steps else 0
     source = open_source(config.task, config.run.seed, num_held_out)
-    held_out = source.held_out(num_held_out) if num_held_out else []
-    problems = list(held_out)
+    reward = reward_function(config.reward.function, config.task.path is not None)
+    held_out = held_out_sets(config, source, reward)
+    trained = []
     for step in range(1, min(config.run.num_steps, CHECKED_STEPS) + 1):
         count, num_extra = config.sampling.prompts_per_step, config.sampling.max_extra_prompts
-        problems += source.batch(step, count) + source.extra(step, count, num_extra)
+        trained += source.batch(step, count) + source.extra(step, count, num_extra)
+    problems = [problem for each in held_out for problem in each.problems] + trained
     longest, room = _check_prompts(config, engine, model, draft_tokens, chat, problems)
     memory = _plan_memory(config, model, longest, draft_tokens)
-    reward = reward_function(config.reward.function, config.task.path is not None)
-    asyncio.run(_check_reward(config, reward, problems[0]))
+    asyncio.run(_check_reward(config, held_out, reward, trained[0]))
     return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
 
 
@@ -379,16 +382,21 @@ def _has_gpus_elsewhere(engine: EngineSettings) -> bool:
     return engine.num_gpus > 0 and this_machine().num_gpus is None
 
 
-async def _check_reward(config: TrainConfig, function: RewardFunction, problem: Problem) -> None:
-    """Score one response as the run will, in a process and under the time limit."""
-    pool = RewardPool(function, 1, config.reward.timeout_s)
+async def _check_reward(
+    config: TrainConfig, held_out: Sequence[HeldOut], function: RewardFunction, problem: Problem
+) -> None:
+    """Score one response of each kind as the run will, in a process and under the time limit."""
+    firsts = [(f"reward.function = {config.reward.function!r}", function, problem)]
+    firsts += [(each.setting, each.reward, each.problems[0]) for each in held_out if each.name]
+    pool = RewardPool(function, 1, config.reward.timeout_s, [each.reward for each in held_out])
     try:
-        reward = await pool.score(problem, problem.answer)
+        for setting, scores, first in firsts:
+            reward = await pool.score(first, first.answer, scores)
+            if reward.fault is not None:
+                raise ConfigError(
+                    f"{setting} fails on the first problem ({reward.fault}): {reward.detail}; it "
+                    "must return a finite number, e.g. 1.0, within reward.timeout_s = "
+                    f"{config.reward.timeout_s:g}"
+                )
     finally:
         pool.close()
-    if reward.fault is not None:
-        raise ConfigError(
-            f"reward.function = {config.reward.function!r} fails on the first problem "
-            f"({reward.fault}): {reward.detail}; it must return a finite number, e.g. 1.0, within "
-            f"reward.timeout_s = {config.reward.timeout_s:g}"
-        )

@@ -7,14 +7,16 @@ writer of them all.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
 from tlt.config.train import TrainConfig
 from tlt.contracts import EngineStats, Scored
 from tlt.learner.batch import Groups
 from tlt.observe.live import Live
+from tlt.observe.metrics import declared
 from tlt.observe.record import MetricsLog, StepLog
 from tlt.observe.sinks import Sinks
 from tlt.observe.stopwatch import Stopwatch
@@ -22,6 +24,7 @@ from tlt.observe.timekeeper import NoTimekeeper, Timekeeper
 from tlt.rollout.pool import RolloutPool
 from tlt.spans import Span
 from tlt.tasks.gym import Problem
+from tlt.tasks.held_out import RIGHT, pass_shares
 from tlt.tasks.tail import length_summary
 from tlt.train.folder import RunFolder
 
@@ -94,12 +97,13 @@ def rollout_record(
 ) -> Record:
     lengths = [len(s.sample.token_ids) for s in scored]
     rewards = [s.reward for s in scored if s.fault is None]
-    mean = _mean(rewards)
+    groups_rewards = _by_problem((s for s in scored if s.fault is None), lambda s: s.reward)
     rollout_s = max(rollout_s, 1e-9)
     during, since_last = work.during, work.since_last
     record = {
-        "reward/mean": mean,
-        "reward/std": _mean([(r - mean) ** 2 for r in rewards]) ** 0.5,
+        "reward/mean": _mean(rewards),
+        "reward/std": _std(rewards),
+        "reward/group_std_mean": _mean([_std(of) for of in groups_rewards]),
         "reward/groups_with_signal_share": groups.num_with_signal / max(1, groups.num_groups),
         "reward/faults": len(scored) - len(rewards),
         "reward/fault_share": _mean([s.fault is not None for s in scored]),
@@ -145,10 +149,11 @@ def update_record(
     updates: Sequence[UpdateReport], alarms: int, seconds: float, row_tokens: int
 ) -> Record:
     tokens = sum(u.sums.tokens for u in updates)
-    learned = max(1.0, sum(u.sums.learned_tokens for u in updates))
+    num_learned = sum(u.sums.learned_tokens for u in updates)
+    learned = max(1.0, num_learned)
     computed = sum(u.sums.computed_tokens for u in updates)
     rows = sum(u.sums.rows for u in updates)
-    return {
+    record: Record = {
         "learner/loss": _mean([u.sums.loss for u in updates]),
         "learner/grad_norm": _mean([u.grad_norm for u in updates]),
         "learner/skipped_updates": sum(u.skipped for u in updates),
@@ -164,13 +169,35 @@ def update_record(
         "learner/row_fill_share": computed / max(1, rows * row_tokens),
         "learner/shared_share": 1 - computed / max(1.0, tokens),
     }
+    if num_learned:
+        record["learner/entropy"] = sum(u.sums.entropy for u in updates) / num_learned
+    return record
 
 
-def eval_record(scored: Sequence[Scored]) -> Record:
-    return {
-        "eval/reward_mean": _mean([s.reward for s in scored if s.fault is None]),
-        "eval/mean_tokens": _mean([len(s.sample.token_ids) for s in scored]),
+def eval_record(scored: Sequence[Scored], name: str = "") -> Record:
+    """Return the record of a held-out set; all its problems have as many samples."""
+    area = f"eval/{name}" if name else "eval"
+    record = {
+        f"{area}/reward_mean": _mean([s.reward for s in scored if s.fault is None]),
+        f"{area}/mean_tokens": _mean([len(s.sample.token_ids) for s in scored]),
+        f"{area}/truncated_share": _mean([s.sample.finish_reason == "length" for s in scored]),
     }
+    rewards = _by_problem(scored, lambda s: 0.0 if s.fault else s.reward)
+    if rewards:
+        num_samples = len(rewards[0])
+        right = [sum(reward >= RIGHT for reward in of) for of in rewards]
+        record[f"{area}/mean_at_{num_samples}"] = _mean([_mean(of) for of in rewards])
+        for k, shares in pass_shares(num_samples, right).items():
+            record[f"{area}/pass_at_{k}"] = _mean(shares)
+    return record
+
+
+def _by_problem(scored: Iterable[Scored], value: Callable[[Scored], float]) -> list[list[float]]:
+    """Return the values of each problem's samples."""
+    found: dict[int, list[float]] = {}
+    for each in scored:
+        found.setdefault(each.problem_number, []).append(value(each))
+    return list(found.values())
 
 
 def samples_to_read(
@@ -194,6 +221,10 @@ def samples_to_read(
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
+
+
+def _std(values: Sequence[float]) -> float:
+    return pstdev(values) if values else 0.0
 
 
 class RunLog:
@@ -238,7 +269,8 @@ class RunLog:
         record = {"step": step, **record, **watch.record()}
         self._metrics.append(record)
         self._sinks.log(record)
-        numbers = ", ".join(f"{name} {record[name]:.4g}" for name in LOGGED if name in record)
+        shown = [name for name in record if declared(name) in LOGGED]
+        numbers = ", ".join(f"{name} {record[name]:.4g}" for name in shown)
         logger.info("RL step %d is done: %s", step, numbers)
         self.live.record = record
         self._on_record(record)

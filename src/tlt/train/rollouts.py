@@ -24,7 +24,8 @@ from tlt.observe.stopwatch import Stopwatch
 from tlt.rollout.pool import RolloutPool
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
-from tlt.tasks.rewards import RewardPool
+from tlt.tasks.held_out import HeldOut
+from tlt.tasks.rewards import RewardFunction, RewardPool
 from tlt.tasks.tail import HeavyTail
 from tlt.train.dapo import Replacements, overlong_penalty
 
@@ -115,16 +116,19 @@ class Rollouts:
         return await batch.samples(watch, stages)
 
     async def evaluate(
-        self, step: int, problems: Sequence[Problem], policy_version: int, watch: Stopwatch
+        self, step: int, chosen: HeldOut, policy_version: int, watch: Stopwatch
     ) -> list[Scored]:
-        """Return one sample of every held-out problem, under the policy of an RL step."""
-        label, prompts = f"eval-{step}", self._prompts(problems)
-        temperature = self._config.eval.temperature
-        requests = make_requests(self._config, label, prompts, 1, temperature, None)
+        """Return the samples of a held-out set, under the policy of an RL step."""
+        label = f"eval-{step}-{chosen.name}" if chosen.name else f"eval-{step}"
+        problems, prompts = chosen.problems, self._prompts(chosen.problems)
+        requests = make_requests(
+            self._config, label, prompts, chosen.num_samples, chosen.temperature, None
+        )
         replacements = Replacements(len(problems), len(problems))
         batch = _Batch(
             *(self, label, problems, requests, policy_version, replacements),
             on_scored=lambda scored: False,
+            reward=chosen.reward,
         )
         return await batch.samples(watch, ("eval", "eval"))
 
@@ -173,6 +177,7 @@ class _Batch:
         policy_version: int,
         replacements: Replacements,
         on_scored: Callable[[Scored], bool],
+        reward: RewardFunction | None = None,
     ) -> None:
         self._of = of
         self._label = label
@@ -184,6 +189,8 @@ class _Batch:
         self._policy_version = policy_version
         self._replacements = replacements
         self._on_scored = on_scored
+        self._reward = reward
+        """The reward of a held-out set; None for the run's own."""
         self._num_requests = 0
         self._scoring: list[asyncio.Task[Scored]] = []
         self._extra: list[asyncio.Task[None]] = []
@@ -244,7 +251,7 @@ class _Batch:
         index = self._index_of[sample.sample_id]
         number, place = divmod(index, self._group_size)
         request, text = self._made[index], self._of.chat.text(sample.token_ids)
-        reward = await self._of.rewards.score(self._problems[number], text)
+        reward = await self._of.rewards.score(self._problems[number], text, self._reward)
         value = reward.value
         if request.rl_step is not None and reward.fault is None:
             value -= self._of.penalty(sample)

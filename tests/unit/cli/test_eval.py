@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from tlt.contracts import Sample, SampleRequest
 from tlt.errors import ConfigError
 from tlt.models import tiny
 from tlt.offline import evaluate
-from tlt.offline.evaluate import interval, ks, pass_at
+from tlt.offline.evaluate import interval
 from tlt.rollout.client import Engine
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
+from tlt.tasks.held_out import ks, pass_at
 from tlt.tasks.rewards import Reward
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -216,6 +218,43 @@ def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
     assert {request.prompt_token_ids for request in FakeEngine.seen} == expected
 
 
+SUMS = {"name": "sums", "task": {"path": "sums.jsonl"}, "reward": "exact", "num_problems": 5}
+
+
+def test_a_set_of_the_run(model: Path) -> None:
+    problems(7)
+    run_folder(model, eval={"every_steps": 1, "num_problems": 0, "sets": [SUMS]})
+    code, output, errors = tlt("eval", "run", "--set", "sums", "--samples", "2", "--json")
+    assert code == 0, errors
+    found = json.loads(output)
+    assert (found["problems"], found["pass_at"]["1"]["value"]) == ("5 problems of set sums", 0.5)
+    assert "step" not in found
+    code, _, errors = tlt("eval", "run")
+    assert code == 2
+    assert "(eval.num_problems = 0)" in errors
+    assert "--set sums" in errors
+
+
+def test_a_run_that_goes_on_is_measured_at_its_newest_checkpoint(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def export_policy(run: Path, step: int | None, out: Path) -> int:
+        asked.append(step)
+        shutil.copytree(model, out)
+        return step or 7
+
+    monkeypatch.setattr("tlt.train.export.export_policy", export_policy)
+    run_folder(model, eval={"every_steps": 1, "num_problems": 3})
+    arguments = ("eval", "run", "--samples", "1", "--json")
+    assert "step" not in json.loads(tlt(*arguments)[1]), "a run that has ended has a policy"
+    assert json.loads(tlt(*arguments, "--step", "4")[1])["step"] == 4
+    Path("run", "policy").unlink()
+    assert json.loads(tlt(*arguments)[1])["step"] == 7
+    assert asked == [4, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -231,7 +270,9 @@ def test_the_held_out_rows_of_a_file_are_its_last(model: Path) -> None:
         (["M", "--task", "gcd", "--temperature", "0"], "--samples 1"),
         (["M", "--task", "gcd", "--max-tokens", "99999"], "4096; e.g. --max-tokens"),
         (["run", "--parameter", "x=1"], "--parameter and --sizes go with --task"),
-        (["unfinished"], "unfinished holds no policy"),
+        (["unfinished"], "unfinished holds no policy and no checkpoint yet; wait for RL step 10"),
+        (["M", "--step", "3"], "--step 3 is for a run"),
+        (["run", "--set", "aime"], "eval.sets (none)"),
         (["all"], "eval.every_steps = 0"),
     ],
 )

@@ -56,7 +56,7 @@ class LightRewards:
     def __init__(self, function: Callable[[Problem, str], float], *limits: float) -> None:
         self._function = function
 
-    async def score(self, problem: Problem, response: str) -> Reward:
+    async def score(self, problem: Problem, response: str, *_: Any) -> Reward:
         try:
             return Reward(float(self._function(problem, response)))
         except Exception as error:

@@ -45,6 +45,10 @@ def test_metrics_are_declared() -> None:
         check_names(values)
     with pytest.raises(AssertionError, match="reward/maen"):
         check_names({"step": 1, "reward/maen": 1.0})
+    check_names({"eval/pass_at_8": 0.5, "eval/aime_24/pass_at_16": 0.5, "eval/aime/mean_tokens": 1})
+    for wrong in ("eval/aime/mean", "eval/a/b/reward_mean", "eval/pass_at_k", "reward/aime/mean"):
+        with pytest.raises(AssertionError, match=wrong):
+            check_names({wrong: 1.0})
 
 
 def test_the_metrics_page_is_current() -> None:
@@ -161,7 +165,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "run"
     ids = []
     for step in (1, 2):
-        (sink,) = open_sinks(MetricsConfig(wandb_project="tlt-test"), run_dir, resume_step=step - 1)
+        settings = {"learner": {"lr": 0.125}, "run": {"num_steps": step}}
+        config = MetricsConfig(wandb_project="tlt-test")
+        (sink,) = open_sinks(config, run_dir, step - 1, settings)
         assert isinstance(sink, WandbSink)
         sink.log(record(step))
         ids.append((run_dir / "wandb_id").read_text())
@@ -170,7 +176,8 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids[0] == ids[1]
     files = sorted(run_dir.glob(f"wandb/offline-run-*/run-{ids[0]}.wandb"))
     assert len(files) == 2
-    assert all(b"reward/mean" in file.read_bytes() for file in files)
+    for text in (b"reward/mean", b"num_steps", b"0.125"):
+        assert all(text in file.read_bytes() for file in files)
 
 
 def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +204,12 @@ def test_prometheus(tmp_path: Path) -> None:
 
     assert "tlt_" not in scraped()  # nothing known is not 0
     sink.log(record(1, **{"learner/loss": math.nan}))
-    sink.log(record(2))
+    sink.log(record(2, **{"eval/aime/pass_at_4": 0.5}))
     lines = scraped().splitlines()
     assert "tlt_step 2.0" in lines
     assert "tlt_reward_mean 0.2" in lines
     assert "tlt_learner_loss NaN" in lines
+    assert "tlt_eval_aime_pass_at_4 0.5" in lines
     assert f"# HELP tlt_reward_mean {METRICS['reward/mean']}" in lines
 
     # By default the server listens on one address of this machine only.
@@ -302,6 +310,7 @@ def test_summary() -> None:
     assert result["num_steps"] == 50  # what is measured before the first step is none
     assert result["reward"]["first_fifth"] < 0.3 < 0.6 < result["reward"]["last_fifth"]
     assert result["eval_reward"] == {"first": 0.1, "last": pytest.approx(0.8)}
+    assert result["eval"] == {"eval/reward_mean": result["eval_reward"]}
     assert result["total"]["rollout/output_tokens"] == 50 * 50_000
     assert result["median"]["learner/gap_mean"] == pytest.approx(0.0115, abs=0.001)
     assert "rollout/acceptance_length" not in result["median"]

@@ -145,6 +145,11 @@ def module(name: str, code: str, key: str = "reward.function") -> Spoil:
     return spoil
 
 
+def sets(*each: str) -> Spoil:
+    """Evaluate on these sets."""
+    return settings("eval.every_steps=1", f"eval.sets=[{', '.join(each)}]")
+
+
 def both(first: Spoil, second: Spoil) -> Spoil:
     def spoil(attempt: Attempt) -> None:
         first(attempt)
@@ -275,6 +280,28 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (data(TWENTY + b"{\n"), "data.jsonl, line 21", '"question": '),
     (data(TWENTY, "sampling.prompts_per_step=21"), "sampling.prompts_per_step", "at most 20"),
     (data(TWENTY, "eval.every_steps=1", "eval.num_problems=20"), "eval.num_problems", "e.g. 2"),
+    # held-out sets
+    (settings("eval.every_steps=1", "eval.num_problems=0"), "eval.sets", "eval.num_problems = 64"),
+    (settings("eval.every_steps=1", "eval.samples_per_problem=4"),
+     "eval: temperature = 0", "temperature = 0.6"),
+    (sets('{name="AIME", task={name="gcd"}}'), "eval.sets.0.name = 'AIME'", "e.g. 'aime'"),
+    (sets('{name="a", tsk={name="gcd"}}'), "eval.sets.0.tsk", "did you mean task?"),
+    (sets('{name="a"}'), "eval.sets.0.task is missing", "e.g. "),
+    (sets('{name="a", task={name="gcd"}}', '{name="a", task={name="gcd"}}'),
+     "two sets are called 'a'", "e.g. a_2"),
+    (sets('{name="a", task={}}'), "eval.sets, a: task.name or task.path", "'chain_sum'"),
+    (sets('{name="a", task={path="none.jsonl"}}'), "eval.sets, a: task.path", "none.jsonl"),
+    (sets('{name="a", task={name="gcd"}, reward="fancy"}'),
+     "eval.sets, a: reward: 'fancy'", "my_rewards:score"),
+    (sets('{name="a", task={name="gcd"}, samples_per_problem=2}'),
+     "eval.sets, a: temperature = 0", "samples_per_problem = 1"),
+    (sets('{name="a", task={name="gcd"}, num_problems=0}'),
+     "eval.sets.0.num_problems = 0", "or leave it out"),
+    (both(data(TWENTY, "eval.num_problems=2"), sets('{name="a", task={path="data.jsonl"}}')),
+     "eval.sets, a: task.path", "eval.num_problems"),
+    (both(module("bad_raises_2", "def f(*_): raise KeyError('gold')"),
+          sets('{name="a", task={name="gcd"}, reward="bad_raises_2:f"}')),
+     "KeyError: 'gold'", "e.g. 1.0"),
     (module("bad_exits", "import sys\nsys.exit(0)\n"), "reward.function", "install it"),
     (settings("reward.function=fancy"), "reward.function", "my_rewards:score"),
     (module("bad_raises", "def f(*_): raise KeyError('gold')"), "KeyError: 'gold'", "e.g. 1.0"),

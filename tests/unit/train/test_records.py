@@ -1,6 +1,8 @@
 """What is written down about a step, without engines."""
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ pytest.importorskip("ray")
 from tlt.contracts import EngineStats, FinishReason, Sample, SampleRequest, SamplingSpec, Scored
 from tlt.learner.advantage import grpo
 from tlt.learner.batch import Groups
+from tlt.observe.metrics import check_names
 from tlt.observe.record import read
 from tlt.observe.sinks import Sinks
 from tlt.observe.stopwatch import Stopwatch
@@ -64,6 +67,7 @@ def test_a_rollout_record() -> None:
     found = record(PoolWork(during, since, num_engines=2, num_tainted=1))
     assert found["reward/mean"] == pytest.approx(2 / 3), "the sample with a fault has no reward"
     assert found["reward/std"] == pytest.approx((2 / 9) ** 0.5)
+    assert found["reward/group_std_mean"] == 0.25, "0.5 and 0"
     assert found["reward/groups_with_signal_share"] == 0.5
     assert (found["reward/faults"], found["reward/fault_share"]) == (1, 0.25)
     assert found["prompt/mean_tokens"] == 3
@@ -99,13 +103,31 @@ def test_a_replacement_record() -> None:
 
 
 def test_an_eval_record() -> None:
-    assert eval_record(STEP) == {"eval/reward_mean": pytest.approx(2 / 3), "eval/mean_tokens": 4.0}
-    assert eval_record([]) == {"eval/reward_mean": 0.0, "eval/mean_tokens": 0.0}
+    found = eval_record(STEP)
+    assert found == {
+        **{"eval/reward_mean": pytest.approx(2 / 3), "eval/mean_tokens": 4.0},
+        **{"eval/truncated_share": 0.25, "eval/mean_at_2": 0.5},
+        **{"eval/pass_at_1": 0.5, "eval/pass_at_2": 1.0},
+    }, "the sample without a reward counts as wrong, but not in the mean reward"
+    of_set = eval_record(STEP, "aime")
+    assert of_set == {name.replace("eval/", "eval/aime/"): of for name, of in found.items()}
+    check_names(of_set)
+    assert eval_record([])["eval/reward_mean"] == 0.0
+
+
+def test_pass_at_k_of_a_record_is_unbiased() -> None:
+    """Over all ways in which samples of one problem may end, weighted by their chance."""
+    share, expected = 0.3, 0.0
+    for ends in itertools.product([0.0, 1.0], repeat=4):
+        chance = math.prod(share if end else 1 - share for end in ends)
+        record = eval_record([scored(0, place, 4, end) for place, end in enumerate(ends)])
+        expected += chance * record["eval/pass_at_2"]
+    assert expected == pytest.approx(1 - (1 - share) ** 2)
 
 
 def update(**sums: float) -> Any:
     names = ("loss", "tokens", "computed_tokens", "learned_tokens", "rows", "clipped_tokens")
-    values = dict.fromkeys((*names, "capped_tokens", "gap", "kl"), 0.0) | sums
+    values = dict.fromkeys((*names, "capped_tokens", "gap", "kl", "entropy"), 0.0) | sums
     return SimpleNamespace(sums=SimpleNamespace(**values), grad_norm=2.0, lr=1e-3, skipped=True)
 
 
@@ -113,13 +135,16 @@ def test_an_update_record() -> None:
     updates = [
         update(loss=1.0, tokens=60, computed_tokens=30, learned_tokens=20, rows=1, gap=2, kl=4),
         update(
-            loss=3.0, tokens=40, computed_tokens=20, learned_tokens=20, rows=1, clipped_tokens=8
+            **{"loss": 3.0, "tokens": 40, "computed_tokens": 20, "learned_tokens": 20, "rows": 1},
+            **{"clipped_tokens": 8, "entropy": 50},
         ),
     ]
     found = update_record(updates, alarms=1, seconds=4.0, row_tokens=100)
     assert found["learner/loss"] == 2.0
     assert found["learner/skipped_updates"] == 2
     assert found["learner/kl"] == 0.1
+    assert found["learner/entropy"] == 1.25
+    assert "learner/entropy" not in update_record([update()], 0, 4.0, 100), "no group had a signal"
     assert found["learner/clipped_share"] == 0.2
     assert found["learner/gap_mean"] == 0.05
     assert found["learner/gap_alarms"] == 1

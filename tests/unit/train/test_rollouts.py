@@ -19,6 +19,7 @@ from tlt.harvest.forecast import TailForecast
 from tlt.observe.live import Live
 from tlt.observe.stopwatch import Stopwatch
 from tlt.tasks.gym import Problem
+from tlt.tasks.held_out import HeldOut
 from tlt.tasks.rewards import Reward
 from tlt.train.rollouts import Rollouts, make_requests
 
@@ -45,7 +46,9 @@ class FakeChat:
 
 
 class FakeRewards:
-    async def score(self, problem: Problem, text: str) -> Reward:
+    async def score(self, problem: Problem, text: str, function: Any = None) -> Reward:
+        if function is not None:
+            return Reward(function(problem, text))
         return Reward(float(text), "timeout" if problem.problem_id == "p5" else None)
 
 
@@ -66,17 +69,24 @@ class FakePool:
         return {}
 
 
+def made_rollouts(
+    pool: FakePool, max_prompt_tokens: int = 1, forced_lengths: Any = None
+) -> tuple[Rollouts, list[tuple[str, float, float]]]:
+    chat: Any = FakeChat()
+    rewards: Any = FakeRewards()
+    given: Any = pool
+    harvest = NoHarvest()
+    shown: list[tuple[str, float, float]] = []
+    live = Live(Path("live.json"), 1, given, harvest, TailForecast(), lambda *s: shown.append(s))
+    made = config(forced_lengths)
+    return Rollouts(made, chat, given, rewards, harvest, live, max_prompt_tokens), shown
+
+
 def generate(
     policy_version: int = 4, max_prompt_tokens: int = 1, forced_lengths: Any = None
 ) -> tuple[list[Scored], list[Scored], FakePool]:
-    chat: Any = FakeChat()
-    pool: Any = FakePool()
-    rewards: Any = FakeRewards()
-    harvest = NoHarvest()
-    shown: list[tuple[str, float, float]] = []
-    live = Live(Path("live.json"), 1, pool, harvest, TailForecast(), lambda *s: shown.append(s))
-    made = config(forced_lengths)
-    rollouts = Rollouts(made, chat, pool, rewards, harvest, live, max_prompt_tokens)
+    pool = FakePool()
+    rollouts, shown = made_rollouts(pool, max_prompt_tokens, forced_lengths)
     ended: list[Scored] = []
 
     def on_scored(each: Scored) -> bool:
@@ -199,6 +209,20 @@ def test_an_error_while_extra_problems_are_generated_ends_the_run() -> None:
 def test_a_sample_of_another_policy_ends_the_run() -> None:
     with pytest.raises(EngineError, match="another policy"):
         generate(policy_version=5)
+
+
+def test_a_held_out_set_has_its_own_samples_and_reward() -> None:
+    pool = FakePool()
+    rollouts, _ = made_rollouts(pool)
+    chosen = HeldOut("aime", "", PROBLEMS[:4], lambda problem, text: 7.0, 3, 0.5)
+    scored = asyncio.run(rollouts.evaluate(6, chosen, 4, Stopwatch()))
+    assert [(s.problem_number, s.place) for s in scored] == [
+        (n, p) for n in range(4) for p in range(3)
+    ]
+    assert all(s.reward == 7.0 for s in scored)
+    assert pool.requests[0].sample_id == "eval-6-aime/00000/0000"
+    assert {r.sampling.temperature for r in pool.requests} == {0.5}
+    assert len({r.sampling.seed for r in pool.requests}) == 12
 
 
 def test_forced_lengths_are_the_same_in_every_run() -> None:
