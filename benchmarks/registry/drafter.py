@@ -84,6 +84,16 @@ def learned(d: Doc, head: str, names: dict[str, str]) -> Rows:
 
 
 figures(
+    "norms",
+    "norms",
+    {
+        "minutes": lambda d: f"{d['minutes']:.0f} minutes",
+        "plain": lambda d: f"{d['tokens_per_draft']['without']:.2f}",
+        "new": lambda d: f"{d['tokens_per_draft']['with']:.2f}",
+    },
+)
+
+figures(
     "losses",
     "losses",
     {"seconds": lambda d: f"{d['seconds']:.0f} s", "seeds": lambda d: str(d["seeds"])},
