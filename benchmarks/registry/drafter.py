@@ -90,6 +90,10 @@ figures(
         "minutes": lambda d: f"{d['minutes']:.0f} minutes",
         "plain": lambda d: f"{d['tokens_per_draft']['without']:.2f}",
         "new": lambda d: f"{d['tokens_per_draft']['with']:.2f}",
+        "learned": lambda d: ", ".join(
+            f"{of['length@1']:.2f} after {of['elapsed_s']:.0f} s"
+            for of in d["drafters"]["with"]["training"]["history"][1:]
+        ),
     },
 )
 
