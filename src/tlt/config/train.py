@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tlt.config.rollout import CORE_GROUP, EngineSettings, PoolConfig, Transfer
 from tlt.config.schema import LONGEST_S, Schema
+from tlt.config.tasks import EvalConfig, RewardConfig, SizesConfig, TaskConfig
 from tlt.errors import ConfigError
 from tlt.hardware import DtypeChoice, compute_dtype
 
@@ -46,59 +47,6 @@ class PolicyConfig(Schema):
     """Dtype of the engines' weights and of the learner's matrix products. The learner keeps its
     weights and its optimizer in float32. `auto` takes bfloat16 on GPUs and on CPUs with bfloat16
     instructions, and float32 on other CPUs, which only emulate bfloat16."""
-
-
-class SizesConfig(Schema):
-    """Heavy-tailed problem sizes: terms of a sum, numbers of a gcd, words of a text, or events of a
-    story."""
-
-    median: float = Field(default=6, gt=0)
-    """Median size."""
-    p95: float = Field(default=30, gt=0)
-    """95th percentile of the sizes."""
-    longest: int = Field(default=60, ge=1, le=10_000_000)
-    """Largest size."""
-
-
-class TaskConfig(Schema):
-    """The problems: a `reasoning-gym` task by name, or a file."""
-
-    name: str | None = None
-    """Name of a reasoning-gym task, such as chain_sum, or of our own: word_problems."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the reasoning-gym task, such as its difficulty; see the task's own
-    documentation."""
-    sizes: SizesConfig | None = None
-    """Heavy-tailed problem sizes (chain_sum, gcd, letter_counting, word_problems). Every RL step
-    gets the same share of the tail."""
-    path: str | None = None
-    """File of problems, .jsonl or .parquet, with one problem per row."""
-    question_key: str = "question"
-    """Column of the file that holds the question: text, or a list of messages with `role` and
-    `content`, the last one from the user. Reward functions get all columns."""
-    answer_key: str = "answer"
-    """Column of the file that holds the right answer."""
-    id_key: str | None = None
-    """Column of the file that identifies each problem; by default the row number does."""
-    instruction: str = ""
-    """Text appended to every question, such as how to mark the answer."""
-    system_prompt: str = ""
-    """System message before every question. Messages of a file that begin with a system message
-    keep their own."""
-
-
-class RewardConfig(Schema):
-    """The scoring of responses, which runs in its own processes as responses end."""
-
-    function: str = "auto"
-    """Reward function. `gym`: the task's own score of the text in <answer> tags. `exact`: 1 if that
-    text equals the answer. `math`: math-verify against the answer. `module:function`: your own
-    function, called with the problem and the response's text. `auto`: `gym` for tasks, `math` for
-    files."""
-    num_workers: int = Field(default=1, ge=1, le=1024)
-    """Processes that score responses."""
-    timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
-    """Seconds a reward may take. The run does not train on a sample whose reward takes longer."""
 
 
 class SamplingConfig(Schema):
@@ -226,39 +174,6 @@ class CaptureConfig(Schema):
     read."""
     max_sample_tokens: int = Field(default=4096, ge=2)
     """Largest number of tokens kept per sample; a longer sample keeps a window of this size."""
-
-
-class EvalSetConfig(Schema):
-    """A further set of problems to evaluate on; each begins with `[[eval.sets]]`."""
-
-    name: str = Field(pattern="^[a-z][a-z0-9_]*$", max_length=40, examples=["aime"])
-    """Name of the set in metrics: `eval/aime/reward_mean`."""
-    task: TaskConfig = Field(examples=[{"path": "data/aime.jsonl"}])
-    """The problems, with the keys of `[task]`: all rows of a file, or a task of reasoning-gym."""
-    reward: str = "auto"
-    """Reward function, as in `reward.function`."""
-    num_problems: int | None = Field(default=None, ge=1, le=100_000)
-    """Problems: the first rows of the file, by default all; of a task by default 64."""
-    samples_per_problem: int | None = Field(default=None, ge=1, le=10_000)
-    """Samples of every problem; by default those of `[eval]`."""
-    temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature; by default that of `[eval]`."""
-
-
-class EvalConfig(Schema):
-    """The evaluation of the policy on held-out problems."""
-
-    every_steps: int = Field(default=0, ge=0)
-    """RL steps between evaluations, the first before any training; 0 never evaluates."""
-    num_problems: int = Field(default=64, ge=0, le=100_000)
-    """Held-out problems, which are never trained on; the last rows of a file. 0 evaluates `sets`
-    alone."""
-    samples_per_problem: int = Field(default=1, ge=1, le=10_000)
-    """Samples of every problem, the largest k of pass@k; several need a temperature."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of the evaluation; 0 takes the most likely tokens."""
-    sets: list[EvalSetConfig] = Field(default_factory=list)
-    """Further sets, with problems and rewards of their own."""
 
 
 class CheckpointConfig(Schema):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.load import check, read_toml
-from tlt.config.train import SizesConfig, TaskConfig, TrainConfig
+from tlt.config.tasks import SizesConfig, TaskConfig
+from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.models.folder import read_model
 from tlt.models.hub import local_folder

@@ -12,7 +12,8 @@ from pydantic import Field, model_validator
 
 from tlt.config.rollout import Transfer
 from tlt.config.schema import LONGEST_S, Schema
-from tlt.config.train import ModelName, SizesConfig, TltConfig
+from tlt.config.tasks import SizesConfig
+from tlt.config.train import ModelName, TltConfig
 from tlt.errors import ConfigError
 from tlt.harvest.coordinator import coordinator_settings
 from tlt.simulate import clock

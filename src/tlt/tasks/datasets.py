@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tlt.config.train import TaskConfig
+from tlt.config.tasks import TaskConfig
 from tlt.errors import ConfigError
 from tlt.tasks.file import read_problems
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.load import shown
-from tlt.config.train import TaskConfig
+from tlt.config.tasks import TaskConfig
 from tlt.errors import ConfigError
 from tlt.tasks.gym import Message, Problem
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
-from tlt.config.train import SizesConfig
+from tlt.config.tasks import SizesConfig
 from tlt.errors import ConfigError
 from tlt.tasks.tail import HeavyTail
 from tlt.tasks.worked import WORKED, worked_solution

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 
-from tlt.config.train import EvalSetConfig, TrainConfig
+from tlt.config.tasks import EvalSetConfig
+from tlt.config.train import TrainConfig
 from tlt.errors import ConfigError
 from tlt.tasks.gym import Problem
 from tlt.tasks.rewards import RewardFunction, reward_function

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from tlt.config.train import TaskConfig
+from tlt.config.tasks import TaskConfig
 from tlt.errors import ConfigError
 from tlt.tasks import gym
 from tlt.tasks.file import read_problems

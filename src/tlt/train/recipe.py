@@ -19,7 +19,8 @@ from typing import Any
 import tomli_w
 
 from tlt.config.load import check
-from tlt.config.train import TaskConfig, TrainConfig, resolve_defaults
+from tlt.config.tasks import TaskConfig
+from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
 from tlt.tasks.file import read_problems
 from tlt.train.memory import GIB, Place

@@ -13,7 +13,7 @@ pytest.importorskip("pebble")
 pyarrow = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
-from tlt.config.train import TaskConfig  # noqa: E402
+from tlt.config.tasks import TaskConfig  # noqa: E402
 from tlt.errors import ConfigError  # noqa: E402
 from tlt.models import tiny  # noqa: E402
 from tlt.tasks.chat import Chat  # noqa: E402

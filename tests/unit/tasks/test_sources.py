@@ -13,7 +13,7 @@ pytest.importorskip("reasoning_gym")
 pyarrow = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
-from tlt.config.train import SizesConfig, TaskConfig  # noqa: E402
+from tlt.config.tasks import SizesConfig, TaskConfig  # noqa: E402
 from tlt.errors import ConfigError  # noqa: E402
 from tlt.tasks.file import read_problems  # noqa: E402
 from tlt.tasks.gym import score  # noqa: E402
