@@ -81,9 +81,8 @@ def drafters(config: EngineConfig) -> list[DrafterName]:
 
 def strategy_spec(config: EngineConfig, spec: StrategySpec | None = None) -> dict[str, Any]:
     """Return the engine's strategy, or another one for this engine, with its arms named."""
-    return complete_strategy(
-        config.strategy if spec is None else spec, drafters(config), config.num_gpus > 0
-    )
+    on_gpu = config.num_gpus > 0 or config.emulate is not None
+    return complete_strategy(config.strategy if spec is None else spec, drafters(config), on_gpu)
 
 
 def max_draft_tokens(config: EngineConfig) -> int:

@@ -147,6 +147,12 @@ def test_n_grams_draft_beside_a_drafter_where_they_cost_other_engine_steps_nothi
     assert engine_args(gpu)["async_scheduling"]
 
 
+def test_an_emulated_gpu_has_the_draft_lengths_of_gpus() -> None:
+    emulated = config(strategy={"kind": "adaptive"}, emulate={"hardware": "h100"})
+    arms = build_strategy(strategy_spec(emulated)).arms()
+    assert {arm.num_draft_tokens for arm in arms} == {0, 1, 3, 7}
+
+
 def test_gpu_engines_get_graphs_for_their_arms() -> None:
     table = {"kind": "by_batch_size", "drafter": "eagle3", "schedule": [[4, 6], [16, 2]]}
     limits = {"max_num_seqs": 64}
