@@ -36,7 +36,8 @@ class LeaseSettings:
     """When a worker is leased, for how long, and how a trainer is stopped."""
 
     min_s: float
-    """Shortest expected idle time for which a worker is leased."""
+    """Shortest expected idle time for which a worker is leased. One that has been idle for so long
+    is leased whatever was expected: in a heavy tail, what has lasted will go on lasting."""
     lease_s: float
     """Seconds after which a lease ends by itself; a worker that is still idle gets another."""
     stop_timeout_s: float
@@ -224,8 +225,10 @@ class Leases:
             worker = self._workers[name]
             if worker.state is not State.IDLE or not worker.ready:
                 continue
-            if worker.idle_until_s - now_s < self._settings.min_s:
-                continue  # not worth it; the run will say when it is idle again
+            proven_s = worker.idle_since_s + self._settings.min_s
+            if worker.idle_until_s - now_s < self._settings.min_s and now_s < proven_s:
+                self._deadline(proven_s, name, 0)  # not worth it, as far as is known now
+                continue
             if worker.rests_until_s > now_s:
                 self._deadline(worker.rests_until_s, name, 0)
                 continue

@@ -68,6 +68,18 @@ def test_no_lease_for_an_idle_period_too_short_to_be_worth_it() -> None:
     assert [action.worker for action in leases.actions(10.0)] == ["b"]
 
 
+def test_a_worker_that_outlasts_its_forecast_is_leased() -> None:
+    leases = ready("a", "b")
+    leases.idle("a", 0.0, 0.5)
+    leases.idle("b", 0.0, 0.5)
+    assert leases.actions(0.0) == []
+    leases.needed("b", 0.6)
+    leases.actions(0.6)
+    assert leases.next_s() == SETTINGS.min_s
+    leases.tick(SETTINGS.min_s)
+    assert only(leases.actions(SETTINGS.min_s)).worker == "a"
+
+
 def test_no_lease_without_a_trainer_or_anything_to_learn() -> None:
     leases = Leases(SETTINGS)
     leases.enabled = False
