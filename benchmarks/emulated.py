@@ -89,7 +89,7 @@ ARMS = {
     "fixed7": Arm(
         "stock: frozen drafter, always 7 tokens",
         with_strategy('{kind="fixed", drafter="eagle3", num_draft_tokens=7}'),
-        steps_share=0.4,
+        steps_share=0.2,
     ),
     "by_batch": Arm(
         "stock: frozen drafter, length by batch size",
@@ -99,7 +99,7 @@ ARMS = {
     "beg_mab": Arm(
         "frozen drafter, BEG-MAB",
         with_strategy(f'{{kind="beg_mab", arms={ARMS_OF_GPUS}}}'),
-        steps_share=0.4,
+        steps_share=0.2,
     ),
     "ngram": Arm("n-grams, adaptive", ("tlt.enabled=true", "tlt.harvest=false"), dilation=10),
     "frozen": Arm(
