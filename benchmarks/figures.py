@@ -59,6 +59,7 @@ GIVEN = {
         "54 days x 24 hours": "the Llama 3 report",
         "One every five hours": "calculated by benchmarks/volumes.py",
     },
+    "docs/simulator.md": {"trained for five minutes": "the budget of benchmarks/emulated.py"},
     "docs/strategy.md": {"up to 16x (2x while": "limits of strategy/adaptive.py"},
     "docs/sight.md": {
         "reaches 64 MiB": "limit of observe/timeline.py",

@@ -114,7 +114,7 @@ figures(
         "what": lambda d: d["emulated"].removeprefix("emulated: "),
         **{
             f"{arm}.{measure}": ratio(arm, measure)
-            for arm in ("frozen", "nothing")
+            for arm in ("frozen", "nothing", "tlt")
             for measure in ("rollout", "end_to_end")
         },
         **{
@@ -127,12 +127,10 @@ figures(
         },
         **{
             f"frozen.over_{other}": lambda d, other=other: over(d, "frozen", other)
-            for other in ("fixed", "by_batch", "beg_mab")
+            for other in ("fixed", "fixed7", "by_batch", "beg_mab")
         },
         "tlt.over_frozen": lambda d: over(d, "tlt", "frozen"),
         "tlt.over_frozen.steps": lambda d: over(d, "tlt", "frozen", "step_s"),
-        "sync.harvest": lambda d: f"{mean(d['arms']['tlt'], 'sync_s'):.2f} s",
-        "sync.frozen": lambda d: f"{mean(d['arms']['frozen'], 'sync_s'):.2f} s",
         "tokens.nothing": lambda d: f"{last_third(d['arms']['nothing'], 'tokens_per_draft'):.2f}",
         "tokens.frozen": lambda d: f"{last_third(d['arms']['frozen'], 'tokens_per_draft'):.2f}",
         "tokens.ngram": lambda d: f"{last_third(d['arms']['ngram'], 'tokens_per_draft'):.2f}",
