@@ -54,10 +54,13 @@ def distance(d: Doc) -> Rows:
 LOSSES = {
     "ce": "cross-entropy",
     "agree": "minus the log of the chance of equal draws",
+    "stages": "the same for draws in two stages, as on CPUs",
+    "mix 0.1": "0.1 of the chance of equal draws, the rest cross-entropy",
     "mix 0.5": "half of each",
+    "mix 0.9": "0.9 of the chance of equal draws",
+    "ce, agree": "cross-entropy, then the chance of equal draws",
     "tv": "total variation",
     "chain": "minus the log of the expected tokens per draft",
-    "ce, agree": "cross-entropy, then minus the log of the chance of equal draws",
 }
 NORMS = {"ce": "without", "ce 3.1": "with the norms of EAGLE-3.1"}
 
