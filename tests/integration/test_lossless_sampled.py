@@ -134,6 +134,15 @@ def test_same_samples_in_any_order_and_batch(
                 assert tokens == reference[name][index], (name, index)
 
 
+def wait_for_steps(engine: Any, count: int) -> None:
+    """Return once an engine has made so many more steps."""
+    goal = engine.stats().steps + count
+    give_up = time.monotonic() + 60
+    while engine.stats().steps < goal:
+        assert time.monotonic() < give_up, "the engine makes no steps"
+        time.sleep(0.002)
+
+
 @pytest.mark.gate
 def test_same_samples_while_the_drafter_is_swapped_and_poisoned(
     reference: dict[str, Tokens], drafting: EngineProcess, tiny_drafter: Path
@@ -147,7 +156,7 @@ def test_same_samples_while_the_drafter_is_swapped_and_poisoned(
     with SharedWeights(good.items()) as good_file, SharedWeights(bad.items()) as bad_file:
         drafting.call("submit", work)
         for version, file in enumerate([bad_file, good_file, bad_file]):
-            time.sleep(0.1)
+            drafting.call(wait_for_steps, 2)
             drafting.call("update_drafter", file.manifest(), version + 1)
         assert drafting.stats().running > 0, "all samples ended before the last swap"
         assert drafting.stats().drafter_version == 3
