@@ -55,13 +55,7 @@ def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
             kind = str(getattr(field.annotation, "__name__", field.annotation))
             if "[" in str(field.annotation) or "|" in str(field.annotation):
                 kind = str(field.annotation)
-            for module in (
-                "typing.",
-                "tlt.config.rollout.",
-                "tlt.config.tasks.",
-                "tlt.config.train.",
-            ):
-                kind = kind.replace(module, "")
+            kind = re.sub(r"typing\.|tlt\.config\.\w+\.", "", kind)
             kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\)\]\)\]", r"\1", kind)
             text = " ".join((field.description or "").split())
             kind = kind.replace("|", "\\|")  # inside a Markdown table

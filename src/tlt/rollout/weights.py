@@ -157,15 +157,9 @@ class WeightDistribution:
 
     async def refresh_drafter(self, client: EngineClient) -> None:
         """Load the current drafter into an engine that `update_drafter` skipped."""
-        loaded = None
-        while (current := self._current.get(Engine.update_drafter)) is not loaded:
-            assert current is not None
-            weights, version = loaded = current
-            try:
-                await client.call(Engine.update_drafter, weights.manifest(), version)
-            except EngineError:
-                if self._current.get(Engine.update_drafter) is current:
-                    raise  # a newer drafter has not replaced this one meanwhile
+        loaded: dict[Load, tuple[SharedWeights, int]] = {}
+        while await self._load_newer(client, loaded, (Engine.update_drafter,)):
+            pass
 
     # --- into a new engine --------------------------------------------------------------------
 
@@ -185,16 +179,26 @@ class WeightDistribution:
                 async with asyncio.timeout(limit_s):
                     await newer_policy.wait()
                 continue
-            newer = [(load, w) for load, w in self._current.items() if loaded.get(load) is not w]
-            if not newer:
+            if not await self._load_newer(client, loaded, tuple(self._current)):
                 return
-            for load, current in newer:
-                try:
-                    await client.call(load, current[0].manifest(), current[1])
-                except EngineError:
-                    if self._current.get(load) is current:
-                        raise  # newer weights have not replaced these meanwhile
-                loaded[load] = current
+
+    async def _load_newer(
+        self,
+        client: EngineClient,
+        loaded: dict[Load, tuple[SharedWeights, int]],
+        loads: Collection[Load],
+    ) -> bool:
+        """Load current weights that an engine has not `loaded`; return whether there were any."""
+        current = {load: self._current[load] for load in loads if load in self._current}
+        newer = {load: of for load, of in current.items() if loaded.get(load) is not of}
+        for load, (weights, version) in newer.items():
+            try:
+                await client.call(load, weights.manifest(), version)
+            except EngineError:
+                if self._current.get(load) is newer[load]:
+                    raise  # newer weights have not replaced these meanwhile
+            loaded[load] = newer[load]
+        return bool(newer)
 
     async def _publish_policy(self) -> None:
         """Let the learner write the policy to shared memory, if it sent it from GPU to GPU."""

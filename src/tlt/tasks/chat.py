@@ -16,7 +16,7 @@ WITHOUT_SYSTEM = (
     "leave out task.system_prompt and write it into task.instruction, or give messages that this "
     'template takes, e.g. [{"role": "user", "content": "2 + 2?"}]'
 )
-"""What to do for a template that does not take all messages."""
+"""Advice to users of a template that does not take all messages."""
 
 
 class Chat:

@@ -15,7 +15,7 @@ from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
 from tlt.learner.export import checkpoint_weights, write_policy
 from tlt.models.hub import local_folder
-from tlt.train.folder import RunFolder, step_of
+from tlt.train.folder import RunFolder, step_of, why_damaged
 from tlt.train.manifest import verify
 
 ATTEMPTS = 3
@@ -59,12 +59,9 @@ def _checkpoint(run: Path, step: int | None, every_steps: int) -> Path:
     chosen = [path for path in there if step is None or step_of(path) == step]
     if not chosen:
         raise ConfigError(f"--step {step}: {run} has checkpoints of RL steps {steps}; name one")
-    why = ""
     for path in reversed(chosen):
-        found, damaged = verify(path, "learner/")
-        if not damaged and found == step_of(path):
+        if not (why := why_damaged(path, *verify(path, "learner/"))):
             return path
-        why = "; ".join(f"{name}: {what}" for name, what in damaged.items()) or f"holds {found}"
     raise ConfigError(
         f"{chosen[-1]} is damaged ({why}); name another one with --step, of RL steps {steps}"
     )

@@ -261,6 +261,11 @@ def _why_unsound(checkpoint: Path) -> str:
     for name in [name for name in damaged if name.startswith("buffer-")]:
         logger.warning("%s: %s; left out", checkpoint / name, damaged.pop(name))
         (checkpoint / name).unlink(missing_ok=True)
+    return why_damaged(checkpoint, step, damaged)
+
+
+def why_damaged(checkpoint: Path, step: int, damaged: Mapping[str, str]) -> str:
+    """Return in words what `verify` has found of a checkpoint; empty if it is sound."""
     if not damaged and step != step_of(checkpoint):
         return f"it holds RL step {step}"
     return "; ".join(f"{name}: {what}" for name, what in damaged.items())

@@ -57,7 +57,7 @@ class Reading:
     row: int
     """Row of the request in the table of slots; 0 once it has ended."""
     prefixes: list[bytes]
-    """Those of prefixes of the prompt whose last block this request was the first to read."""
+    """Digests of the prompt's prefixes whose last block this request was the first to read."""
     kept_P: Any = ()
     """Slots of the prompt, once the request has ended."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from tlt.contracts import DRAFTERS
-from tlt.vllm.args import CONFIG_KEY
+from tlt.vllm.args import CONFIG_KEY, num_begun
+from tlt.vllm.recorder import StateRecorder
 
 Texts = Mapping[str, tuple[int, Sequence[int]]]
 """The length of the prompt, and the whole text, of requests."""
@@ -101,6 +102,21 @@ class Runner:
         return None if self.drafting is None else type(self.drafting).__name__
 
     # --- engine steps -------------------------------------------------------------------------
+
+    def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
+        """Record the states that vLLM's runner holds between forward pass and sampling."""
+        for request in scheduler_output.scheduled_new_reqs:
+            recorder.begin(
+                request.req_id,
+                request.prompt_token_ids,
+                request.num_computed_tokens,
+                num_begun(request.sampling_params),
+            )
+        self._record_states(recorder, scheduler_output)
+
+    def _record_states(self, recorder: StateRecorder, scheduler_output: Any) -> None:
+        """Hand the states of this engine step to the recorder."""
+        raise NotImplementedError
 
     def begin_step(self, scheduler_output: Any, unlearned: Collection[str]) -> None:
         """Set the drafter of this engine step; learn from ended requests but for `unlearned`."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tlt.vllm.args import num_begun
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.runner import Runner
 from tlt.vllm.v1 import sampler, selftest
@@ -32,15 +31,7 @@ class RunnerV1(Runner):
         elif speculative.method == "ngram" and lookups:
             runner.drafter = LookupProposer(lookups)
 
-    def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
-        """Record the states that vLLM's runner holds between forward pass and sampling."""
-        for request in scheduler_output.scheduled_new_reqs:
-            recorder.begin(
-                request.req_id,
-                request.prompt_token_ids,
-                request.num_computed_tokens,
-                num_begun(request.sampling_params),
-            )
+    def _record_states(self, recorder: StateRecorder, scheduler_output: Any) -> None:
         state = self.runner.execute_model_state
         if state is None or state.aux_hidden_states is None:
             return

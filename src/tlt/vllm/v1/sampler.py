@@ -35,7 +35,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 
 from tlt.vllm import keyed
-from tlt.vllm.args import BEGUN
+from tlt.vllm.args import num_begun
 
 _LOGPROBS_OF = {"raw_logprobs": keyed.RAW, "processed_logprobs": keyed.AT_TEMPERATURE}
 _GREEDY_BELOW = 1e-5
@@ -75,8 +75,7 @@ class RunnerKeys:
             sampling = self._runner.requests[name].sampling_params
             seed = sampling.seed
             keys[index] = _seed_of(self._engine_seed, name) if seed is None else seed % 2**64
-            if sampling.extra_args:
-                positions[index] += sampling.extra_args.get(BEGUN, 0)
+            positions[index] += num_begun(sampling)
         return keys, positions
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt.vllm.args import num_begun
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.runner import Runner
 from tlt.vllm.v2 import sampler as sampler_v2
@@ -68,15 +67,7 @@ class RunnerV2(Runner):
         """Install the keyed sampler: vLLM builds the sampler when it has loaded the policy."""
         sampler_v2.install(self.runner)
 
-    def record(self, recorder: StateRecorder, scheduler_output: Any) -> None:
-        """Record the states that vLLM's runner holds between forward pass and sampling."""
-        for request in scheduler_output.scheduled_new_reqs:
-            recorder.begin(
-                request.req_id,
-                request.prompt_token_ids,
-                request.num_computed_tokens,
-                num_begun(request.sampling_params),
-            )
+    def _record_states(self, recorder: StateRecorder, scheduler_output: Any) -> None:
         state = self.runner.execute_model_state
         if state is None or state.aux_hidden_states is None:
             return
