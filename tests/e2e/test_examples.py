@@ -38,29 +38,31 @@ def test_the_plug_in_runs_alone(tmp_path: Path) -> None:
     assert re.search(r"acceptance length \d\.\d\d", text)
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_task_of_ones_own_trains(tmp_path: Path) -> None:
+@pytest.fixture
+def own_task(tmp_path: Path) -> Path:
+    """Return a copy of the example with its model and its problems."""
     folder = tmp_path / "own_task"
     shutil.copytree(EXAMPLES / "own_task", folder)
     tlt("models tiny --out models/tiny", folder)
     printed(["make_problems.py"], folder)
-    tlt("train run.toml run.num_steps=2 eval.every_steps=0", folder)
-    steps = records(folder / "runs" / "letters")
+    return folder
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_task_of_ones_own_trains(own_task: Path) -> None:
+    tlt("train run.toml run.num_steps=2 eval.every_steps=0", own_task)
+    steps = records(own_task / "runs" / "letters")
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["reward/mean"] > 0 for record in steps)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_reinforce_pp_trains(tmp_path: Path) -> None:
-    folder = tmp_path / "own_task"
-    shutil.copytree(EXAMPLES / "own_task", folder)
-    tlt("models tiny --out models/tiny", folder)
-    printed(["make_problems.py"], folder)
+def test_reinforce_pp_trains(own_task: Path) -> None:
     ours = "algorithm.advantage=reinforce_pp:advantage algorithm.advantage_over=step"
-    tlt(f"train run.toml run.num_steps=2 eval.every_steps=0 {ours}", folder)
-    steps = records(folder / "runs" / "letters")
+    tlt(f"train run.toml run.num_steps=2 eval.every_steps=0 {ours}", own_task)
+    steps = records(own_task / "runs" / "letters")
     assert [record["reward/groups_with_signal_share"] for record in steps] == [1.0, 1.0]
     assert all(record["learner/grad_norm"] > 0 for record in steps)
 

@@ -1,6 +1,5 @@
 """System prompts, questions of several messages, and columns that rewards read."""
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,18 @@ import pytest
 pytest.importorskip("reasoning_gym")
 pytest.importorskip("transformers")
 pytest.importorskip("pebble")
-pyarrow = pytest.importorskip("pyarrow")
-import pyarrow.parquet as parquet  # noqa: E402
+pytest.importorskip("pyarrow")
 
-from tlt.config.tasks import TaskConfig  # noqa: E402
-from tlt.errors import ConfigError  # noqa: E402
-from tlt.models import tiny  # noqa: E402
-from tlt.tasks.chat import Chat  # noqa: E402
-from tlt.tasks.datasets import Columns, from_file  # noqa: E402
-from tlt.tasks.file import read_problems, task_of  # noqa: E402
-from tlt.tasks.rewards import RewardPool, reward_function  # noqa: E402
-from tlt.tasks.source import open_source  # noqa: E402
+from problem_files import write_rows
+
+from tlt.config.tasks import TaskConfig
+from tlt.errors import ConfigError
+from tlt.models import tiny
+from tlt.tasks.chat import Chat
+from tlt.tasks.datasets import Columns, from_file
+from tlt.tasks.file import read_problems, task_of
+from tlt.tasks.rewards import RewardPool, reward_function
+from tlt.tasks.source import open_source
 
 
 def said(role: str, content: Any) -> dict[str, Any]:
@@ -34,14 +34,6 @@ ROWS = [
 ]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.make(tmp_path_factory.mktemp("model") / "tiny", hidden_size=64, num_layers=3)
@@ -51,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_messages_and_the_system_prompt_become_one_prompt(
     tmp_path: Path, model: Path, suffix: str
 ) -> None:
-    path = write(tmp_path / f"talks{suffix}", ROWS)
+    path = write_rows(tmp_path / f"talks{suffix}", ROWS)
     assert task_of(path)["task"]["question_key"] == "messages"
     config = TaskConfig(
         path=path, question_key="messages", instruction="Think.", system_prompt="Be brief."
@@ -80,7 +72,7 @@ async def test_a_reward_reads_all_columns(tmp_path: Path, monkeypatch: pytest.Mo
     code = "def score(problem, text):\n    return problem.entry['level']['grade']\n"
     (tmp_path / "reward_of_columns.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    path = write(tmp_path / "talks.parquet", ROWS)
+    path = write_rows(tmp_path / "talks.parquet", ROWS)
     problems = read_problems(TaskConfig(path=path, question_key="messages"))
     function = reward_function("reward_of_columns:score", True)
     with closing(RewardPool(function, num_workers=1, timeout_s=30.0)) as pool:
@@ -104,7 +96,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("messages", "why"), REFUSED, ids=[case[1] for case in REFUSED])
 def test_messages_that_cannot_be_asked_are_refused(tmp_path: Path, messages: Any, why: str) -> None:
-    path = write(tmp_path / "a.jsonl", [{"messages": messages, "answer": 4}])
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": messages, "answer": 4}])
     with pytest.raises(ConfigError, match=why):
         read_problems(TaskConfig(path=path, question_key="messages"))
 
@@ -127,6 +119,6 @@ def test_a_template_without_system_messages_is_told_apart(
 
 def test_a_copy_of_single_questions_refuses_several_messages(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
-    write(path, ROWS)
+    write_rows(path, ROWS)
     with pytest.raises(ConfigError, match=r"talks/1 is several messages.*task\.path = "):
         list(from_file(path, Columns("messages", "answer")))

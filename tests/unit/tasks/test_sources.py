@@ -10,24 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("reasoning_gym")
-pyarrow = pytest.importorskip("pyarrow")
-import pyarrow.parquet as parquet  # noqa: E402
+pytest.importorskip("pyarrow")
 
-from tlt.config.tasks import SizesConfig, TaskConfig  # noqa: E402
-from tlt.errors import ConfigError  # noqa: E402
-from tlt.tasks.file import read_problems  # noqa: E402
-from tlt.tasks.gym import score  # noqa: E402
-from tlt.tasks.source import FileSource, GymSource, open_source  # noqa: E402
+import pyarrow
+import pyarrow.parquet as parquet
+from problem_files import write_rows
+
+from tlt.config.tasks import SizesConfig, TaskConfig
+from tlt.errors import ConfigError
+from tlt.tasks.file import read_problems
+from tlt.tasks.gym import score
+from tlt.tasks.source import FileSource, GymSource, open_source
 
 ROW = {"question": "2 + 2?", "answer": "4"}
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    if path.suffix == ".parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_file(folder: Path, num_rows: int) -> str:
     path = folder / f"{num_rows}.jsonl"
-    return write(path, [{"question": f"{n}?", "answer": n} for n in range(num_rows)])
+    return write_rows(path, [{"question": f"{n}?", "answer": n} for n in range(num_rows)])
 
 
 def test_tasks_have_random_access() -> None:
@@ -178,7 +173,7 @@ def test_files_are_read_in_order(tmp_path: Path, suffix: str) -> None:
         {"ask": "ä?", "right": 4, "name": 7, "more": [1]},
         {"ask": "ä?", "right": 5, "name": 8, "more": []},
     ]
-    config = TaskConfig(path=write(path, rows), question_key="ask", answer_key="right")
+    config = TaskConfig(path=write_rows(path, rows), question_key="ask", answer_key="right")
     got = read_problems(config)
     assert [(p.problem_id, p.question, p.answer) for p in got] == [
         ("mine/1", "ä?", "4"),
