@@ -93,6 +93,15 @@ def gumbel(*shape: int) -> Tensor:
     return -torch.empty(shape, dtype=torch.float64).exponential_().log().float()
 
 
+def policy_and_ends() -> tuple[Any, Tensor, Tensor]:
+    """Return the policy, its head and its embedding."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    head = policy.get_output_embeddings().weight.detach()
+    return policy, head, policy.get_input_embeddings().weight.detach()
+
+
 def samples(policy: Any, temperature: float, count: int, purpose: str) -> list[Captured]:
     """Return the policy's samples at a temperature with their hidden states."""
     from tlt.drafter.eagle3.config import default_aux_layers
@@ -188,14 +197,10 @@ def expected(rates: list[float]) -> float:
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
-
     options = parse_options(__doc__, problems=256)
     make_models()
-    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    policy, head, embedding = policy_and_ends()
     drafter = load_drafter(Path(ROOT / DRAFTER)).float()
-    head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach()
     passes = DraftPasses(drafter, head, embedding, PLACES, bfloat16=False)
     found = {}
     for temperature in TEMPERATURES:

@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common import ROOT, load, parse_options, save, spread
-from distance import MODEL, PLACES, at_temperature, samples, two_stages
+from distance import PLACES, at_temperature, policy_and_ends, samples, two_stages
+from tlt.drafter.agreement import LIKELIEST, joint_log_chances
 from tlt.drafter.eagle3.model import STEP_DECAY, Eagle3Drafter
 from tlt.drafter.passes import DraftPasses, Row
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
@@ -45,7 +46,6 @@ DEPTH = 4
 """Passes that are trained."""
 ROW_TOKENS = 1024
 LR = 2e-3
-LIKELIEST = 32
 TRAINED, HELD_OUT = 640, 48
 """Samples to train on, and to evaluate at each temperature."""
 TEMPERATURES = (0.6, 1.0)
@@ -58,16 +58,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def agree(drafted: Tensor, policy: Tensor) -> Tensor:
     log_p, tokens = policy.clamp_min(1e-20).log().topk(LIKELIEST, -1)
     log_q = drafted.log_softmax(-1).gather(-1, tokens)
-    rest_p = (1 - log_p.exp().sum(-1)).clamp_min(1e-8).log()
-    rest_q = (1 - log_q.exp().sum(-1)).clamp_min(1e-8).log()
-    log_p, log_q = (
-        torch.cat([log_p, rest_p[:, None]], -1),
-        torch.cat([log_q, rest_q[:, None]], -1),
-    )
-    # The sum over j of max(p_j / p_i, q_j / q_i), for each likely token i.
-    ratio_p = log_p[:, None, :] - log_p[:, :-1, None]
-    ratio_q = log_q[:, None, :] - log_q[:, :-1, None]
-    return -(-torch.maximum(ratio_p, ratio_q).logsumexp(-1)).logsumexp(-1)
+    return -joint_log_chances(log_p, log_q).logsumexp(-1)
 
 
 def stages(drafted: Tensor, policy: Tensor) -> Tensor:
@@ -142,13 +133,9 @@ class Samples:
 
 def trained(task: tuple[str, int, float]) -> dict[str, Any]:
     """Train a drafter on one core, and return its tokens per draft by temperature and length."""
-    from transformers import AutoModelForCausalLM
-
     name, seed, seconds = task
     torch.set_num_threads(1)
-    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach()
+    policy, head, embedding = policy_and_ends()
     cached = torch.load(CACHE, weights_only=False)
     source = Samples(cached["train"])
     settings = TrainerSettings(
@@ -198,10 +185,8 @@ def summary(runs: Sequence[Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
-
     options = parse_options(__doc__, seconds=45.0, seeds=2, losses=[*LOSSES])
-    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    policy, _, _ = policy_and_ends()
     cached: dict[str | float, Any] = {"train": samples(policy, 1.0, TRAINED, "train")}
     cached |= {t: samples(policy, t, HELD_OUT, "distance") for t in TEMPERATURES}
     CACHE.parent.mkdir(parents=True, exist_ok=True)

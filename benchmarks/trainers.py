@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from common import parse_options, save
-from distance import MODEL, samples
+from distance import policy_and_ends, samples
 from losses import Samples
 from tlt.drafter.evaluation import evaluate_samples
 from tlt.drafter.trainer import DrafterTrainer, TrainerSettings, fresh_drafter
@@ -34,10 +34,9 @@ ROUNDS, EVERY = 12, 3
 HELD_OUT = 48
 
 
-def learned(policy: Any, source: Samples, held_out: Any, count: int, row: int) -> list[float]:
+def learned(source: Samples, held_out: Any, count: int, row: int) -> list[float]:
     """Return the expected tokens per draft after every few rounds."""
-    head = policy.get_output_embeddings().weight.detach()
-    embedding = policy.get_input_embeddings().weight.detach()
+    policy, head, embedding = policy_and_ends()
     trainers = []
     for seed in range(count):
         settings = TrainerSettings(
@@ -69,16 +68,14 @@ def learned(policy: Any, source: Samples, held_out: Any, count: int, row: int) -
 
 
 def main() -> None:
-    from transformers import AutoModelForCausalLM
-
     options = parse_options(__doc__, problems=640)
     torch.set_num_threads(1)
-    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    policy, _, _ = policy_and_ends()
     source = Samples(samples(policy, 1.0, options.problems, "train"))
     held_out = samples(policy, 1.0, HELD_OUT, "distance")
     rows = []
     for count, row in product(TRAINERS, ROWS):
-        lengths = learned(policy, source, held_out, count, row)
+        lengths = learned(source, held_out, count, row)
         rows.append({"trainers": count, "row_tokens": row, "tokens_per_draft": lengths})
         print(rows[-1], flush=True)
     tokens = [EVERY * ROUND_TOKENS * place for place in range(1, ROUNDS // EVERY + 1)]
