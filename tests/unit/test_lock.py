@@ -12,7 +12,7 @@ from packaging.requirements import Requirement  # noqa: E402
 from packaging.utils import canonicalize_name  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-OTHER_EXTRAS = {"gpu", "trl", "verl", "data"}
+OTHER_EXTRAS = {"gpu", "trl", "verl"}
 NOT_LOCKED = {"torch", "tlt-rl"}
 
 

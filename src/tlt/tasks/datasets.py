@@ -1,7 +1,7 @@
 """Problems from datasets of the Hugging Face Hub or from tables, as the .jsonl file of a run.
 
-`datasets` (`pip install 'tlt-rl[data]'`) downloads from the Hub, or finds what it downloaded
-before. A file on this machine needs no library.
+The library `datasets` (extra `train`) downloads from the Hub, or finds what it downloaded before. A
+file on this machine needs no library.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _loader(dataset: str) -> Callable[..., Iterable[Row]]:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             f"{dataset} comes through the library datasets, which is not installed; run: "
-            "pip install 'tlt-rl[data]', or give a file on this machine to `tlt data jsonl`"
+            "pip install 'tlt-rl[train]', or give a file on this machine to `tlt data jsonl`"
         )
     from datasets import load_dataset
 

@@ -140,7 +140,7 @@ def test_without_a_network_the_message_teaches(
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.tasks.datasets.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'tlt-rl\[data\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'tlt-rl\[train\]'"):
         LOADER("openai/gsm8k")
 
 
