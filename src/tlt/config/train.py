@@ -214,7 +214,8 @@ class MetricsConfig(Schema):
     tensorboard: bool = False
     """Write TensorBoard events into the run's folder."""
     wandb_project: str | None = None
-    """Weights & Biases project to log to."""
+    """Weights & Biases project to log to. It gets metrics, settings, and for every RL step a table
+    of at most 8 of the samples that `keep_samples` keeps; with 0 it gets no samples."""
     prometheus_port: int | None = Field(default=None, ge=0, le=65535)
     """Port that serves the latest values to Prometheus; 0 takes a free one."""
     prometheus_host: str = "127.0.0.1"

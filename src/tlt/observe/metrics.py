@@ -18,6 +18,9 @@ METRICS: dict[str, str] = {
     "reward/std": "Standard deviation of the samples' rewards.",
     "reward/group_std_mean": "Mean over groups of the standard deviation of a group's rewards.",
     "reward/groups_with_signal_share": "Share of groups whose rewards differ.",
+    "reward/groups_all_right_share": "Share of groups of which every sample is right (reward 1 or "
+    "more).",
+    "reward/groups_none_right_share": "Share of groups of which no sample is right.",
     "reward/faults": "Samples not trained on because the reward function failed or timed out.",
     "reward/fault_share": "Share of the samples without a reward.",
     "prompt/mean_tokens": "Mean prompt length.",
@@ -56,7 +59,8 @@ METRICS: dict[str, str] = {
     "learner/lr": "Learning rate of the last optimizer step.",
     "learner/entropy": "Entropy of the policy at the sampling temperature, in nats, averaged over "
     "the trained response tokens.",
-    "learner/kl": "KL divergence from the first policy, per token.",
+    "learner/kl": "KL divergence from the first policy, per token; left out without "
+    "`algorithm.kl_weight`, because the run then keeps no copy of that policy.",
     "learner/clipped_share": "Share of tokens whose probability ratio was clipped.",
     "learner/gap_mean": "Mean distance between the engines' and the learner's log probabilities.",
     "learner/gap_alarms": "Optimizer steps whose gap was far above the run's history.",

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,12 +23,18 @@ from tlt.observe.metrics import METRICS, declared
 
 logger = logging.getLogger(__name__)
 
+Samples = Sequence[Mapping[str, Any]]
+"""Samples to read, all with the same keys."""
+
+MAX_TABLE_ROWS = 8
+"""Samples of an RL step that W&B gets at most."""
+
 
 class Sink(Protocol):
     """A receiver of records."""
 
-    def log(self, record: dict[str, float]) -> None:
-        """Send the record of an RL step."""
+    def log(self, record: dict[str, float], samples: Samples = ()) -> None:
+        """Send the record of an RL step, and samples of it where the sink shows text."""
 
     def close(self) -> None:
         """Send what is left, and release all resources."""
@@ -53,7 +59,7 @@ class TensorBoardSink:
         start = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
-    def log(self, record: dict[str, float]) -> None:
+    def log(self, record: dict[str, float], samples: Samples = ()) -> None:
         values = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in record.items()
@@ -71,7 +77,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run, with the settings as its config.
+    """A W&B run, with the settings as its config and a table of samples for every RL step.
 
     Its id is kept in `run_dir`, so that a resumed run continues it.
 
@@ -83,6 +89,7 @@ class WandbSink:
     def __init__(self, project: str, run_dir: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
+        self._table = wandb.Table
         run_dir.mkdir(parents=True, exist_ok=True)
         id_file = run_dir / "wandb_id"
         if not id_file.exists():
@@ -108,11 +115,20 @@ class WandbSink:
         # W&B's own step only rises; ours falls back when a run resumes.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, record: dict[str, float]) -> None:
-        self._run.log(dict(record))
+    def log(self, record: dict[str, float], samples: Samples = ()) -> None:
+        logged: dict[str, Any] = dict(record)
+        if samples:
+            rows = [list(sample.values()) for sample in samples[:MAX_TABLE_ROWS]]
+            logged["samples"] = self._table(columns=list(samples[0]), data=rows)
+        self._run.log(logged)
 
     def close(self) -> None:
         self._run.finish()
+
+
+def prometheus_name(name: str) -> str:
+    """Return the name under which Prometheus shows a metric."""
+    return f"tlt_{name.replace('/', '_')}"
 
 
 class PrometheusSink:
@@ -138,13 +154,11 @@ class PrometheusSink:
         host, port = self._server.server_address[:2]
         return str(host), int(port)
 
-    def log(self, record: dict[str, float]) -> None:
+    def log(self, record: dict[str, float], samples: Samples = ()) -> None:
         for name, value in record.items():
             if name not in self._gauges:  # not earlier: a gauge without a value shows 0
                 self._gauges[name] = self._gauge(
-                    f"tlt_{name.replace('/', '_')}",
-                    METRICS[declared(name)],
-                    registry=self._registry,
+                    prometheus_name(name), METRICS[declared(name)], registry=self._registry
                 )
             self._gauges[name].set(value)
 
@@ -160,10 +174,10 @@ class Sinks:
     def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = list(sinks)
 
-    def log(self, record: dict[str, float]) -> None:
+    def log(self, record: dict[str, float], samples: Samples = ()) -> None:
         for sink in list(self._sinks):
             try:
-                sink.log(record)
+                sink.log(record, samples)
             except Exception:  # third-party code may raise anything
                 logger.exception(
                     "%s failed at step %s and is dropped", type(sink).__name__, record["step"]

@@ -105,6 +105,8 @@ def rollout_record(
         "reward/std": _std(rewards),
         "reward/group_std_mean": _mean([_std(of) for of in groups_rewards]),
         "reward/groups_with_signal_share": groups.num_with_signal / max(1, groups.num_groups),
+        "reward/groups_all_right_share": _mean([min(of) >= RIGHT for of in groups_rewards]),
+        "reward/groups_none_right_share": _mean([max(of) < RIGHT for of in groups_rewards]),
         "reward/faults": len(scored) - len(rewards),
         "reward/fault_share": _mean([s.fault is not None for s in scored]),
         "prompt/mean_tokens": _mean([len(s.request.prompt_token_ids) for s in scored]),
@@ -146,7 +148,11 @@ def replacement_record(scored: Sequence[Scored], groups: Groups, num_wanted: int
 
 
 def update_record(
-    updates: Sequence[UpdateReport], alarms: int, seconds: float, row_tokens: int
+    updates: Sequence[UpdateReport],
+    alarms: int,
+    seconds: float,
+    row_tokens: int,
+    kl_weight: float,
 ) -> Record:
     tokens = sum(u.sums.tokens for u in updates)
     num_learned = sum(u.sums.learned_tokens for u in updates)
@@ -158,7 +164,6 @@ def update_record(
         "learner/grad_norm": _mean([u.grad_norm for u in updates]),
         "learner/skipped_updates": sum(u.skipped for u in updates),
         "learner/lr": updates[-1].lr,
-        "learner/kl": sum(u.sums.kl for u in updates) / learned,
         "learner/clipped_share": sum(u.sums.clipped_tokens for u in updates) / learned,
         "learner/capped_share": sum(u.sums.capped_tokens for u in updates) / learned,
         "learner/gap_mean": sum(u.sums.gap for u in updates) / learned,
@@ -169,6 +174,8 @@ def update_record(
         "learner/row_fill_share": computed / max(1, rows * row_tokens),
         "learner/shared_share": 1 - computed / max(1.0, tokens),
     }
+    if kl_weight > 0:
+        record["learner/kl"] = sum(u.sums.kl for u in updates) / learned
     if num_learned:
         record["learner/entropy"] = sum(u.sums.entropy for u in updates) / num_learned
     return record
@@ -245,6 +252,7 @@ class RunLog:
         self._metrics = MetricsLog(folder.metrics)
         self._lengths = StepLog(folder.lengths)
         self._sinks = sinks
+        self._to_read: list[dict[str, Any]] = []
         self._times = times
         self._on_record = on_record
         self.live = live
@@ -257,7 +265,8 @@ class RunLog:
 
     def samples(self, step: int, problems: Sequence[Problem], scored: Sequence[Scored]) -> None:
         """Write an RL step's samples to read, and the lengths of all its responses."""
-        self._folder.write_samples(step, samples_to_read(problems, scored, self._keep_samples))
+        self._to_read = samples_to_read(problems, scored, self._keep_samples)
+        self._folder.write_samples(step, self._to_read)
         lengths = [len(s.sample.token_ids) for s in scored]
         self._lengths.append({"step": step, "group_size": self._group_size, "tokens": lengths})
 
@@ -268,7 +277,8 @@ class RunLog:
         await self._times.step_ended(step, watch, streamed)
         record = {"step": step, **record, **watch.record()}
         self._metrics.append(record)
-        self._sinks.log(record)
+        self._sinks.log(record, self._to_read)
+        self._to_read = []
         shown = [name for name in record if declared(name) in LOGGED]
         numbers = ", ".join(f"{name} {record[name]:.4g}" for name in shown)
         logger.info("RL step %d is done: %s", step, numbers)

@@ -131,7 +131,8 @@ class PolicyUpdate:
         watch.lap("update")
         alarms = self.gap.check(step, updates, num_faults)
         seconds = watch.seconds["update"] + sum(span.seconds for span in self.streamed)
-        record = update_record(updates, alarms, seconds, self._config.learner.row_tokens)
+        row_tokens, kl_weight = self._config.learner.row_tokens, self._config.algorithm.kl_weight
+        record = update_record(updates, alarms, seconds, row_tokens, kl_weight)
         if self._config.emulate.hardware is not None:
             record["emulate/update_late_s"], self._pace.late_s = self._pace.late_s, 0.0
         return record | self._capture_record(reports[-1][1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import resource
 import socket
 import sys
@@ -24,7 +25,16 @@ from tlt.config.train import MetricsConfig
 from tlt.errors import ConfigError
 from tlt.observe.metrics import METRICS, STAGES, check_names, reference
 from tlt.observe.record import MetricsLog, read
-from tlt.observe.sinks import PrometheusSink, Sinks, TensorBoardSink, WandbSink, open_sinks
+from tlt.observe.sinks import (
+    MAX_TABLE_ROWS,
+    PrometheusSink,
+    Samples,
+    Sinks,
+    TensorBoardSink,
+    WandbSink,
+    open_sinks,
+    prometheus_name,
+)
 from tlt.observe.stopwatch import Stopwatch
 from tlt.observe.summary import stage_table, summary
 
@@ -163,13 +173,17 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     run_dir = tmp_path / "run"
+    samples = [
+        {"question": f"{n} + 1?", "response": "2", "reward": 1.0, "fault": fault, "num_tokens": 3}
+        for n, fault in enumerate([None, "timeout"] * 10)
+    ]
     ids = []
     for step in (1, 2):
         settings = {"learner": {"lr": 0.125}, "run": {"num_steps": step}}
         config = MetricsConfig(wandb_project="tlt-test")
         (sink,) = open_sinks(config, run_dir, step - 1, settings)
         assert isinstance(sink, WandbSink)
-        sink.log(record(step))
+        sink.log(record(step), samples)
         ids.append((run_dir / "wandb_id").read_text())
         sink.close()
         time.sleep(1.1)  # W&B names its folders by the second
@@ -178,6 +192,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(files) == 2
     for text in (b"reward/mean", b"num_steps", b"0.125"):
         assert all(text in file.read_bytes() for file in files)
+    tables = sorted(run_dir.glob("wandb/offline-run-*/files/media/table/samples_*.table.json"))
+    assert len(tables) == 2
+    table = json.loads(tables[0].read_text())
+    assert table["columns"] == list(samples[0])
+    assert table["data"] == [list(sample.values()) for sample in samples[:MAX_TABLE_ROWS]]
 
 
 def test_wandb_without_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +248,17 @@ def test_prometheus(tmp_path: Path) -> None:
     assert threading.active_count() == num_threads
 
 
+def test_the_dashboard_asks_for_metrics_that_are_exported() -> None:
+    dashboard = json.loads((ROOT / "examples" / "grafana" / "tlt.json").read_text())
+    queries = [target["expr"] for of in dashboard["panels"] for target in of.get("targets", [])]
+    queries += [of["query"]["query"] for of in dashboard["templating"]["list"][1:]]
+    names = [re.findall(r"tlt_\w+", query) for query in queries]
+    assert all(len(of) == 1 for of in names), names
+    assert {of[0] for of in names} <= {prometheus_name(name) for name in METRICS}
+    ids = [of["id"] for of in dashboard["panels"]]
+    assert len({*ids}) == len(ids)
+
+
 @pytest.mark.parametrize(
     ("key", "library", "value"),
     [
@@ -251,7 +281,7 @@ class Memory:
         self.fails_at = fails_at
         self.num_closed = 0
 
-    def log(self, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, float], samples: Samples = ()) -> None:
         if values["step"] == self.fails_at:
             raise ConnectionError("gone")
         self.steps.append(values["step"])

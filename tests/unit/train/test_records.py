@@ -18,7 +18,7 @@ from tlt.learner.advantage import grpo
 from tlt.learner.batch import Groups
 from tlt.observe.metrics import check_names
 from tlt.observe.record import read
-from tlt.observe.sinks import Sinks
+from tlt.observe.sinks import Samples, Sinks
 from tlt.observe.stopwatch import Stopwatch
 from tlt.observe.timekeeper import NoTimekeeper
 from tlt.tasks.gym import Problem
@@ -69,6 +69,8 @@ def test_a_rollout_record() -> None:
     assert found["reward/std"] == pytest.approx((2 / 9) ** 0.5)
     assert found["reward/group_std_mean"] == 0.25, "0.5 and 0"
     assert found["reward/groups_with_signal_share"] == 0.5
+    assert found["reward/groups_all_right_share"] == 0.5, "the second, by its only reward"
+    assert found["reward/groups_none_right_share"] == 0.0
     assert (found["reward/faults"], found["reward/fault_share"]) == (1, 0.25)
     assert found["prompt/mean_tokens"] == 3
     assert found["response/mean_tokens"] == 4
@@ -139,12 +141,14 @@ def test_an_update_record() -> None:
             **{"clipped_tokens": 8, "entropy": 50},
         ),
     ]
-    found = update_record(updates, alarms=1, seconds=4.0, row_tokens=100)
+    found = update_record(updates, alarms=1, seconds=4.0, row_tokens=100, kl_weight=0.1)
     assert found["learner/loss"] == 2.0
     assert found["learner/skipped_updates"] == 2
     assert found["learner/kl"] == 0.1
     assert found["learner/entropy"] == 1.25
-    assert "learner/entropy" not in update_record([update()], 0, 4.0, 100), "no group had a signal"
+    alone = update_record([update()], 0, 4.0, 100, kl_weight=0.0)
+    assert "learner/entropy" not in alone, "no group had a signal"
+    assert "learner/kl" not in alone, "no reference"
     assert found["learner/clipped_share"] == 0.2
     assert found["learner/gap_mean"] == 0.05
     assert found["learner/gap_alarms"] == 1
@@ -194,6 +198,14 @@ async def test_counters_are_those_of_the_rollout_and_a_new_engine_counts_from_ze
 
 
 async def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
+    sent: list[tuple[float, list[Any]]] = []
+
+    class Sent:
+        def log(self, record: dict[str, float], samples: Samples = ()) -> None:
+            sent.append((record["step"], [sample["problem"] for sample in samples]))
+
+        def close(self) -> None: ...
+
     folder = RunFolder(tmp_path)
     folder.timeline.write_text("of an earlier attempt")
     live: Any = SimpleNamespace(record={})
@@ -202,7 +214,7 @@ async def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
     log = RunLog(
         small_run(metrics={"keep_samples": 3}),
         folder,
-        Sinks([]),
+        Sinks([Sent()]),
         NoTimekeeper(folder.timeline),
         live,
         seen.append,
@@ -221,6 +233,7 @@ async def test_the_log_writes_every_step_once(tmp_path: Path) -> None:
     assert read(folder.lengths)[1] == {"step": 2, "group_size": 2, "tokens": [4, 8, 2, 2]}
     assert [r["reward/mean"] for r in seen] == [1.0, 2.0, 5.0]
     assert live.record == seen[-1]
+    assert sent == [(1, ["a", "b", "a"]), (2, ["a", "b", "a"]), (2, ["a", "b", "a"])]
     assert next(iter(seen[-1])) == "step"
     lines = (tmp_path / "samples" / "step-000002.jsonl").read_text().splitlines()
     assert [json.loads(line)["problem"] for line in lines] == ["a", "b", "a"]
