@@ -29,6 +29,7 @@ STAGES = {
 """Colours of the stages of an RL step."""
 STATES = {
     "generating": BLUE,
+    "tools": TEAL,
     "training": GREEN,
     "idle": "#e5e0d3",
     "updating": ORANGE,

@@ -4,7 +4,8 @@ Read this first: it is the vocabulary of the system.
 
 - A `SampleRequest` goes into the rollout, a `Sample` comes out, and its reward makes it a `Scored`
   one. Every sample of a group is a request of its own. The order of samples follows from the
-  numbers in `Scored`; nothing reads a sample's id back.
+  numbers in `Scored`; nothing reads a sample's id back. With an environment, a sample has several
+  turns, each one a request of its own whose prompt is everything before it (`Turns`).
 - An `Arm` is one choice of drafter and draft length. Before each engine step a `Strategy` chooses
   an arm from a `StepContext`; after the engine step it sees a `StepReport`.
 """
@@ -64,6 +65,8 @@ class SampleRequest:
     begun: Text | None = None
     """The beginning of the response, drawn by an engine that was lost. With keyed sampling another
     engine continues it as the first one would have; an engine with another policy starts again."""
+    prefers: str | None = None
+    """The engine that should generate it if a slot is free there: its cache has the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,26 @@ class Recheck:
     policy_version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What an environment added to a sample of several turns."""
+
+    observed: tuple[tuple[int, int], ...] = ()
+    """Begin and end of each part of the response that the policy read and did not draw."""
+    num_turns: int = 1
+    num_errors: int = 0
+    """Calls that ended in an error."""
+    tool_s: float = 0.0
+    """Seconds that the sample waited for tools."""
+
+    @property
+    def num_observed(self) -> int:
+        return sum(end - begin for begin, end in self.observed)
+
+
+ONE_TURN = Turns()
+Worked = tuple[Sequence[int], Sequence[tuple[int, int]]]
+"""A prompt with its solution as token ids, and begin and end of the parts that the policy says."""
 LARGEST_SHORTFALL = 100.0
 """Shortfall of a token that could not be drawn at all."""
 
@@ -120,11 +143,19 @@ class Scored:
     place: int
     """The sample's place in its group, from 0."""
     request: SampleRequest
+    """That of the first turn."""
     sample: Sample
+    """The whole response; of several turns, with what the environment said in between."""
     text: str
     reward: float
     fault: str | None
     """Why the reward is a zero that the response did not earn; None where it is not."""
+    turns: Turns = ONE_TURN
+
+    @property
+    def num_drawn(self) -> int:
+        """Return how many tokens of the response the policy drew."""
+        return len(self.sample.token_ids) - self.turns.num_observed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-State = Literal["generating", "idle", "training", "swapping", "updating", "waiting", "lost"]
+State = Literal[
+    "generating", "tools", "idle", "training", "swapping", "updating", "waiting", "lost"
+]
 
 STATES: dict[State, str] = {
     "generating": "the engine decodes",
+    "tools": "all trajectories of the engine wait for tools",
     "training": "the worker is leased and trains the drafter",
     "idle": "nothing left to generate while others still do",
     "updating": "the policy is updated on the worker's device",

@@ -119,7 +119,7 @@ async def running(tiny: Path, spot: HarvestTrainerSettings) -> AsyncIterator[Run
     leases = LeaseSettings(min_s=0.2, lease_s=60.0, stop_timeout_s=1.0, max_leases=8)
     settings = CoordinatorSettings(leases, session_s=1.0, publish=True)
     harvest = HarvestSession(settings, spot, pool, lambda name: {}, on_gpu=False)
-    pool.listen(harvest)
+    pool.idle.listener = harvest
     async with pool:
         await harvest.start()
         embedding = read_embed_and_head(tiny)

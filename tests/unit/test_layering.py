@@ -22,6 +22,7 @@ ALLOWED = {
     "strategy": {"contracts", "errors", "config", "spans"},
     "timing": {"contracts", "config"},
     "tasks": {"contracts", "errors", "config", "user_code"},
+    "agents": {"contracts", "errors", "config", "user_code", "tasks", "vllm"},
     "models": {"contracts", "errors", "config"},
     "node": {"contracts", "errors", "config"},
     "states": {"contracts", "errors", "config", "node"},

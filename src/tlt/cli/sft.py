@@ -16,6 +16,9 @@ def sft(
     task: Annotated[
         str, opt.option("Task: chain_sum, gcd, letter_counting or word_problems.")
     ] = "chain_sum",
+    environment: Annotated[
+        str | None, opt.option("Environment whose `worked` solves the task with its tools.")
+    ] = None,
     sizes: opt.Sizes = None,
     parameter: opt.Parameters = None,
     num_problems: Annotated[int, opt.number("Worked solutions to train on.", 1, 10_000_000)] = 3000,
@@ -47,6 +50,7 @@ def sft(
             model,
             out,
             task=task,
+            environment=environment,
             num_problems=num_problems,
             sizes=opt.read_sizes(sizes),
             parameters=apply_overrides({}, parameter or []),

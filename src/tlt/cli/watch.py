@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "generating": "blue",
+    "tools": "cyan",
     "training": "green",
     "idle": "yellow",
     "updating": "magenta",

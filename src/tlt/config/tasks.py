@@ -43,9 +43,32 @@ class TaskConfig(Schema):
     """Column of the file that identifies each problem; by default the row number does."""
     instruction: str = ""
     """Text appended to every question, such as how to mark the answer."""
+    environment: str | None = None
+    """Class whose public methods are the policy's tools, as `module:Class`. Responses then have
+    several turns; see `[tools]`."""
     system_prompt: str = ""
     """System message before every question. Messages of a file that begin with a system message
     keep their own."""
+
+
+class ToolsConfig(Schema):
+    """The calls of an environment's tools, which run in processes of their own."""
+
+    num_workers: int = Field(default=4, ge=1, le=4096)
+    """Processes that run tools: calls at the same time."""
+    timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
+    """Seconds that the calls of a turn may take. The policy reads an error if they take longer."""
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Largest number of turns of a response; `sampling.max_tokens` holds for all of them together,
+    with what the tools say."""
+    max_turn_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Largest number of tokens of a turn; a longer one ends the response. By default the rest of
+    `sampling.max_tokens`."""
+    max_answer_tokens: int = Field(default=512, ge=1, le=1_000_000)
+    """Largest number of tokens that the policy reads of a tool's answer; the rest is cut off."""
+    parser: str = "hermes"
+    """How the model writes tool calls. `hermes`: JSON between <tool_call> tags, as Qwen models do;
+    else the name of one of vLLM's tool parsers."""
 
 
 class RewardConfig(Schema):
@@ -54,8 +77,8 @@ class RewardConfig(Schema):
     function: str = "auto"
     """Reward function. `gym`: the task's own score of the text in <answer> tags. `exact`: 1 if that
     text equals the answer. `math`: math-verify against the answer. `module:function`: your own
-    function, called with the problem and the response's text. `auto`: `gym` for tasks, `math` for
-    files."""
+    function, called with the problem and the response's text (its last turn, with an environment).
+    `auto`: the environment's `reward` if it has one, else `gym` for tasks, `math` for files."""
     num_workers: int = Field(default=1, ge=1, le=1024)
     """Processes that score responses."""
     timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tlt.config.rollout import CORE_GROUP, EngineSettings, PoolConfig, Transfer
 from tlt.config.schema import LONGEST_S, Schema
-from tlt.config.tasks import EvalConfig, RewardConfig, SizesConfig, TaskConfig
+from tlt.config.tasks import EvalConfig, RewardConfig, SizesConfig, TaskConfig, ToolsConfig
 from tlt.errors import ConfigError
 from tlt.hardware import DtypeChoice, compute_dtype
 
@@ -325,6 +325,7 @@ class TrainConfig(Schema):
     run: RunSection
     policy: PolicyConfig
     task: TaskConfig
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     sampling: SamplingConfig
     engine: EngineSettings = Field(default_factory=EngineSettings)

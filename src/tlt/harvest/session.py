@@ -131,9 +131,9 @@ class HarvestSession(RunHarvest):
         if self._started and moved:
             self.coordinator.join(worker)
 
-    def idle(self, engine: str) -> None:
-        """Note that an engine has nothing to generate while others have."""
-        self._leave_idle(engine, self._forecast.remaining_s(now_s()))
+    def idle(self, engine: str, for_s: float = math.inf) -> None:
+        """Note that an engine has nothing to generate while others have, or for `for_s` seconds."""
+        self._leave_idle(engine, min(for_s, self._forecast.remaining_s(now_s())))
 
     def _leave_idle(self, engine: str, for_s: float) -> None:
         """Let the coordinator lease an engine's worker, probably for `for_s` seconds."""

@@ -35,9 +35,19 @@ class TrainSample:
     engine_logprobs: tuple[float, ...]
     """Log-probability of each response token in the engine that sampled it."""
     advantage: float
+    observed: tuple[tuple[int, int], ...] = ()
+    """Parts of the response that an environment said: nothing is learned from their tokens."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
+
+    def drawn(self) -> Sequence[int]:
+        """Return the places of the response's tokens that the policy drew."""
+        places = range(len(self.response_ids))
+        if not self.observed:
+            return places
+        said = {place for begin, end in self.observed for place in range(begin, end)}
+        return [place for place in places if place not in said]
 
 
 class Groups:
@@ -105,6 +115,7 @@ class Groups:
                 response_ids=s.sample.token_ids,
                 engine_logprobs=s.sample.logprobs,
                 advantage=advantage,
+                observed=s.turns.observed,
             )
             for s, advantage in zip(group, advantages, strict=True)
         ]

@@ -76,7 +76,7 @@ class PackedRow:
         prompt: tuple[int, ...] | None = None
         prompt_at = 0
         for sample, weight in zip(samples, token_weights, strict=True):
-            num_learned = len(sample.response_ids)
+            drawn = sample.drawn()
             if sample.prompt_ids != prompt:
                 prompt, prompt_at = sample.prompt_ids, len(ids)
                 ids += prompt
@@ -86,11 +86,11 @@ class PackedRow:
             positions += range(len(prompt), len(sample))
             unshare += range(prompt_at, last_of_prompt + 1)
             unshare += range(response_at, len(ids))
-            source += [last_of_prompt, *range(response_at, len(ids) - 1)][:num_learned]
-            target += sample.response_ids
-            engine += sample.engine_logprobs
-            advantages += [sample.advantage] * num_learned
-            weights += [weight] * num_learned
+            source += [response_at + place - 1 if place else last_of_prompt for place in drawn]
+            target += [sample.response_ids[place] for place in drawn]
+            engine += [sample.engine_logprobs[place] for place in drawn]
+            advantages += [sample.advantage] * len(drawn)
+            weights += [weight] * len(drawn)
         if not ids:
             ids, positions, unshare = [0], [0], [0]
         unshare_E = share_T = None

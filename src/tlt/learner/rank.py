@@ -224,7 +224,7 @@ class LearnerRank:
             for samples in rows:
                 row = self._pack(samples)
                 logprobs = self._policy(row).logprob_P
-                lengths = [len(s.response_ids) for s in samples]
+                lengths = [len(s.drawn()) for s in samples]
                 for sample, logprob in zip(samples, logprobs.split(lengths or [0]), strict=False):
                     self._old_logprobs[sample.sample_id] = logprob
 
@@ -233,7 +233,7 @@ class LearnerRank:
         self._old_logprobs.clear()
 
     def _pack(self, samples: Sequence[TrainSample]) -> PackedRow:
-        weights = [self.settings.weighting.token_weight(len(s.response_ids)) for s in samples]
+        weights = [self.settings.weighting.token_weight(len(s.drawn())) for s in samples]
         return PackedRow.pack(samples, weights, self.device)
 
     @torch.no_grad()

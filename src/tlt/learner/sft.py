@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from tlt.contracts import Worked
 from tlt.hardware import Dtype
 from tlt.learner.packed_attention import use_packed_attention
 from tlt.packing import epochs
@@ -50,12 +51,12 @@ class SftStep:
 
 def supervised_start(
     policy: Any,
-    samples: Sequence[tuple[Sequence[int], int]],
+    samples: Sequence[Worked],
     settings: SftSettings,
     on_step: Callable[[SftStep], None] = lambda step: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Train `policy` (a Hugging Face causal LM in float32) in place on (token ids, prompt length).
+    """Train `policy`, a Hugging Face causal LM in float32, in place.
 
     Matrix products are computed in `settings.dtype`; weights and optimizer stay in float32.
     """
@@ -103,20 +104,18 @@ def warmup_then_cosine(step: int, progress: float) -> float:
     return min(1.0, (step + 1) / WARMUP_STEPS) * down
 
 
-def row_loss(
-    policy: Any, samples: Sequence[tuple[Sequence[int], int]], dtype: Dtype
-) -> tuple[torch.Tensor, float]:
+def row_loss(policy: Any, samples: Sequence[Worked], dtype: Dtype) -> tuple[torch.Tensor, float]:
     device = policy.device
     lengths = [len(token_ids) for token_ids, _ in samples]
     ids = torch.tensor([token for token_ids, _ in samples for token in token_ids], device=device)
     position = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    # Position t predicts token t+1: learn from the prompt's last token to the last but one.
-    first = torch.tensor([num_prompt - 1 for _, num_prompt in samples], device=device)
-    last = torch.tensor(lengths, device=device) - 2
-    times = torch.tensor(lengths, device=device)
-    learned = (position >= first.repeat_interleave(times)) & (
-        position <= last.repeat_interleave(times)
-    )
+    # Position t predicts token t+1: a part is learned from the token before it to its last but one.
+    learned = torch.zeros_like(ids, dtype=torch.bool)
+    begin = 0
+    for token_ids, parts in samples:
+        for first, end in parts:
+            learned[begin + first - 1 : begin + end - 1] = True
+        begin += len(token_ids)
     target = ids.roll(-1)[learned]
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = policy.model(

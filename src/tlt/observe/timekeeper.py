@@ -30,6 +30,12 @@ class Engines(Protocol):
     async def take_spans(self, max_spans: int) -> Mapping[str, list[Span]]: ...
 
 
+class ToolWaits(Protocol):
+    """The pool's idle time, as far as it knows when trajectories waited for tools."""
+
+    def take_tool_spans(self) -> Mapping[str, list[Span]]: ...
+
+
 class Leases(Protocol):
     """Harvest, as far as it knows when workers trained."""
 
@@ -39,8 +45,11 @@ class Leases(Protocol):
 class Timekeeper:
     """Logs a warning, and nothing worse, when the timeline cannot be written."""
 
-    def __init__(self, path: Path, engines: Engines, leases: Leases, own_learner: bool) -> None:
+    def __init__(
+        self, path: Path, engines: Engines, tools: ToolWaits, leases: Leases, own_learner: bool
+    ) -> None:
         self._engines = engines
+        self._tools = tools
         self._leases = leases
         self._own_learner = own_learner
         self._log = TimelineLog(path, engines.places)
@@ -65,7 +74,7 @@ class Timekeeper:
         try:
             async with asyncio.timeout(TAKE_S):
                 spans = await self._engines.take_spans(max_spans)
-                leases = self._leases.take_spans()
+                leases, tools = self._leases.take_spans(), self._tools.take_tool_spans()
             end_s = time.time()
             shift_s = end_s - time.monotonic()
             start_s = watch.started_s + shift_s if self._last_s is None else self._last_s
@@ -74,7 +83,9 @@ class Timekeeper:
                 return  # the machine's clock was put back
             stages = [(stage, a + shift_s, b + shift_s) for stage, a, b in watch.laps]
             updates = [span.shifted(shift_s) for span in streamed] if self._own_learner else None
-            self._log.append(step_timeline(step, start_s, end_s, stages, spans, leases, updates))
+            self._log.append(
+                step_timeline(step, start_s, end_s, stages, spans, leases, updates, tools)
+            )
         except Exception as error:
             logger.warning("the timeline of step %d could not be written (%r)", step, error)
 

@@ -55,16 +55,20 @@ def step_timeline(
     engines: Mapping[str, Iterable[Span]],
     leases: Mapping[str, Iterable[Span]],
     updates: Iterable[Span] | None = None,
+    tools: Mapping[str, Iterable[Span]] | None = None,
 ) -> StepTimeline:
     """Return the timeline of an RL step, with a state for every moment of every worker.
 
     `updates` are the spans of a learner with devices of its own; None if workers update the policy.
+    `tools` are the times in which trajectories of a worker waited for tools.
     """
     whole = _whole(start_s, end_s, stages)
-    own = updates is not None
+    own, waits = updates is not None, tools or {}
     background = [Span(_state_in(stage, own), begin, end) for stage, begin, end in whole]
     rows = {
-        worker: covered(start_s, end_s, (spans, leases.get(worker, ()), background))
+        worker: covered(
+            start_s, end_s, (spans, leases.get(worker, ()), waits.get(worker, ()), background)
+        )
         for worker, spans in engines.items()
     }
     if updates is not None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tlt.agents.worked import worked_dialogues
+from tlt.contracts import Worked
 from tlt.learner.sft import SftSettings, SftStep, supervised_start
 from tlt.models.folder import read_model
 from tlt.models.hub import local_folder
@@ -19,6 +21,7 @@ def train_policy(
     out: Path,
     *,
     task: str,
+    environment: str | None = None,
     num_problems: int,
     sizes: HeavyTail | None,
     parameters: Mapping[str, Any],
@@ -34,14 +37,17 @@ def train_policy(
     model = local_folder(model, "--model")
     read_model(model, "--model")
     chat = Chat(str(model))
-    samples = [
-        chat.answered(problem.question, problem.solution)
-        for problem in problems(task, num_problems, settings.seed, "", sizes, parameters)
-    ]
+    made = problems(task, num_problems, settings.seed, "", sizes, parameters)
+    samples: list[Worked] = []
+    if environment is not None:
+        samples = worked_dialogues(environment, chat, made)
+    for problem in made if environment is None else ():
+        tokens, num_prompt = chat.answered(problem.question, problem.solution)
+        samples.append((tokens, [(num_prompt, len(tokens))]))
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     supervised_start(policy, samples, settings, on_step)
     policy.set_attn_implementation("sdpa")
     policy.to(save_dtype).save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
-    lengths = [len(token_ids) - num_prompt for token_ids, num_prompt in samples]
+    lengths = [len(token_ids) - parts[0][0] for token_ids, parts in samples]
     return {"num_problems": num_problems, **length_summary(lengths)}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
@@ -132,8 +133,11 @@ class LoadListener(Protocol):
         """Note that an engine has started, with its report."""
         ...
 
-    def idle(self, engine: str) -> None:
-        """Note that an engine has nothing to generate while others still do."""
+    def idle(self, engine: str, for_s: float = math.inf) -> None:
+        """Note that an engine has nothing to generate while others still do.
+
+        A trajectory of its own comes back from a tool in about `for_s` seconds.
+        """
         ...
 
     async def needed(self, engine: str) -> None:

@@ -1,6 +1,7 @@
 """The pool's decisions about which engine generates what, without engines, clocks or I/O.
 
-Requests wait in one queue, first come, first served, and the least loaded engine gets the next one.
+Requests wait in one queue, first come, first served. The next one goes to the engine that it
+prefers, if that has a free slot, else to the least loaded one.
 An engine holds at most as many requests as it has slots, which it runs at once, plus a few
 prefetched ones, which hide the latency of a submission. When the queue is empty, the dispatcher
 recalls requests that wait behind a loaded engine's slots for an engine with a free slot. Work per
@@ -197,7 +198,11 @@ class Dispatcher:
         """Return what to do now. Call it after every event, and carry out every action."""
         assigned: dict[str, list[SampleRequest]] = {}
         while self._queue:
-            engine = self._pop(self._with_free_slot) or self._pop(self._with_room)
+            engine = (
+                self._preferred(self._queue[0].request)
+                or self._pop(self._with_free_slot)
+                or self._pop(self._with_room)
+            )
             if engine is None:
                 break
             work = self._queue.popleft()
@@ -212,6 +217,11 @@ class Dispatcher:
         if not self._queue:
             actions.extend(self._recalls())
         return actions
+
+    def _preferred(self, request: SampleRequest) -> EngineLoad | None:
+        """Return the engine that has the request's prompt in its cache, if it has a free slot."""
+        engine = self._engines.get(request.prefers) if request.prefers else None
+        return engine if engine and len(engine.works) < engine.slots else None
 
     def _recalls(self) -> list[Recall]:
         """Recall as many waiting requests as other engines have free slots."""

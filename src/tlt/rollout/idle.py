@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
-from tlt.contracts import Recheck
+from tlt.contracts import Recheck, Sample, SampleRequest
 from tlt.errors import EngineError
-from tlt.rollout.client import Engine, EngineClient, LoadListener
+from tlt.rollout.away import Away
+from tlt.rollout.client import Engine, EngineClient, LoadListener, place_of
 from tlt.rollout.dispatch import Dispatcher
 from tlt.rollout.recheck import Rechecks
+from tlt.spans import Span
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,9 @@ class IdleTime:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._dispatcher = dispatcher
+        self._away = Away()
+        self._turns: set[str] = set()
+        """Samples under way that are turns: an environment answers them."""
         self._clients = clients
         """The engines of the pool, as they come and go."""
         self._spawn = spawn
@@ -47,10 +52,37 @@ class IdleTime:
             if (recheck := self.rechecks.next()) is not None:
                 self._spawn(self._recheck(self._clients[name], recheck))
             elif self.listener is not None:
-                self.listener.idle(name)
+                self.listener.idle(name, self._away.returns_s(name))
 
-    def rollout_ended(self) -> None:
-        """End all rechecks."""
+    def turns_started(self, requests: Iterable[SampleRequest]) -> None:
+        """Note that an environment answers these samples."""
+        if not self._turns and not self._dispatcher.num_unfinished:
+            self._away.forget()
+        self._turns |= {request.sample_id for request in requests}
+
+    def finished(self, sample: Sample) -> None:
+        """Note a whole sample, before it is delivered."""
+        if sample.sample_id in self._turns:
+            self._turns.discard(sample.sample_id)
+            self._away.left(sample.engine, sample.sample_id)
+        self.rechecks.finished(sample)
+        self._rollout_may_end()
+
+    def turn_answered(self, turn: Sample, follows: bool) -> None:
+        """Note that an environment has answered a turn, and whether another turn follows."""
+        self._away.back(turn.sample_id, by_tool=follows)
+        if not follows:
+            self._rollout_may_end()
+            self.offer([turn.engine])
+
+    def take_tool_spans(self) -> dict[str, list[Span]]:
+        """Return when trajectories of every place waited for tools since the last call."""
+        return {place_of(name): spans for name, spans in self._away.take_spans().items()}
+
+    def _rollout_may_end(self) -> None:
+        """End all rechecks if nothing is left to generate."""
+        if self._dispatcher.num_unfinished or self._away:
+            return
         self.rechecks.rollout_ended()
         for sample_id, client in self._rechecking.items():
             self._spawn(self._end_recheck(client, sample_id))
@@ -58,7 +90,8 @@ class IdleTime:
     def _is_idle(self, name: str) -> bool:
         """Return whether an engine has nothing to generate while others have."""
         dispatcher = self._dispatcher
-        if dispatcher.num_queued or not dispatcher.num_unfinished or name not in self._clients:
+        is_over = not dispatcher.num_unfinished and not self._away
+        if dispatcher.num_queued or is_over or name not in self._clients:
             return False
         return not dispatcher.outstanding(name)
 
@@ -75,7 +108,7 @@ class IdleTime:
             if verdict is not None:
                 self.offer([client.name])
         elif self._is_idle(client.name):
-            self.listener.idle(client.name)
+            self.listener.idle(client.name, self._away.returns_s(client.name))
 
     async def _end_recheck(self, client: EngineClient, sample_id: str) -> None:
         with contextlib.suppress(EngineError):  # an engine that is lost generates nothing

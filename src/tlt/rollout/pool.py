@@ -42,7 +42,6 @@ from tlt.rollout.client import (
 )
 from tlt.rollout.dispatch import Assign, Dispatcher
 from tlt.rollout.idle import IdleTime
-from tlt.rollout.recheck import Rechecks
 from tlt.rollout.weights import WeightDistribution
 from tlt.spans import Span
 from tlt.vllm.environment import ROUNDS_BY_BATCH
@@ -79,7 +78,7 @@ class RolloutPool:
         self._told_rounding = False
         self._useful: set[str] = set()
         """Engines that have drawn anything."""
-        self._idle = IdleTime(self._dispatcher, self._clients, self._spawn_send)
+        self.idle = IdleTime(self._dispatcher, self._clients, self._spawn_send)
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
         self._absent: dict[str, list[Span]] = {}
@@ -103,11 +102,7 @@ class RolloutPool:
 
     def listen(self, listener: LoadListener) -> None:
         """Tell this listener which engines are idle. Call it before the pool starts."""
-        self._idle.listener = listener
-
-    def recheck_with(self, rechecks: Rechecks) -> None:
-        """Let idle engines generate some samples again without drafts, and compare them."""
-        self._idle.rechecks = rechecks
+        self.idle.listener = listener
 
     async def start(self) -> None:
         """Start all engines, and return when every one of them is ready."""
@@ -140,18 +135,25 @@ class RolloutPool:
 
     # --- samples ------------------------------------------------------------------------------
 
-    async def generate(self, requests: Iterable[SampleRequest]) -> AsyncIterator[Sample]:
-        """Generate all requests, and yield each sample exactly once, as it ends."""
+    async def generate(
+        self, requests: Iterable[SampleRequest], are_turns: bool = False
+    ) -> AsyncIterator[Sample]:
+        """Generate all requests, and yield each sample exactly once, as it ends.
+
+        After each one that `are_turns`, call `idle.turn_answered`.
+        """
         batch = list(requests)
         inbox: asyncio.Queue[Sample | Exception] = asyncio.Queue()
         if self._failure is not None:
             raise EngineError("the pool has failed") from self._failure
         self._dispatcher.submit(batch)
-        self._idle.rechecks.rollout_started(batch)
+        self.idle.rechecks.rollout_started(batch)
         for request in batch:
             self._waiting[request.sample_id] = inbox
+        if are_turns:
+            self.idle.turns_started(batch)
         self._pump()
-        self._idle.offer(self._clients)
+        self.idle.offer(self._clients)
         for _ in batch:
             item = await inbox.get()
             if isinstance(item, Exception):
@@ -330,7 +332,7 @@ class RolloutPool:
         if self._started:
             lost = Span("lost", self._spans_taken_s, time.time())
             self._absent.setdefault(place_of(name), []).append(lost)
-        if (listener := self._idle.listener) is not None:
+        if (listener := self.idle.listener) is not None:
             listener.ready(name, report)
         self._pump()
         progress, texts_due_s = Progress(self._config.health_timeout_s, self._clock), 0.0
@@ -358,7 +360,7 @@ class RolloutPool:
         logger.warning("%s, which continue them after %d tokens", lost, kept)
         self.num_restarts += 1
         self._pump()
-        if (listener := self._idle.listener) is not None:
+        if (listener := self.idle.listener) is not None:
             self._spawn_send(listener.needed(name))  # for its successor
         stop = asyncio.ensure_future(client.stop(graceful=False))
         try:
@@ -399,11 +401,9 @@ class RolloutPool:
         for sample_id in self._dispatcher.finished(name, by_id):
             self._useful.add(name)
             self._waiting.pop(sample_id).put_nowait(by_id[sample_id])
-            self._idle.rechecks.finished(by_id[sample_id])
-        if not self._dispatcher.num_unfinished:
-            self._idle.rollout_ended()
+            self.idle.finished(by_id[sample_id])
         self._pump()
-        self._idle.offer([name])
+        self.idle.offer([name])
 
     def _pump(self) -> None:
         for action in self._dispatcher.actions():
@@ -423,7 +423,7 @@ class RolloutPool:
     async def _send(self, client: EngineClient, requests: Sequence[SampleRequest]) -> None:
         self._unsent |= (ids := {request.sample_id for request in requests})
         try:
-            if (listener := self._idle.listener) is not None:
+            if (listener := self.idle.listener) is not None:
                 await listener.needed(client.name)
             await client.call(Engine.submit, requests)
         except Exception as error:

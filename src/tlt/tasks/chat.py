@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ WITHOUT_SYSTEM = (
     'template takes, e.g. [{"role": "user", "content": "2 + 2?"}]'
 )
 """Advice to users of a template that does not take all messages."""
+TOOLS = """You may call these tools:
+{tools}
+A call is a line such as <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>; then end \
+your turn, and you get the answer."""
+"""What a model reads of its tools if its chat template does not say it."""
 
 
 class Chat:
@@ -45,14 +51,22 @@ class Chat:
                 "`chat_template` in tokenizer_config.json"
             )
 
-    def prompt(self, question: str, history: Sequence[Message] = ()) -> tuple[int, ...]:
-        """Return the prompt of a question and the messages before it, up to the response."""
+    def prompt(
+        self,
+        question: str,
+        history: Sequence[Message] = (),
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[int, ...]:
+        """Return the prompt of a question and the messages before it, up to the response.
+
+        `tools` are JSON schemas of functions that the policy may call.
+        """
         too_slow = (
             f"{self._where}: its chat template takes more than {PROMPT_S:g} s for one question; "
             "put chat_template right, as the model's authors publish it"
         )
         with time_limit(PROMPT_S, too_slow):
-            tokens = self._prompt(question, history)
+            tokens = self._prompt(question, history, tools)
         if not tokens:
             raise ConfigError(
                 f"{self._where}: its chat template makes an empty prompt; put chat_template right, "
@@ -60,12 +74,14 @@ class Chat:
             )
         return tokens
 
-    def _prompt(self, question: str, history: Sequence[Message]) -> tuple[int, ...]:
+    def _prompt(
+        self, question: str, history: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[int, ...]:
         messages = [*history, {"role": "user", "content": question}]
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = self._rendered(messages, tools)
+            if tools and text == self._rendered(messages):
+                text = self._rendered(_with_tools(messages, tools))
             tokens = self._encode(text)
         except Exception as error:  # a template is a program, and the library checks few settings
             if history:
@@ -85,10 +101,49 @@ class Chat:
             )
         return tokens
 
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        chosen = {"tools": list(tools)} if tools else {}
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **chosen
+        )
+        return text
+
+    def after_turn(self, said: Sequence[str], last_token: int, limit: int) -> tuple[int, ...]:
+        """Return the tokens from the end of a turn, over what tools said, up to the next turn.
+
+        `last_token` ended the turn. Each answer is cut to `limit` tokens.
+        """
+        mark = "TURN-OF-THE-POLICY"
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        messages += [{"role": "tool", "content": self._cut(text, limit)} for text in said]
+        try:
+            rest = self._rendered(messages).split(mark, 1)[1]
+        except Exception as error:  # a template is a program
+            raise ConfigError(
+                f"{self._where}: its chat template fails on messages of user, assistant and tool "
+                f"({_said(error)}); put chat_template right, as the model's authors publish it"
+            ) from error
+        return self._encode(rest.removeprefix(self.tokenizer.decode([last_token])))
+
+    def _cut(self, text: str, limit: int) -> str:
+        """Return a text that ends no turn, of so many tokens."""
+        for special in self.tokenizer.all_special_tokens:
+            text = text.replace(special, f"{special[0]} {special[1:]}")
+        tokens = self._encode(text)
+        return text if len(tokens) <= limit else f"{self.tokenizer.decode(tokens[:limit])}..."
+
+    def turn_text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a turn that has ended, with special tokens but for the last one."""
+        return str(self.tokenizer.decode(list(token_ids[:-1]), skip_special_tokens=False))
+
     def answered(self, question: str, solution: str) -> tuple[tuple[int, ...], int]:
         """Return prompt, solution and end token, and how many of these tokens are the prompt."""
         prompt = self.prompt(question)
-        return prompt + self._encode(solution) + (self.tokenizer.eos_token_id,), len(prompt)
+        return prompt + self.turn(solution), len(prompt)
+
+    def turn(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a turn of the policy, with the one that ends it."""
+        return (*self._encode(text), self.tokenizer.eos_token_id)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a response, without special tokens."""
@@ -101,3 +156,13 @@ class Chat:
 def _said(error: Exception) -> str:
     """Return an error in one line of a few hundred characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def _with_tools(messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """Return the messages with the tools in the system message, for templates without any."""
+    described = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    text = TOOLS.format(tools=described)
+    if messages[0]["role"] == "system":
+        first = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

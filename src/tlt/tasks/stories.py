@@ -137,6 +137,10 @@ class Story:
     worked: str
     """The solution in words, without the answer in tags."""
     answer: int
+    first: int
+    """Things in stock at the beginning."""
+    changes: tuple[int, ...]
+    """What each event brings, below 0 what it takes."""
 
 
 def tell(
@@ -176,7 +180,8 @@ def tell(
     worked = [_retold(rng, events)]
     while rng.random() < check_share:
         worked += [_phrase(rng, CHECKS, fixed | {"n": str(first)}), _retold(rng, events)]
-    return Story(" ".join(asked), " ".join(worked), total)
+    changes = tuple(sign * int(event["n"]) for sign, event in events)
+    return Story(" ".join(asked), " ".join(worked), total, first, changes)
 
 
 def texts(count: int, seed: int = 0) -> Iterator[str]:

@@ -58,6 +58,8 @@ class WordProblemsDataset(ProceduralDataset):  # type: ignore[misc]  # reasoning
                 "source_index": idx,
                 "num_events": num_events,
                 "worked": story.worked,
+                "first": story.first,
+                "changes": list(story.changes),
             },
         }
 

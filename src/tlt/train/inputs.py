@@ -42,6 +42,7 @@ def digests(config: TrainConfig) -> dict[str, str]:
         found["task.path"] = _file_digest(Path(config.task.path), whole=True)
     functions = {
         "reward.function": config.reward.function,
+        "task.environment": config.task.environment or "",
         "algorithm.advantage": config.algorithm.advantage,
         "algorithm.loss": config.algorithm.loss,
     }

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.agents.host import ToolHost
 from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.contracts import ShowProgress
 from tlt.drafter.eagle3.config import Eagle3Config
@@ -175,6 +176,10 @@ class _Run:
                 self.prepared.reward, scoring.num_workers, scoring.timeout_s, others
             )
             stack.callback(rewards.close)
+            tools = None
+            if config.task.environment is not None:
+                tools = ToolHost(config.tools, config.policy.model, folder.path / "tools")
+                stack.callback(tools.close)
             if config.tlt.harvests:
                 drafter = folder.path / "drafter-start"
                 version = start_drafter(config, drafter, self.checkpoint)
@@ -183,11 +188,11 @@ class _Run:
             # GPU kernels may round by the batch in any dtype.
             dtype = "bfloat16" if config.engine.num_gpus else config.policy.dtype
             rechecks = Rechecks(config.alarm.recheck_share, config.alarm.recheck_tokens, dtype)
-            pool.recheck_with(rechecks)
+            pool.idle.rechecks = rechecks
             harvest: RunHarvest = NoHarvest()
             if config.tlt.harvests:
                 harvest = self._harvest(pool, reservation, Path(str(engine.drafter)), version)
-                pool.listen(harvest)
+                pool.idle.listener = harvest
             learner = LearnerGroup(
                 LearnerPlan.of_run(config, self._captured_layers(engine.drafter), self.log),
                 reservation.rank,
@@ -201,15 +206,17 @@ class _Run:
             times: Timekeeper | NoTimekeeper = NoTimekeeper(folder.timeline)
             if config.metrics.timeline:
                 own_learner = config.placement.kind == "separate"
-                times = Timekeeper(folder.timeline, pool, harvest, own_learner)
+                times = Timekeeper(folder.timeline, pool, pool.idle, harvest, own_learner)
             live = Live(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show)
             records = RunLog(config, folder, self.sinks, times, live, self.on_record)
             async with live:
                 weights = weight_sync(config, pool, learner)
                 stack.callback(weights.close)
-                parts = Components(pool, learner, rewards, harvest, rechecks, weights)
+                parts = Components(pool, learner, rewards, tools, harvest, rechecks, weights)
                 training = Training(config, self.prepared, folder, parts, records, self.term)
                 await training.run(resume)
+                if tools is not None:
+                    tools.forget(config.run.num_steps)
             await harvest.save(folder.path / "drafter", to_resume=False)
             show("writing the policy", 0, 1)
             await learner.save_policy(folder.path / "policy", config.policy.dtype)

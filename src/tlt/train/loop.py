@@ -20,6 +20,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tlt.agents.host import ToolHost
 from tlt.config.train import TrainConfig
 from tlt.contracts import Scored
 from tlt.errors import LearnerLost
@@ -46,6 +47,7 @@ from tlt.train.records import (
     eval_record,
     replacement_record,
     rollout_record,
+    turns_record,
 )
 from tlt.train.rollouts import Rollouts
 from tlt.train.signals import Termination, finish_or_abandon
@@ -62,6 +64,7 @@ class Components:
     pool: RolloutPool
     learner: LearnerGroup
     rewards: RewardPool
+    tools: ToolHost | None
     harvest: RunHarvest
     rechecks: Rechecks
     weights: HostSync
@@ -93,6 +96,8 @@ class Training:
         self._rollouts = Rollouts(
             *(config, prepared.chat, pool, parts.rewards, harvest, log.live),
             max_prompt_tokens=prepared.max_prompt_tokens,
+            tools=parts.tools,
+            tool_schemas=prepared.tool_schemas,
         )
         self._update = PolicyUpdate(config, learner, log.live)
         self._counters = PoolCounters(pool)
@@ -188,6 +193,8 @@ class Training:
         record |= self._counters.step_ended() | self._parts.rechecks.record()
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         record["checkpoint/faults"] = self._checkpoints.take_faults()
+        if self._parts.tools is not None:
+            self._parts.tools.forget(self._checkpoints.last()[1])
         self._log.samples(step, problems, scored)
         await self._log.step(step, record, watch, self._update.streamed)
         self._checkpoints.end(step)
@@ -234,6 +241,8 @@ class Training:
             emulated=config.emulate.hardware is not None,
         )
         record["prompt/left_out"] = self._rollouts.num_left_out
+        if self._parts.tools is not None:
+            record |= turns_record(scored)
         if replaces:
             record |= replacement_record(scored, groups, sampling.prompts_per_step)
         during = work.during

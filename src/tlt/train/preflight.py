@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.agents.check import described_tools, try_environment
 from tlt.config.rollout import EngineConfig, EngineSettings
 from tlt.config.train import TrainConfig, transfer
 from tlt.drafter.eagle3.config import Eagle3Config
@@ -64,6 +65,8 @@ class Prepared:
     memory: list[Place]
     max_prompt_tokens: int
     """Longest prompt that leaves room for a response and its drafts in the model's context."""
+    tool_schemas: list[dict[str, Any]]
+    """The tools of the run's environment; none without one."""
 
 
 def check_outline(config: TrainConfig) -> list[Place] | None:
@@ -102,15 +105,19 @@ def prepare(config: TrainConfig) -> Prepared:
     source = open_source(config.task, config.run.seed, num_held_out)
     reward = reward_function(config.reward.function, config.task.path is not None)
     held_out = held_out_sets(config, source, reward)
+    tools = described_tools(config)
     trained = []
     for step in range(1, min(config.run.num_steps, CHECKED_STEPS) + 1):
         count, num_extra = config.sampling.prompts_per_step, config.sampling.max_extra_prompts
         trained += source.batch(step, count) + source.extra(step, count, num_extra)
     problems = [problem for each in held_out for problem in each.problems] + trained
-    longest, room = _check_prompts(config, engine, model, draft_tokens, chat, problems)
+    prompts = [(chat.prompt(p.question, p.history, tools), p.problem_id) for p in problems]
+    longest, room = _check_prompts(config, engine, model, draft_tokens, prompts)
     memory = _plan_memory(config, model, longest, draft_tokens)
     asyncio.run(_check_reward(config, held_out, reward, trained[0]))
-    return Prepared(chat, source, held_out, reward, engine, plan, memory, room)
+    if tools:
+        asyncio.run(try_environment(config, chat, trained[0]))
+    return Prepared(chat, source, held_out, reward, engine, plan, memory, room, tools)
 
 
 def engine_config(config: TrainConfig, model: dict[str, Any]) -> tuple[EngineConfig, int]:
@@ -323,14 +330,12 @@ def _check_prompts(
     engine: EngineConfig,
     model: dict[str, Any],
     draft_tokens: int,
-    chat: Chat,
-    problems: list[Problem],
+    prompts: Sequence[tuple[tuple[int, ...], str]],
 ) -> tuple[int, int]:
     """Return the tokens of the longest prompt, and of the longest that leaves room for a response.
 
     An engine keeps room for a draft at the end of a sample.
     """
-    prompts = [(chat.prompt(p.question, p.history), p.problem_id) for p in problems]
     longest, problem_id = max((len(tokens), problem_id) for tokens, problem_id in prompts)
     highest, vocabulary = max(max(tokens) for tokens, _ in prompts), model.get("vocab_size")
     if vocabulary is not None and highest >= vocabulary:

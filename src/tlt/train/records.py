@@ -96,6 +96,7 @@ def rollout_record(
     emulated: bool = False,
 ) -> Record:
     lengths = [len(s.sample.token_ids) for s in scored]
+    num_drawn = sum(s.num_drawn for s in scored)
     rewards = [s.reward for s in scored if s.fault is None]
     groups_rewards = _by_problem((s for s in scored if s.fault is None), lambda s: s.reward)
     rollout_s = max(rollout_s, 1e-9)
@@ -113,8 +114,8 @@ def rollout_record(
         "response/mean_tokens": _mean(lengths),
         **{f"response/{name}": value for name, value in length_summary(lengths).items()},
         "response/truncated_share": _mean([s.sample.finish_reason == "length" for s in scored]),
-        "rollout/output_tokens": sum(lengths),
-        "rollout/tokens_per_s": sum(lengths) / rollout_s,
+        "rollout/output_tokens": num_drawn,
+        "rollout/tokens_per_s": num_drawn / rollout_s,
         "rollout/acceptance_length": during.acceptance_length,
     }
     if during.model_drafts:
@@ -135,6 +136,18 @@ def rollout_record(
         record["capture/samples"] = during.captured_samples
         record["capture/dropped"] = during.dropped_samples
     return record
+
+
+def turns_record(scored: Sequence[Scored]) -> Record:
+    """Return what the environment of a run with tools did."""
+    turns = [s.turns for s in scored]
+    return {
+        "tools/turns_mean": _mean([each.num_turns for each in turns]),
+        "tools/turns_max": max((each.num_turns for each in turns), default=0),
+        "tools/answer_tokens": sum(each.num_observed for each in turns),
+        "tools/errors": sum(each.num_errors for each in turns),
+        "tools/wait_s_mean": _mean([each.tool_s for each in turns]),
+    }
 
 
 def replacement_record(scored: Sequence[Scored], groups: Groups, num_wanted: int) -> Record:

@@ -1,7 +1,8 @@
 """The samples of RL steps and evaluations, from problems to rewards.
 
 `Rollouts.generate` makes the requests, lets the pool generate them and scores every sample as it
-ends. A sample's id names the sample and seeds it. A problem whose prompt leaves no room for a
+ends. With an environment, a turn that ends may be followed by the next one (`tlt.agents`). A
+sample's id names the sample and seeds it. A problem whose prompt leaves no room for a
 response in the model's context is left out. Extra problems replace groups that are discarded, and
 start as soon as such a group is complete (`dapo` says which).
 """
@@ -15,8 +16,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tlt.agents.dialogue import Dialogues, Ended
+from tlt.agents.host import ToolHost
 from tlt.config.train import TrainConfig
-from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
+from tlt.contracts import ONE_TURN, Sample, SampleRequest, SamplingSpec, Scored
 from tlt.errors import ConfigError, EngineError
 from tlt.harvest.contract import RunHarvest
 from tlt.observe.live import Activity, Live
@@ -25,7 +28,7 @@ from tlt.rollout.pool import RolloutPool
 from tlt.tasks.chat import Chat
 from tlt.tasks.gym import Problem
 from tlt.tasks.held_out import HeldOut
-from tlt.tasks.rewards import RewardFunction, RewardPool
+from tlt.tasks.rewards import Reward, RewardFunction, RewardPool
 from tlt.tasks.tail import HeavyTail
 from tlt.train.dapo import Replacements, overlong_penalty
 
@@ -75,7 +78,10 @@ class Rollouts:
         harvest: RunHarvest,
         live: Live,
         max_prompt_tokens: int,
+        tools: ToolHost | None = None,
+        tool_schemas: Sequence[dict[str, Any]] = (),
     ) -> None:
+        """`tools` calls the environment of a run that has one, whose tools the schemas describe."""
         self._config = config
         self.chat = chat
         self.pool = pool
@@ -83,6 +89,10 @@ class Rollouts:
         self.harvest = harvest
         self.live = live
         self.max_prompt_tokens = max_prompt_tokens
+        self._tools = tools
+        self._tool_schemas = tool_schemas
+        self.by_environment = config.reward.function == "auto"
+        """Whether a reward of the environment counts, if it has one."""
         self.num_left_out = 0
         """Problems of the last call that were too long."""
 
@@ -100,11 +110,12 @@ class Rollouts:
         `on_scored` returns True: the sample's group is complete, and to be replaced.
         """
         sampling = self._config.sampling
+        dialogues = self._dialogues(f"{step}")
         lengths = self._forced_lengths(step, len(problems) * sampling.group_size)
         requests = make_requests(
             self._config,
             f"{step}",
-            self._prompts(problems),
+            await self._prompts(problems, dialogues),
             sampling.group_size,
             sampling.temperature,
             step,
@@ -112,7 +123,11 @@ class Rollouts:
         )
         stages = "rollout", "reward_wait"
         replacements = Replacements(sampling.prompts_per_step, len(problems))
-        batch = _Batch(self, f"{step}", problems, requests, policy_version, replacements, on_scored)
+        batch = _Batch(
+            *(self, f"{step}", problems, requests, policy_version, replacements),
+            on_scored=on_scored,
+            dialogues=dialogues,
+        )
         return await batch.samples(watch, stages)
 
     async def evaluate(
@@ -120,7 +135,8 @@ class Rollouts:
     ) -> list[Scored]:
         """Return the samples of a held-out set, under the policy of an RL step."""
         label = f"eval-{step}-{chosen.name}" if chosen.name else f"eval-{step}"
-        problems, prompts = chosen.problems, self._prompts(chosen.problems)
+        dialogues = None if chosen.name else self._dialogues(label)
+        problems, prompts = chosen.problems, await self._prompts(chosen.problems, dialogues)
         requests = make_requests(
             self._config, label, prompts, chosen.num_samples, chosen.temperature, None
         )
@@ -129,6 +145,7 @@ class Rollouts:
             *(self, label, problems, requests, policy_version, replacements),
             on_scored=lambda scored: False,
             reward=chosen.reward,
+            dialogues=dialogues,
         )
         return await batch.samples(watch, ("eval", "eval"))
 
@@ -138,9 +155,29 @@ class Rollouts:
         limit = config.sampling.max_tokens
         return overlong_penalty(len(sample.token_ids), limit, config.algorithm)
 
-    def _prompts(self, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
+    def _dialogues(self, label: str) -> Dialogues | None:
+        """Return the trajectories of a rollout; None in a run without an environment."""
+        config = self._config
+        if self._tools is None or config.task.environment is None:
+            return None
+        return Dialogues(
+            *(config.task.environment, self._tool_schemas, config.tools, self._tools, self.chat),
+            *(label, config.sampling.max_tokens),
+        )
+
+    async def _prompts(
+        self, problems: Sequence[Problem], dialogues: Dialogues | None
+    ) -> list[tuple[int, ...]]:
         """Return the prompts; report those that are too long, and refuse to have no other."""
-        prompts = [self.chat.prompt(p.question, p.history) for p in problems]
+        if dialogues is None:
+            prompts = [self.chat.prompt(p.question, p.history) for p in problems]
+        else:
+            prompts = await dialogues.open(problems)
+        if not any(prompts):
+            raise EngineError(
+                f"{self._config.task.environment} took none of {len(problems)} problems: its reset "
+                "failed or hung each time, as run.log says"
+            )
         limit = self.max_prompt_tokens
         sizes = zip(problems, map(len, prompts), strict=True)
         too_long = [(problem.problem_id, size) for problem, size in sizes if size > limit]
@@ -178,6 +215,7 @@ class _Batch:
         replacements: Replacements,
         on_scored: Callable[[Scored], bool],
         reward: RewardFunction | None = None,
+        dialogues: Dialogues | None = None,
     ) -> None:
         self._of = of
         self._label = label
@@ -191,10 +229,11 @@ class _Batch:
         self._on_scored = on_scored
         self._reward = reward
         """The reward of a held-out set; None for the run's own."""
+        self._dialogues = dialogues
         self._num_requests = 0
         self._scoring: list[asyncio.Task[Scored]] = []
         self._extra: list[asyncio.Task[None]] = []
-        """Generations of extra problems."""
+        """Generations of extra problems, and of later turns."""
 
     async def samples(self, watch: Stopwatch, stages: tuple[str, str]) -> list[Scored]:
         """Generate and score; the two stages are the generation, and the wait for rewards."""
@@ -227,38 +266,72 @@ class _Batch:
         while numbers:
             for number in numbers:
                 group = self._made[number * self._group_size : (number + 1) * self._group_size]
-                if len(group[0].prompt_token_ids) <= self._of.max_prompt_tokens:
-                    requests += group
+                if 0 < len(group[0].prompt_token_ids) <= self._of.max_prompt_tokens:
+                    requests += self._first_turns(number, group)
                 else:
                     self._replacements.observe(number)
             numbers = self._replacements.decide()
         self._num_requests += len(requests)
         return requests
 
-    async def _generate(self, requests: Sequence[SampleRequest]) -> None:
-        async for sample in self._of.pool.generate(requests):
-            self._scoring.append(asyncio.create_task(self._score(sample)))
-            self._of.harvest.sample_finished()
-            done = len(self._scoring)
-            self._of.live.doing(Activity.GENERATING, done, self._num_requests, self._label)
+    def _first_turns(self, number: int, group: Sequence[SampleRequest]) -> Sequence[SampleRequest]:
+        if self._dialogues is None:
+            return group
+        return [self._dialogues.begin(number, request) for request in group]
 
-    async def _score(self, sample: Sample) -> Scored:
-        if sample.policy_version != self._policy_version:
-            raise EngineError(
-                f"sample {sample.sample_id} of {sample.engine} comes from another policy: "
-                f"version {sample.policy_version} instead of {self._policy_version}"
-            )
+    async def _generate(self, requests: Sequence[SampleRequest]) -> None:
+        are_turns = self._dialogues is not None
+        async for sample in self._of.pool.generate(requests, are_turns):
+            if sample.policy_version != self._policy_version:
+                raise EngineError(
+                    f"sample {sample.sample_id} of {sample.engine} comes from another policy: "
+                    f"version {sample.policy_version} instead of {self._policy_version}"
+                )
+            if self._dialogues is None:
+                self._ended(sample)
+            else:
+                self._extra.append(asyncio.create_task(self._turn_ended(self._dialogues, sample)))
+
+    async def _turn_ended(self, dialogues: Dialogues, turn: Sample) -> None:
+        """Let the environment answer a turn, and generate the next one."""
+        follows: SampleRequest | Ended | None = None
+        try:
+            follows = await dialogues.turn_ended(turn)
+        finally:
+            self._of.pool.idle.turn_answered(turn, follows=isinstance(follows, SampleRequest))
+        if isinstance(follows, Ended):
+            self._ended(follows.sample, follows)
+        else:
+            await self._generate([follows])
+
+    def _ended(self, sample: Sample, trajectory: Ended | None = None) -> None:
+        self._scoring.append(asyncio.create_task(self._score(sample, trajectory)))
+        self._of.harvest.sample_finished()
+        done = len(self._scoring)
+        self._of.live.doing(Activity.GENERATING, done, self._num_requests, self._label)
+
+    async def _score(self, sample: Sample, trajectory: Ended | None) -> Scored:
         index = self._index_of[sample.sample_id]
         number, place = divmod(index, self._group_size)
         request, text = self._made[index], self._of.chat.text(sample.token_ids)
-        reward = await self._of.rewards.score(self._problems[number], text, self._reward)
+        turns = ONE_TURN if trajectory is None else trajectory.turns
+        reward = await self._reward_of(number, text, trajectory)
         value = reward.value
         if request.rl_step is not None and reward.fault is None:
             value -= self._of.penalty(sample)
-        scored = Scored(number, place, request, sample, text, value, reward.fault)
+        scored = Scored(number, place, request, sample, text, value, reward.fault, turns)
         if self._on_scored(scored):
             self._replacements.observe(number)
             if requests := self._starting(self._replacements.decide()):
                 self._of.harvest.rollout_grew(len(requests))
                 self._extra.append(asyncio.create_task(self._generate(requests)))
         return scored
+
+    async def _reward_of(self, number: int, text: str, trajectory: Ended | None) -> Reward:
+        """Return the reward of a text, or that of its environment."""
+        problem, rewards = self._problems[number], self._of.rewards
+        if trajectory is None:
+            return await rewards.score(problem, text, self._reward)
+        if self._of.by_environment and trajectory.reward is not None:
+            return rewards.checked(problem, trajectory.reward, "")
+        return await rewards.score(problem, trajectory.last_text, self._reward)

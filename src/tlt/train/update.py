@@ -114,7 +114,7 @@ class PolicyUpdate:
             parts[part_of[sample.problem_number]].append(sample)
         for each in scored:
             if each.fault is None:
-                lengths[part_of[each.problem_number]].append(len(each.sample.token_ids))
+                lengths[part_of[each.problem_number]].append(each.num_drawn)
         if num_updates > 1:
             for samples in parts:
                 await self._learner.remember_logprobs(samples)

@@ -54,7 +54,7 @@ def test_it_learns_the_solutions_and_not_the_prompts() -> None:
     samples = []
     for length in torch.randint(4, 12, (200,), generator=generator).tolist():
         prompt = torch.randint(0, 20, (4,), generator=generator).tolist()
-        samples.append((prompt + [prompt[-1] + 1 + i for i in range(length)], 4))
+        samples.append((prompt + [prompt[-1] + 1 + i for i in range(length)], [(4, 4 + length)]))
     steps: list[SftStep] = []
     settings = replace(SETTINGS, num_steps=60, row_tokens=256, lr=1e-2)
     supervised_start(policy(), samples, settings, steps.append)
@@ -68,7 +68,7 @@ def test_it_keeps_to_its_time() -> None:
     steps: list[SftStep] = []
     supervised_start(
         policy(),
-        [(list(range(10)), 2)],
+        [(list(range(10)), [(2, 10)])],
         replace(SETTINGS, budget_s=30.0),
         steps.append,
         clock=lambda: float(next(now)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -271,7 +272,7 @@ class Heard(list[str]):
 
     def ready(self, engine: str, report: Any) -> None: ...
 
-    def idle(self, engine: str) -> None:
+    def idle(self, engine: str, for_s: float = math.inf) -> None:
         self.append(engine)
 
     async def needed(self, engine: str) -> None: ...
@@ -283,9 +284,9 @@ async def rollout_with_rechecks(
     """Generate 7 short samples and a long one on two engines; recheck all of them."""
     rechecks, heard, ids = Rechecks(1.0, 10, "float32"), Heard(), []
     async with started(made) as pool:
-        pool.recheck_with(rechecks)
+        pool.idle.rechecks = rechecks
         if harvest:
-            pool.listen(heard)
+            pool.idle.listener = heard
         async for sample in pool.generate(request(i, 60 if i == 0 else 2) for i in range(8)):
             ids.append(sample.sample_id)
             on_sample()

@@ -86,7 +86,7 @@ async def test_samples_whose_engine_is_waking_are_not_lost() -> None:
             await awake.wait()
 
     pool = RolloutPool(PoolConfig(num_engines=1, health_timeout_s=0.05), made)
-    pool.listen(Harvest())
+    pool.idle.listener = Harvest()
     async with asyncio.timeout(30), pool:
         rollout = asyncio.create_task(generate(pool, 2))
         await asyncio.sleep(0.3)

@@ -86,14 +86,14 @@ async def test_many_at_once_while_workers_are_killed(caplog: pytest.LogCaptureFi
         long = [f"{'x' * 5000} {n}" for n in range(400)]
         done = await asyncio.gather(*(pool.score(problem(), text) for text in long))
         assert [(each.value, each.fault) for each in done] == [(n, None) for n in range(400)]
-        assert "reward processes are started again" in caplog.text
+        assert "processes of rewards are started again" in caplog.text
 
 
 async def test_workers_that_do_not_start_end_no_run() -> None:
     with closing(RewardPool(act, num_workers=1, timeout_s=10.0)) as pool:
-        pool.stall_timeout_s = 0.0
+        pool.processes.stall_timeout_s = 0.0
         assert (await pool.score(problem(), "1")).fault == "crash"
-        pool.stall_timeout_s = 30.0
+        pool.processes.stall_timeout_s = 30.0
         assert (await pool.score(problem(), "1")).value == 1.0
     assert wait_for(lambda: not workers())
 

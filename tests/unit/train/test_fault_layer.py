@@ -277,7 +277,7 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
         spawn=spawn,
         share=lambda packed: packed,
     )
-    pool.listen(harvest)
+    pool.idle.listener = harvest
     plan = SimpleNamespace(num_ranks=2, row_tokens=64, timeout_s=15.0, buffer=None)
     learner = LearnerGroup(
         cast(Any, plan),
@@ -295,8 +295,10 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
         log = RunLog(settings, folder, Sinks([]), times, live, world.step_ended)
         weights = HostSync(pool, learner, "float32", shares_gpus=False, sleeps=False)
         rechecks = Rechecks(0.0, 0, "float32")
-        parts = Components(pool, learner, cast(Any, Rewards()), harvest, rechecks, weights)
-        prepared = SimpleNamespace(chat=Chat(), source=Source(), held_out=[], max_prompt_tokens=99)
+        parts = Components(pool, learner, cast(Any, Rewards()), None, harvest, rechecks, weights)
+        prepared = SimpleNamespace(
+            chat=Chat(), source=Source(), held_out=[], max_prompt_tokens=99, tool_schemas=[]
+        )
         yield Training(settings, cast(Any, prepared), folder, parts, log, Termination(25.0))
         log.close()
     finally:

@@ -58,7 +58,9 @@ class FakePool:
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], are_turns: bool = False
+    ) -> AsyncIterator[Sample]:
         self.requests = list(requests)
         for request in random.Random(0).sample(requests, len(requests)):
             await asyncio.sleep(0)
@@ -138,7 +140,9 @@ class LongTailPool(FakePool):
         self.order = random.Random(seed)
         self.more = asyncio.Event()
 
-    async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[Sample]:
+    async def generate(
+        self, requests: Sequence[SampleRequest], are_turns: bool = False
+    ) -> AsyncIterator[Sample]:
         self.calls.append([r.sample_id for r in requests])
         if len(self.calls) > 1:
             self.more.set()

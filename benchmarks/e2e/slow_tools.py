@@ -1,0 +1,52 @@
+"""The calculator of examples/calculator_agent with recorded waits: median 0.5 s, 99th percentile 5 s.
+
+A call waits as long in every arm and every run: its wait follows from the story and its number.
+"""
+
+import hashlib
+import math
+import sys
+import time
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "calculator_agent"))
+from calculator import Calculator  # noqa: E402
+
+MEDIAN_S, P99_S = 0.5, 5.0
+SIGMA = math.log(P99_S / MEDIAN_S) / NormalDist().inv_cdf(0.99)
+
+
+class SlowCalculator(Calculator):
+    """Tools that take their time."""
+
+    def reset(self, **problem: Any) -> None:
+        super().reset()
+        self._story = problem["question"]
+
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self._wait()
+        return super().add(a, b)
+
+    def subtract(self, a: int, b: int) -> str:
+        """Subtract the second number from the first.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self._wait()
+        return super().subtract(a, b)
+
+    def _wait(self) -> None:
+        text = f"{self.num_calls}/{self._story}".encode()
+        share = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big") / 2**48
+        share = min(max(share, 1e-6), 1 - 1e-6)
+        time.sleep(MEDIAN_S * math.exp(SIGMA * NormalDist().inv_cdf(share)))

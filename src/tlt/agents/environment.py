@@ -1,0 +1,192 @@
+"""What an environment is: a user's class whose public methods are the policy's tools.
+
+    class Calculator:
+        reward = 0.0
+
+        def reset(self, **problem): ...
+
+        def multiply(self, a: float, b: float) -> str:
+            \"\"\"Multiply two numbers.
+
+            Args:
+                a: The first number.
+                b: The second number.
+            \"\"\"
+
+`reset` gets the columns of the problem, and may return a text that follows the question. A tool
+returns what the policy reads next; an exception becomes a text as well. `reward` is the reward when
+the trajectory ends, and a true `done` ends it.
+
+Between two calls an environment is a value: it is pickled, and the next call may run in another
+process. So a tool that hangs or dies costs no other trajectory anything, the samples of a group
+start from one state, and a run that was killed continues from the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tlt.errors import ConfigError
+from tlt.user_code import chosen_function
+
+NOT_TOOLS = {"reset", "reward", "done", "worked"}
+"""Public names of an environment that are not tools."""
+MAX_ERROR = 300
+"""Characters of an error's text that the policy reads."""
+
+Call = tuple[str, dict[str, Any]]
+"""A tool's name and its arguments."""
+Reader = Callable[[str], list[Call]]
+"""Returns the calls in the text of a turn, or raises `ValueError` if they cannot be read."""
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an environment said to a turn."""
+
+    messages: tuple[str, ...]
+    """A message for each call; after `reset` the text that follows the question, if any."""
+    state: bytes
+    """The environment after the calls."""
+    done: bool
+    """Whether the trajectory has ended: the turn called no tool, or the environment says so."""
+    reward: float | None
+    """None if the environment has none, or one that is not a number."""
+    num_errors: int = 0
+    seconds: float = 0.0
+
+
+def environment_class(name: str, key: str = "task.environment") -> Any:
+    """Return the class that `module:Class` names, or say what is wrong with it."""
+    found: Any = chosen_function(key, name, {}, "my_environment:Calculator")
+    if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
+        raise ConfigError(
+            f"{key}: {name!r} is not a class with a method reset(self, **problem); e.g. "
+            "examples/calculator_agent/calculator.py"
+        )
+    if not tool_names(found):
+        raise ConfigError(
+            f"{key}: {name!r} has no tools: they are its public methods beside reset; e.g. "
+            "examples/calculator_agent/calculator.py"
+        )
+    return found
+
+
+def tool_names(cls: Any) -> list[str]:
+    """Return the names of an environment's tools, in the order of the class."""
+    names = [name for each in reversed(cls.__mro__) for name in vars(each)]
+    public = [name for name in dict.fromkeys(names) if not name.startswith("_")]
+    return [n for n in public if n not in NOT_TOOLS and inspect.isroutine(getattr(cls, n))]
+
+
+def tool_schemas(cls: Any, key: str = "task.environment") -> list[dict[str, Any]]:
+    """Return the JSON schemas of an environment's tools, from docstrings and type hints."""
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for name in tool_names(cls):
+        try:
+            schemas.append(get_json_schema(getattr(cls(), name)))
+        except Exception as error:  # the library raises anything on a bad docstring
+            raise ConfigError(
+                f"{key}: the tool {name} of {cls.__name__} cannot be described: {error}; give "
+                "every argument a type hint and a line under 'Args:' in the docstring"
+            ) from error
+    return schemas
+
+
+# --- calls, in a tool process ---------------------------------------------------------------------
+
+
+def begin(cls: Any, problem: Mapping[str, Any]) -> Answer:
+    """Return a new environment's answer to a problem; what `reset` raises is the caller's."""
+    environment = cls()
+    taken = inspect.signature(environment.reset).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    given = {k: v for k, v in problem.items() if takes_all or k in taken}
+    first = _value(environment.reset(**given))
+    return _answer(environment, () if first is None else (str(first),), done=False)
+
+
+def answer(cls: Any, state: bytes, text: str, read: Reader) -> Answer:
+    """Return what the environment says to a turn's text. Never raises what a tool raises."""
+    try:
+        calls = read(text)
+    except ValueError as error:
+        environment = pickle.loads(state)
+        return _answer(environment, (f"error: {_short(error)}",), done=False, num_errors=1)
+    environment = pickle.loads(state)
+    if not calls:
+        return _answer(environment, (), done=True)
+    said = [_said(cls, environment, name, arguments) for name, arguments in calls]
+    num_errors = sum(failed for _, failed in said)
+    is_done = bool(getattr(environment, "done", False))
+    return _answer(environment, tuple(text for text, _ in said), is_done, num_errors)
+
+
+def _said(cls: Any, environment: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    """Return what a tool says, and whether that is an error."""
+    names = tool_names(cls)
+    if name not in names:
+        return f"error: there is no tool {name!r}; the tools are {', '.join(names)}", True
+    tool = getattr(environment, name)
+    try:
+        inspect.signature(tool).bind(**arguments)
+    except TypeError as error:
+        return f"error: {name}: {_short(error)}", True
+    try:
+        return str(_value(tool(**arguments))), False
+    except BaseException as error:  # also SystemExit, which would end the process
+        return f"error: {type(error).__name__}: {_short(error)}", True
+
+
+def _value(returned: Any) -> Any:
+    """Return a method's result, also of one that is `async`."""
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
+
+
+def _answer(environment: Any, messages: tuple[str, ...], done: bool, num_errors: int = 0) -> Answer:
+    reward = getattr(environment, "reward", None)
+    reward = reward() if callable(reward) else reward
+    is_number = isinstance(reward, int | float) and math.isfinite(reward)
+    value = float(reward) if is_number and reward is not None else None
+    return Answer(messages, pickle.dumps(environment), done, value, num_errors)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MAX_ERROR]
+
+
+# --- calls in a text ------------------------------------------------------------------------------
+
+
+def tagged_calls(text: str) -> list[Call]:
+    """Return the calls in a text of the Hermes kind: JSON between <tool_call> tags."""
+    calls = []
+    for written in _CALL.findall(text):
+        try:
+            said = json.loads(written)
+            name, arguments = said["name"], said.get("arguments", {})
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+            raise ValueError(
+                "this is no tool call; write "
+                '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
+            ) from None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError("a tool call has a name, and arguments by name")
+        calls.append((name, arguments))
+    return calls
