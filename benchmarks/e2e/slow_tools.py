@@ -1,4 +1,4 @@
-"""The calculator of examples/calculator_agent with recorded waits: median 0.5 s, 99th percentile 5 s.
+"""The calculator of examples/calculator_agent with waits: median 0.5 s, 99th percentile 5 s.
 
 A call waits as long in every arm and every run: its wait follows from the story and its number.
 """
@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "calculator_agent"))
-from calculator import Calculator  # noqa: E402
+from calculator import Calculator
 
 MEDIAN_S, P99_S = 0.5, 5.0
 SIGMA = math.log(P99_S / MEDIAN_S) / NormalDist().inv_cdf(0.99)
