@@ -43,7 +43,7 @@ class Processes:
 
     `prepare` is called in every new worker, before any time limit runs. `max_deaths` is the number
     of worker deaths that make a call a crash. `what` names the workers in messages. Calls that
-    `outlive` the caller end in time even if the caller is killed.
+    `outlive` the caller end in time even if the caller is cancelled or killed.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class Processes:
                 self._replace(pool, error)
 
     async def _answer(self, pool: Any, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        future = asyncio.wrap_future(
-            pool.schedule(_run, args=[function, self._timeout_s, args], timeout=self._timeout_s)
+        scheduled = pool.schedule(
+            _run, args=[function, self._timeout_s, args], timeout=self._timeout_s
         )
+        future = asyncio.wrap_future(scheduled)
         try:
             # A task's time limit counts from its start, and a pool never starts a task it has lost.
             await asyncio.wait({future}, timeout=self.stall_timeout_s)
@@ -110,7 +111,10 @@ class Processes:
                 raise BrokenProcessPool(f"no answer in {self.stall_timeout_s:g} s")
             return future.result()
         finally:
-            future.cancel()
+            if self._outlive and scheduled.running():
+                future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            else:
+                future.cancel()  # and kill its process if it runs
 
     def close(self, wait_s: float = 0.0) -> None:
         """End the processes, calls under way after `wait_s`. No caller may still wait."""
