@@ -10,6 +10,7 @@ import pytest
 from made_up import made_up_folder
 
 from tlt.cli import watch
+from tlt.spans import STATES
 
 ARMS = (
     *(("off", 2.0, 16, 600, 0), ("off", 2.0, 8, 300, 0), ("off", 1.0, 4, 120, 0)),
@@ -53,6 +54,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     live(made)
     return made
+
+
+def test_states_have_colours() -> None:
+    assert {*watch.COLOURS} <= {*STATES}
+    assert len({*watch.COLOURS.values()}) == len(watch.COLOURS)
+    assert "tools" in watch.COLOURS
 
 
 def test_everything_that_the_files_say_is_shown(folder: Path) -> None:

@@ -138,6 +138,26 @@ def test_who_does_what_in_a_step() -> None:
     assert worker_seconds([a_step()])["engine-1"]["training"] == pytest.approx(5.4)
 
 
+def test_waits_for_tools_show_where_nothing_else_happens() -> None:
+    """An engine that generates or trains meanwhile loses no time to tools."""
+    step = step_timeline(
+        1,
+        0.0,
+        16.0,
+        STAGES,
+        {"engine-0": [generating(0.6, 4.0), generating(6.0, 10.0)], "engine-1": []},
+        {"engine-0": [Span("training", 4.5, 5.0)]},
+        tools={"engine-0": [Span("tools", 1.0, 5.5)]},
+    )
+    rows = [(s.state, s.start_s, s.end_s) for s in step.rows["engine-0"] if 3 < s.end_s <= 10]
+    assert rows == [
+        *(("generating", 0.6, 4.0), ("tools", 4.0, 4.5), ("training", 4.5, 5.0)),
+        *(("tools", 5.0, 5.5), ("idle", 5.5, 6.0), ("generating", 6.0, 10.0)),
+    ]
+    assert worker_seconds([step])["engine-0"]["tools"] == pytest.approx(1.0)
+    assert worker_seconds([step])["engine-1"]["tools"] == 0
+
+
 def test_workers_wait_for_a_learner_with_devices_of_its_own() -> None:
     rows = a_step(own_learner=True).rows
     assert not any(s.state == "updating" for s in rows["engine-0"])

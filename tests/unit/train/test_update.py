@@ -13,7 +13,7 @@ from small_run import small_run
 pytest.importorskip("ray")
 
 from tlt.config.train import EmulateConfig
-from tlt.contracts import Sample, SampleRequest, SamplingSpec, Scored
+from tlt.contracts import ONE_TURN, Sample, SampleRequest, SamplingSpec, Scored, Turns
 from tlt.harvest.contract import NoHarvest
 from tlt.harvest.forecast import TailForecast
 from tlt.learner.batch import TrainSample
@@ -56,16 +56,17 @@ def group(number: int, advantages: Sequence[float]) -> list[TrainSample]:
     ]
 
 
-def scored(number: int, place: int, fault: str | None = None) -> Scored:
+def scored(number: int, place: int, fault: str | None = None, turns: Turns = ONE_TURN) -> Scored:
     request = SampleRequest(f"{number}/{place}", (1,) * 3, SamplingSpec(max_tokens=8))
     sample = Sample(request.sample_id, (2,) * 2, (), "stop", "engine-0", 0, 0.0, 0.0, 0.0)
-    return Scored(number, place, request, sample, "", 0.0, fault)
+    return Scored(number, place, request, sample, "", 0.0, fault, turns)
 
 
 async def one_step(
     groups: Sequence[list[TrainSample]],
     faults: Sequence[int] = (),
     numbers: Sequence[int] = range(4),
+    turns: Turns = ONE_TURN,
     **sections: Any,
 ) -> tuple[list[tuple[str, Any]], PolicyUpdate, dict[str, float]]:
     learner: Any = FakeLearner()
@@ -79,7 +80,7 @@ async def one_step(
             await asyncio.sleep(0)
     update.rollout_ended()
     samples = [
-        scored(number, place, "timeout" if number in faults else None)
+        scored(number, place, "timeout" if number in faults else None, turns)
         for number in numbers
         for place in range(2)
     ]
@@ -105,6 +106,11 @@ async def test_the_learner_gets_all_samples_with_an_advantage_in_order() -> None
 async def test_the_mean_leaves_out_samples_without_a_reward() -> None:
     calls, _, _ = await one_step([GROUPS[0]], faults=(0, 1, 2))
     assert calls == [("accumulate", ["3/0", "3/1"]), ("step", 4.0)]
+
+
+async def test_the_mean_is_over_tokens_that_the_policy_drew() -> None:
+    calls, _, _ = await one_step(GROUPS, turns=Turns(((0, 1),), 2))
+    assert calls[-1] == ("step", 8.0)
 
 
 async def test_an_emulated_update_takes_the_time_of_all_gpus() -> None:
