@@ -1,5 +1,6 @@
 """An environment whose tools do what they are told. Tool processes import this module."""
 
+import json
 import os
 import signal
 import sys
@@ -73,7 +74,5 @@ class Acts:
 
 def call(name: str, **arguments: Any) -> str:
     """Return a turn's text that calls a tool."""
-    import json
-
     written = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>{written}</tool_call>"

@@ -47,7 +47,13 @@ class ToolHost:
             payload = pickle.dumps((environment, columns))
         except Exception as error:  # a column may hold any object
             raise Fault("error", f"its problem cannot be sent to a process: {error}") from error
-        found, why = await self._processes.call(_begin, str(path), payload)
+        call = _begin, str(path), payload
+        try:
+            found, why = await self._processes.call(*call)
+        except Fault as fault:
+            if fault.kind != "crash":
+                raise
+            found, why = await self._processes.call(*call)  # it may have been killed from outside
         if found is None:
             raise Fault("error", why)
         answer: Answer = found

@@ -31,9 +31,10 @@ class IdleTime:
         dispatcher: Dispatcher,
         clients: Mapping[str, EngineClient],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dispatcher = dispatcher
-        self._away = Away()
+        self._away = Away(clock)
         self._turns: set[str] = set()
         """Samples under way that are turns: an environment answers them."""
         self._clients = clients

@@ -78,7 +78,7 @@ class RolloutPool:
         self._told_rounding = False
         self._useful: set[str] = set()
         """Engines that have drawn anything."""
-        self.idle = IdleTime(self._dispatcher, self._clients, self._spawn_send)
+        self.idle = IdleTime(self._dispatcher, self._clients, self._spawn_send, clock)
         self._membership = asyncio.Condition()
         self._spans_taken_s = time.time()
         self._absent: dict[str, list[Span]] = {}

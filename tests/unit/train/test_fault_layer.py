@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,15 +25,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("ray")
 
-from fault_layer import Actor, Layer, batches, run  # noqa: E402
-from light_ranks import FIRST_POLICY, KILL_S, Rank, RankHandle  # noqa: E402
-from light_tasks import Chat, Rewards, Source  # noqa: E402
+from fault_layer import Layer, batches, run  # noqa: E402
+from light_engines import Engine, LightProcess, numbers  # noqa: E402
+from light_ranks import KILL_S, Rank, RankHandle  # noqa: E402
+from light_tasks import Chat, Rewards, Source, ToolChat  # noqa: E402
+from light_tools import SETTINGS, Tools, Turn, draw  # noqa: E402
 from light_trainers import Trainers  # noqa: E402
 from small_run import small_run  # noqa: E402
 
 from tlt.config.train import AlgorithmConfig, TrainConfig  # noqa: E402
-from tlt.contracts import EngineStats, Sample, SampleRequest  # noqa: E402
-from tlt.errors import EngineError, EngineGone  # noqa: E402
+from tlt.contracts import SampleRequest  # noqa: E402
 from tlt.harvest.actor import TrainerPlace, pack  # noqa: E402
 from tlt.harvest.coordinator import ANSWER_S, CoordinatorSettings  # noqa: E402
 from tlt.harvest.forecast import TailForecast  # noqa: E402
@@ -41,13 +43,12 @@ from tlt.harvest.published import VERSION  # noqa: E402
 from tlt.harvest.session import HarvestSession  # noqa: E402
 from tlt.learner.calls import RankFailed  # noqa: E402
 from tlt.learner.group import LearnerGroup  # noqa: E402
-from tlt.node.weights import SharedWeights, read_weights  # noqa: E402
+from tlt.node.weights import SharedWeights  # noqa: E402
 from tlt.observe.live import Live  # noqa: E402
 from tlt.observe.record import read  # noqa: E402
 from tlt.observe.sinks import Sinks  # noqa: E402
 from tlt.observe.timekeeper import NoTimekeeper  # noqa: E402
 from tlt.rollout.client import SWAP_S, place_of  # noqa: E402
-from tlt.rollout.client import Engine as Commands  # noqa: E402
 from tlt.rollout.pool import RolloutPool  # noqa: E402
 from tlt.rollout.recheck import Rechecks  # noqa: E402
 from tlt.train.folder import RunFolder  # noqa: E402
@@ -69,10 +70,14 @@ RELEASE_S = LEASES.stop_timeout_s + 2 * ANSWER_S + SWAP_S + ANSWER_S
 LIMIT_S = 6000.0  # simulated seconds that a run may take, its restarts included
 
 
-def config(out: Path, extra_prompts: int) -> TrainConfig:
+def config(out: Path, extra_prompts: int, with_tools: bool) -> TrainConfig:
+    environment = {"environment": "light_tools:Notebook"} if with_tools else {}
+    sampling = {"group_size": 3, "max_tokens": 400 if with_tools else 32}
     return small_run(
         run={"out": str(out), "num_steps": NUM_STEPS},
-        sampling={"group_size": 3, "max_tokens": 32, "max_extra_prompts": extra_prompts},
+        task={"name": "gcd", **environment},
+        tools=SETTINGS,
+        sampling={**sampling, "max_extra_prompts": extra_prompts},
         pool={
             **{"num_engines": 3, "prefetch": 1, "max_restarts": 1000},
             **{"health_timeout_s": 6.0, "command_timeout_s": 8.0, "start_timeout_s": 30.0},
@@ -85,9 +90,21 @@ def config(out: Path, extra_prompts: int) -> TrainConfig:
 class World:
     """Everything outside the driver, and what must hold of it."""
 
-    def __init__(self, seed: int | None, drafter: Path, extra_prompts: int = 0) -> None:
-        self.quiet, self.extra_prompts = seed is None, extra_prompts
-        self.layers = [Layer(f"{seed}/{part}", 0.0, 3.0) for part in ("engine", "rank", "trainer")]
+    def __init__(
+        self,
+        seed: int | None,
+        drafter: Path,
+        extra_prompts: int = 0,
+        with_tools: bool = False,
+        lost: dict[Turn, str] | None = None,
+    ) -> None:
+        """`lost` are the answers of tools that are lost, and what the policy reads instead."""
+        self.quiet, self.extra_prompts, self.with_tools = seed is None, extra_prompts, with_tools
+        parts = ("engine", "rank", "trainer", "tool")
+        self.layers = [Layer(f"{seed}/{part}", 0.0, 3.0) for part in parts]
+        self.tools = Tools(self.layers[3], lost)
+        self.draw: Callable[[random.Random, SampleRequest], tuple[int, ...]]
+        self.draw = draw if with_tools else numbers
         rng = random.Random(f"{seed}/driver")
         self.dies_after_s = None if self.quiet or rng.random() < 0.6 else rng.uniform(5, 60)
         """When the driver is killed, if it is."""
@@ -105,7 +122,7 @@ class World:
     def begin_faults(self) -> None:
         if not self.quiet:
             self.layers[0].left = MAX_ENGINE_FAULTS
-            for layer, rate in zip(self.layers, (0.02, 0.02, 0.05), strict=True):
+            for layer, rate in zip(self.layers, (0.02, 0.02, 0.05, 0.02), strict=True):
                 layer.rate = rate
 
     def step_ended(self, record: Mapping[str, float]) -> None:
@@ -134,125 +151,13 @@ class Blob:
         return pack({"w": torch.tensor([float(self.number)])})
 
 
-# --- engines --------------------------------------------------------------------------------------
-
-
-class Engine(Actor):
-    """An engine without a model: two requests at a time, each takes as long as its seed says."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(KILL_S)
-        self.world, self.name = world, name
-        self.policy, self.version = FIRST_POLICY, 0
-        self.waiting: dict[str, SampleRequest] = {}
-        self.running: dict[str, asyncio.Task[None]] = {}
-        self.finished: list[Sample] = []
-        self.news = asyncio.Event()
-        world.engines.append(self)
-
-    async def kill(self) -> None:
-        await super().kill()
-        for task in self.running.values():
-            task.cancel()
-
-    def submit(self, requests: Sequence[SampleRequest]) -> None:
-        for request in requests:
-            if request.sample_id not in self.held():
-                self.waiting[request.sample_id] = request
-        self.run_next()
-
-    def run_next(self) -> None:
-        while self.waiting and len(self.running) < 2:
-            sample_id = next(iter(self.waiting))
-            work = self.generate(self.waiting.pop(sample_id))
-            self.running[sample_id] = asyncio.ensure_future(work)
-
-    async def generate(self, request: SampleRequest) -> None:
-        worker = place_of(self.name)
-        if self.world.trainers.working(worker):
-            error = AssertionError(f"an engine generates where a trainer works: {worker}")
-            self.world.layers[0].wrong.append(error)
-        noise = random.Random(f"{self.policy}/{request.sampling.seed}")
-        await asyncio.sleep(noise.paretovariate(1.2) * 0.2)
-        tokens = tuple(noise.randrange(1000) for _ in range(noise.randrange(1, 8)))
-        at = (0.0, 0.0, 0.0)
-        self.finished.append(
-            Sample(request.sample_id, tokens, (), "stop", self.name, self.version, *at)
-        )
-        del self.running[request.sample_id]
-        self.news.set()
-        self.run_next()
-
-    def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        taken = [sample_id for sample_id in sample_ids if sample_id in self.waiting]
-        for sample_id in taken:
-            del self.waiting[sample_id]
-        return taken
-
-    def take_texts(self) -> list[Any]:
-        return []
-
-    def held(self) -> list[str]:
-        return [*self.waiting, *self.running, *(sample.sample_id for sample in self.finished)]
-
-    async def take_finished(self) -> list[Sample]:
-        self.news.clear()
-        if not self.finished:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self.news.wait()
-        finished, self.finished = self.finished, []
-        return finished
-
-    def update_policy(self, manifest: dict[str, Any], version: int) -> float:
-        if self.running or self.waiting:
-            raise EngineError("a policy update now would mix two policies")
-        ((_, tensor),) = read_weights(manifest["path"])
-        self.policy, self.version = int(tensor.item()), version
-        return 0.0
-
-    def update_drafter(self, manifest: dict[str, Any], version: int) -> float:
-        ((_, tensor),) = read_weights(manifest["path"])
-        content = int(tensor.item())
-        assert self.world.drafters.setdefault(version, content) == content, "two drafters, one name"
-        return 0.0
-
-    def stats(self) -> EngineStats:
-        return EngineStats(self.name)
-
-
-class LightProcess:
-    def __init__(self, world: World, name: str) -> None:
-        self.engine, self.layer = Engine(world, name), world.layers[0]
-
-    async def start(self) -> dict[str, Any]:
-        return await self._call(lambda: {"slots": 2, "cores": [0]})
-
-    async def call(self, command: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if command is Commands.take_finished:
-            return await self.layer.call(
-                self.engine, self.engine.take_finished, EngineError, EngineGone
-            )
-        return await self._call(lambda: getattr(self.engine, command.__name__)(*args))
-
-    async def stop(self, graceful: bool) -> None:
-        await self.engine.kill()
-
-    async def _call(self, work: Any) -> Any:
-        async def arrived() -> Any:
-            await asyncio.sleep(0.01)
-            return work()
-
-        return await self.layer.call(self.engine, arrived, EngineError, EngineGone)
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
 async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator[Training]:
     """Start all parts of a run, as `launch` does; end them all as Ray does when the driver dies."""
-    settings = config(folder.path, world.extra_prompts)
+    settings = config(folder.path, world.extra_prompts, world.with_tools)
     for layer in world.layers:
         layer.rate = 0.0  # an engine or learner that cannot start at all rightly ends the run
     checkpoint, _ = folder.last_checkpoint() if resume else (None, 0)
@@ -295,11 +200,14 @@ async def driver(world: World, folder: RunFolder, resume: bool) -> AsyncIterator
         log = RunLog(settings, folder, Sinks([]), times, live, world.step_ended)
         weights = HostSync(pool, learner, "float32", shares_gpus=False, sleeps=False)
         rechecks = Rechecks(0.0, 0, "float32")
-        parts = Components(pool, learner, cast(Any, Rewards()), None, harvest, rechecks, weights)
+        chat, rewards = ToolChat() if world.with_tools else Chat(), cast(Any, Rewards())
         prepared = SimpleNamespace(
-            chat=Chat(), source=Source(), held_out=[], max_prompt_tokens=99, tool_schemas=[]
+            chat=chat, source=Source(), held_out=[], max_prompt_tokens=99, tool_schemas=[]
         )
-        yield Training(settings, cast(Any, prepared), folder, parts, log, Termination(25.0))
+        with world.tools.host(folder.path / "tools") as tools:
+            host = tools if world.with_tools else None
+            parts = Components(pool, learner, rewards, host, harvest, rechecks, weights)
+            yield Training(settings, cast(Any, prepared), folder, parts, log, Termination(25.0))
         log.close()
     finally:
         for layer in world.layers:
@@ -344,7 +252,10 @@ async def whole_run(world: World, out: Path) -> int:
 
 def records(out: Path) -> list[list[float | None]]:
     """Return RL steps, rewards, and shares of extra samples."""
-    names = ("step", "reward/mean", "rollout/replacement_share")
+    names = (
+        *("step", "reward/mean", "rollout/replacement_share", "rollout/output_tokens"),
+        *("tools/turns_mean", "tools/errors", "tools/answer_tokens"),
+    )
     return [[record.get(name) for name in names] for record in read(out / "metrics.jsonl")]
 
 
@@ -364,21 +275,34 @@ def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-SEEDS = [*((seeds, 0) for seeds in batches(10)), (KNOWN, 0), (range(10), 5)]
+TOOL_SEEDS = batches(10) if "TLT_FAULT_SEEDS" in os.environ else [range(8)]
+SEEDS = [
+    *((seeds, 0, False) for seeds in (*batches(10), KNOWN)),
+    *((seeds, 0, True) for seeds in TOOL_SEEDS),
+    *((range(10), 5, False), (range(4), 5, True)),
+]
 
 
-@pytest.mark.parametrize(("seeds", "extra"), SEEDS, ids=str)
+@pytest.mark.parametrize(("seeds", "extra", "with_tools"), SEEDS, ids=str)
 def test_no_step_is_lost_or_done_twice_whatever_fails(
-    seeds: Sequence[int], extra: int, tmp_path: Path, drafter: Path
+    seeds: Sequence[int], extra: int, with_tools: bool, tmp_path: Path, drafter: Path
 ) -> None:
-    expected = run(whole_run(World(None, drafter, extra), tmp_path / "undisturbed"), LIMIT_S)
-    assert any(share for *_, share in records(tmp_path / "undisturbed")) == (extra > 0)
+    """With tools, nor is a tool called twice for a turn; what was lost then is lost for good."""
+
+    def undisturbed(out: Path, lost: dict[Turn, str] | None = None) -> tuple[int, Any]:
+        world = World(None, drafter, extra, with_tools, lost)
+        return run(whole_run(world, out), LIMIT_S), records(out)
+
+    usual = undisturbed(tmp_path / "undisturbed")
+    assert any(share for _, _, share, *_ in usual[1]) == (extra > 0)
     num_faults = 0
     for seed in seeds:
-        world, out = World(seed, drafter, extra), tmp_path / f"{seed}"
+        world, out = World(seed, drafter, extra, with_tools), tmp_path / f"{seed}"
         try:
-            assert run(whole_run(world, out), LIMIT_S) == expected, "another policy"
-            assert records(out) == records(tmp_path / "undisturbed")
+            policy, lost = run(whole_run(world, out), LIMIT_S), world.tools.lost
+            expected = undisturbed(tmp_path / f"{seed}-lost", lost) if lost else usual
+            assert (policy, records(out)) == expected, "another policy"
+            world.tools.check()
             for layer in world.layers:
                 assert not layer.wrong
                 num_faults += layer.num_faults
