@@ -8,13 +8,14 @@ TORCH ?= torch==2.13.0
 # What torch 2.13.0 brings on GPUs.
 GPU_TRITON := triton==3.7.1
 
-# Environments of their own: for tests inside TRL and verl, and for the library `speculators`.
+# Environments of their own: for tests inside TRL and verl, for servers of OpenEnv, and for the library `speculators`.
 TRL_VENV ?= .venv-trl
 VERL_VENV ?= .venv-verl
+OPENENV_VENV ?= .venv-openenv
 SPECULATORS := .venv-speculators
 TOOLS := .venv-tools
 
-.PHONY: setup setup-locked setup-trl setup-verl lock sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
+.PHONY: setup setup-locked setup-trl setup-verl setup-openenv lock sbom audit fmt lint figures pictures type docs test-unit test-gate test-all \
 	check check-all check-docs check-gpu check-frameworks check-package check-speculators check-vllm bench clean
 
 setup: $(VENV)/.done
@@ -89,6 +90,15 @@ $(VERL_VENV)/.done: pyproject.toml
 	$(VERL_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec
 	touch $@
 
+# OpenEnv's servers. Its package needs mcp 1, and vLLM 0.32 needs mcp 2.
+setup-openenv: $(OPENENV_VENV)/.done
+
+$(OPENENV_VENV)/.done:
+	$(PYTHON) -m venv $(OPENENV_VENV)
+	$(OPENENV_VENV)/bin/pip install --quiet --upgrade pip
+	$(OPENENV_VENV)/bin/pip install --quiet openenv==0.10.0
+	touch $@
+
 fmt:
 	$(BIN)/ruff format src tests benchmarks examples docs/*.py .ci/*.py
 	$(BIN)/ruff check --no-cache --fix src tests benchmarks examples docs/*.py .ci/*.py
@@ -148,9 +158,10 @@ test-all:
 	TLT_FUZZ_INPUTS=2000 $(BIN)/pytest tests/unit/cli/test_fuzz.py
 
 # TLT inside other frameworks, in environments of their own; not part of the gate.
-check-frameworks: setup-trl setup-verl
+check-frameworks: setup-trl setup-verl setup-openenv
 	$(TRL_VENV)/bin/pytest tests/frameworks/test_trl.py
 	$(VERL_VENV)/bin/pytest tests/frameworks/test_verl.py
+	OPENENV_VENV=$(OPENENV_VENV) $(BIN)/pytest tests/frameworks/test_openenv.py
 
 # Every command of every page, on CPU: which run smaller or not at all stands in
 # .ci/page_commands.toml. About half an hour on two cores.
@@ -207,4 +218,4 @@ bench:
 	bash benchmarks/strategy.sh
 
 clean:
-	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(SPECULATORS) $(TOOLS) .wheels site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRL_VENV) $(VERL_VENV) $(OPENENV_VENV) $(SPECULATORS) $(TOOLS) .wheels site .pytest_cache .mypy_cache .ruff_cache

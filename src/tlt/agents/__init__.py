@@ -2,6 +2,7 @@
 
 `environment` says what a user's class must be, and calls it. `host` does that in processes of their
 own, and writes every answer to the `journal` before it is used. `dialogue` turns a sample's turns
-and the environment's answers into one text, which engines continue. `vllm.tool_calls` reads the
-calls of other models than those that write JSON between tags.
+and the environment's answers into one text, which engines continue. `scoring` calls rewards that
+look at the environment. `openenv` makes environments of servers. `vllm.tool_calls` reads the calls
+of other models than those that write JSON between tags.
 """

@@ -33,8 +33,11 @@ def described_tools(config: TrainConfig) -> list[dict[str, Any]]:
     return tool_schemas(environment_class(config.task.environment))
 
 
-async def try_environment(config: TrainConfig, chat: Chat, problem: Problem) -> None:
-    """Reset the environment for a problem and ask it something, as the run will."""
+async def try_environment(config: TrainConfig, chat: Chat, problem: Problem) -> bytes:
+    """Reset the environment for a problem and ask it something, as the run will.
+
+    Return its state at the end.
+    """
     name = config.task.environment
     assert name is not None
     chat.after_turn(["4"], chat.tokenizer.eos_token_id, config.tools.max_answer_tokens)
@@ -57,3 +60,4 @@ async def try_environment(config: TrainConfig, chat: Chat, problem: Problem) -> 
             f"task.environment = {name!r} fails on a turn without a call: {said.messages[0]}; or "
             f"tools.parser = {config.tools.parser!r} does not read this model's texts"
         )
+    return said.state

@@ -53,6 +53,8 @@ class Ended:
     """What the policy said in its last turn."""
     reward: float | None
     """The environment's; None if it has none."""
+    state: bytes
+    """The environment at the end."""
 
 
 class Dialogues:
@@ -161,7 +163,7 @@ class Dialogues:
         text = self._chat.text(last.token_ids)
         turns = Turns(tuple(mine.observed), mine.num_turns, mine.num_errors, mine.tool_s)
         del self._running[mine.request.sample_id]
-        return Ended(whole, turns, text, mine.reward)
+        return Ended(whole, turns, text, mine.reward, mine.state)
 
 
 def _turn_seed(seed: int, number: int) -> int:

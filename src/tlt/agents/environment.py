@@ -15,7 +15,8 @@
 
 `reset` gets the columns of the problem, and may return a text that follows the question. A tool
 returns what the policy reads next; an exception becomes a text as well. `reward` is the reward when
-the trajectory ends, and a true `done` ends it.
+the trajectory ends, and a true `done` ends it. A class for TRL's `environment_factory` is such a
+class; what scores it is in `scoring`.
 
 Between two calls an environment is a value: it is pickled, and the next call may run in another
 process. So a tool that hangs or dies costs no other trajectory anything, the samples of a group
@@ -32,12 +33,13 @@ import pickle
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tlt.errors import ConfigError
 from tlt.user_code import chosen_function
 
-NOT_TOOLS = {"reset", "reward", "done", "worked"}
+NOT_TOOLS = {"reset", "reward", "get_reward", "worked"}
 """Public names of an environment that are not tools."""
 MAX_ERROR = 300
 """Characters of an error's text that the policy reads."""
@@ -67,9 +69,23 @@ class Answer:
 
 
 def environment_class(name: str, key: str = "task.environment") -> Any:
-    """Return the class that `module:Class` names, or say what is wrong with it."""
+    """Return what makes environments: a class, or a function without arguments.
+
+    `name` is `module:Class`, `module:function` or the address of an OpenEnv server.
+    """
+    if name.startswith(("http://", "https://")):
+        from tlt.agents.openenv import served
+
+        return served(name, key)
     found: Any = chosen_function(key, name, {}, "my_environment:Calculator")
-    if not inspect.isclass(found) or not callable(getattr(found, "reset", None)):
+    try:
+        made = class_of(found)
+    except Exception as error:  # a user's function
+        raise ConfigError(
+            f"{key}: {name!r} raised {type(error).__name__}: {_short(error)}; it must return an "
+            "environment without any arguments, or be its class"
+        ) from error
+    if not callable(getattr(made, "reset", None)):
         raise ConfigError(
             f"{key}: {name!r} is not a class with a method reset(self, **problem); e.g. "
             "examples/calculator_agent/calculator.py"
@@ -82,8 +98,15 @@ def environment_class(name: str, key: str = "task.environment") -> Any:
     return found
 
 
+@cache
+def class_of(maker: Any) -> Any:
+    """Return the class of the environments that a class or function makes."""
+    return maker if inspect.isclass(maker) else type(maker())
+
+
 def tool_names(cls: Any) -> list[str]:
     """Return the names of an environment's tools, in the order of the class."""
+    cls = class_of(cls)
     names = [name for each in reversed(cls.__mro__) for name in vars(each)]
     public = [name for name in dict.fromkeys(names) if not name.startswith("_")]
     return [n for n in public if n not in NOT_TOOLS and inspect.isroutine(getattr(cls, n))]
@@ -91,6 +114,8 @@ def tool_names(cls: Any) -> list[str]:
 
 def tool_schemas(cls: Any, key: str = "task.environment") -> list[dict[str, Any]]:
     """Return the JSON schemas of an environment's tools, from docstrings and type hints."""
+    if own := getattr(class_of(cls), "_schemas", None):  # a server's
+        return list(own)
     from transformers.utils import get_json_schema
 
     schemas = []
@@ -99,8 +124,8 @@ def tool_schemas(cls: Any, key: str = "task.environment") -> list[dict[str, Any]
             schemas.append(get_json_schema(getattr(cls(), name)))
         except Exception as error:  # the library raises anything on a bad docstring
             raise ConfigError(
-                f"{key}: the tool {name} of {cls.__name__} cannot be described: {error}; give "
-                "every argument a type hint and a line under 'Args:' in the docstring"
+                f"{key}: the tool {name} of {class_of(cls).__name__} cannot be described: {error}; "
+                "give every argument a type hint and a line under 'Args:' in the docstring"
             ) from error
     return schemas
 
@@ -114,8 +139,8 @@ def begin(cls: Any, problem: Mapping[str, Any]) -> Answer:
     taken = inspect.signature(environment.reset).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     given = {k: v for k, v in problem.items() if takes_all or k in taken}
-    first = _value(environment.reset(**given))
-    return _answer(environment, () if first is None else (str(first),), done=False)
+    first = returned(environment.reset(**given))
+    return _answer(environment, () if first is None else (_text(first),), done=False)
 
 
 def answer(cls: Any, state: bytes, text: str, read: Reader) -> Answer:
@@ -130,7 +155,8 @@ def answer(cls: Any, state: bytes, text: str, read: Reader) -> Answer:
         return _answer(environment, (), done=True)
     said = [_said(cls, environment, name, arguments) for name, arguments in calls]
     num_errors = sum(failed for _, failed in said)
-    is_done = bool(getattr(environment, "done", False))
+    done = getattr(environment, "done", False)
+    is_done = bool(done) and not callable(done)  # a method is a tool
     return _answer(environment, tuple(text for text, _ in said), is_done, num_errors)
 
 
@@ -145,18 +171,27 @@ def _said(cls: Any, environment: Any, name: str, arguments: dict[str, Any]) -> t
     except TypeError as error:
         return f"error: {name}: {_short(error)}", True
     try:
-        return str(_value(tool(**arguments))), False
+        return _text(returned(tool(**arguments))), False
     except BaseException as error:  # also SystemExit, which would end the process
         return f"error: {type(error).__name__}: {_short(error)}", True
 
 
-def _value(returned: Any) -> Any:
-    """Return a method's result, also of one that is `async`."""
+def returned(value: Any) -> Any:
+    """Return a function's result, also of one that is `async`."""
 
     async def wait() -> Any:
-        return await returned
+        return await value
 
-    return asyncio.run(wait()) if inspect.isawaitable(returned) else returned
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+def _text(value: Any) -> str:
+    """Return what the policy reads: a text, or the texts of content blocks as of chat messages."""
+    if not isinstance(value, list) or not all(isinstance(v, dict) and "type" in v for v in value):
+        return str(value)
+    if any(block["type"] != "text" for block in value):
+        raise ValueError("an environment answers with text; images are not supported")
+    return "".join(str(block["text"]) for block in value)
 
 
 def _answer(environment: Any, messages: tuple[str, ...], done: bool, num_errors: int = 0) -> Answer:

@@ -10,7 +10,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from tlt.agents.environment import answer, begin, environment_class, tagged_calls, tool_schemas
+from tlt.agents.environment import (
+    answer,
+    begin,
+    class_of,
+    environment_class,
+    tagged_calls,
+    tool_schemas,
+)
 from tlt.contracts import Worked
 from tlt.errors import ConfigError
 from tlt.tasks.chat import Chat
@@ -24,7 +31,7 @@ def worked_dialogues(
 ) -> list[Worked]:
     """Return a dialogue for each problem, from the environment's own solutions."""
     cls = environment_class(environment, key)
-    if not inspect.isroutine(getattr(cls, "worked", None)):
+    if not inspect.isroutine(getattr(class_of(cls), "worked", None)):
         raise ConfigError(
             f"{key}: {environment!r} shows no solutions; give it a static method "
             "worked(**problem) that returns the policy's turns, as "
@@ -40,7 +47,7 @@ def _dialogue(cls: Any, chat: Chat, tools: Sequence[dict[str, Any]], problem: Pr
     question = "\n".join([problem.question, *said.messages])
     tokens = list(chat.prompt(question, problem.history, tools))
     parts: list[tuple[int, int]] = []
-    for text in cls.worked(**columns):
+    for text in class_of(cls).worked(**columns):
         if parts:
             tokens += chat.after_turn(said.messages, tokens[-1], MAX_ANSWER_TOKENS)
         turn = chat.turn(text)

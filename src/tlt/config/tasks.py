@@ -44,8 +44,9 @@ class TaskConfig(Schema):
     instruction: str = ""
     """Text appended to every question, such as how to mark the answer."""
     environment: str | None = None
-    """Class whose public methods are the policy's tools, as `module:Class`. Responses then have
-    several turns; see `[tools]`."""
+    """Class whose public methods are the policy's tools, as `module:Class`; or a function that
+    makes such objects, or the address of an OpenEnv server. Responses then have several turns; see
+    `[tools]`."""
     system_prompt: str = ""
     """System message before every question. Messages of a file that begin with a system message
     keep their own."""
@@ -77,8 +78,9 @@ class RewardConfig(Schema):
     function: str = "auto"
     """Reward function. `gym`: the task's own score of the text in <answer> tags. `exact`: 1 if that
     text equals the answer. `math`: math-verify against the answer. `module:function`: your own
-    function, called with the problem and the response's text (its last turn, with an environment).
-    `auto`: the environment's `reward` if it has one, else `gym` for tasks, `math` for files."""
+    function, called with the problem and the response's text (its last turn, with an environment),
+    or a reward function of TRL with an argument `environments`. `auto`: the environment's
+    `get_reward` or `reward` if it has one, else `gym` for tasks, `math` for files."""
     num_workers: int = Field(default=1, ge=1, le=1024)
     """Processes that score responses."""
     timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)

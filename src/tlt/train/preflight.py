@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.agents.check import described_tools, try_environment
+from tlt.agents.scoring import state_reward
 from tlt.config.rollout import EngineConfig, EngineSettings
 from tlt.config.train import TrainConfig, transfer
 from tlt.drafter.eagle3.config import Eagle3Config
@@ -114,9 +115,11 @@ def prepare(config: TrainConfig) -> Prepared:
     prompts = [(chat.prompt(p.question, p.history, tools), p.problem_id) for p in problems]
     longest, room = _check_prompts(config, engine, model, draft_tokens, prompts)
     memory = _plan_memory(config, model, longest, draft_tokens)
-    asyncio.run(_check_reward(config, held_out, reward, trained[0]))
+    scores = reward
     if tools:
-        asyncio.run(try_environment(config, chat, trained[0]))
+        state, looks = asyncio.run(try_environment(config, chat, trained[0])), state_reward(config)
+        scores = scores if looks is None else looks(state)
+    asyncio.run(_check_reward(config, held_out, scores, trained[0]))
     return Prepared(chat, source, held_out, reward, engine, plan, memory, room, tools)
 
 

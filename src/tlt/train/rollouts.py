@@ -18,6 +18,7 @@ from typing import Any
 
 from tlt.agents.dialogue import Dialogues, Ended
 from tlt.agents.host import ToolHost
+from tlt.agents.scoring import state_reward
 from tlt.config.train import TrainConfig
 from tlt.contracts import ONE_TURN, Sample, SampleRequest, SamplingSpec, Scored
 from tlt.errors import ConfigError, EngineError
@@ -93,6 +94,8 @@ class Rollouts:
         self._tool_schemas = tool_schemas
         self.by_environment = config.reward.function == "auto"
         """Whether a reward of the environment counts, if it has one."""
+        self.state_reward = None if tools is None else state_reward(config)
+        """The reward that looks at the environment itself, if the run has one."""
         self.num_left_out = 0
         """Problems of the last call that were too long."""
 
@@ -332,6 +335,9 @@ class _Batch:
         problem, rewards = self._problems[number], self._of.rewards
         if trajectory is None:
             return await rewards.score(problem, text, self._reward)
+        if self._of.state_reward is not None:
+            function = self._of.state_reward(trajectory.state)
+            return await rewards.score(problem, trajectory.last_text, function)
         if self._of.by_environment and trajectory.reward is not None:
             return rewards.checked(problem, trajectory.reward, "")
         return await rewards.score(problem, trajectory.last_text, self._reward)

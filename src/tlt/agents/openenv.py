@@ -1,0 +1,210 @@
+"""Environments on OpenEnv servers, over their WebSocket, without OpenEnv's own package.
+
+A `Session` is a value like any environment: what was asked and answered since its `reset`. The
+connection belongs to one call of the tool process. The next call opens a session of its own and
+repeats the actions before it goes on. The server must answer them as before, else the call fails:
+so give `reset` a seed, and keep what actions do inside their session.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tlt.errors import ConfigError
+
+CONNECT_S = 10.0
+"""Seconds in which a server must have a place for a session."""
+ANSWER_S = 600.0
+"""Longest answer; `tools.timeout_s` ends a call before."""
+FULL = "CAPACITY_REACHED"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a server says to `reset` and `step`."""
+
+    observation: dict[str, Any]
+    reward: float | None
+    done: bool
+
+
+class Session:
+    """An episode on a server, with the methods of OpenEnv's synchronous client."""
+
+    def __init__(self, base_url: str) -> None:
+        self._url = base_url.rstrip("/").replace("http", "ws", 1) + "/ws"
+        self._told: list[tuple[dict[str, Any], Result]] = []
+        self._connection: Any = None
+
+    def reset(self, **options: Any) -> Result:
+        """Begin an episode; the server takes from the options what it knows."""
+        self._told = []
+        return self._told_to({"type": "reset", "data": options})
+
+    def step(self, action: dict[str, Any]) -> Result:
+        return self._told_to({"type": "step", "data": action})
+
+    def state(self) -> dict[str, Any]:
+        return dict(self._asked({"type": "state"}))
+
+    def close(self) -> None:
+        """End the session on the server; the next call opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(Exception):  # raises at the latest when the server has closed it
+                connection.send('{"type": "close"}')
+                connection.recv(timeout=CONNECT_S)
+            connection.close()
+
+    __del__ = close
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.close()
+        return self.__dict__
+
+    def _told_to(self, message: dict[str, Any]) -> Result:
+        result = _result(self._asked(message))
+        self._told.append((message, result))
+        return result
+
+    def _asked(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self._connection is None:
+            self._connect()
+        return self._sent(message)
+
+    def _connect(self) -> None:
+        """Open a session and bring it to where this one was."""
+        from websockets.sync.client import connect
+
+        deadline_s = time.monotonic() + CONNECT_S
+        while True:
+            self._connection = connect(self._url, open_timeout=CONNECT_S, max_size=None)
+            try:
+                with suppress(RuntimeError):
+                    self._sent({"type": "state"})
+                break
+            except OSError:  # all its places are taken
+                self.close()
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.1)
+        for message, before in self._told:
+            if _result(self._sent(message)) != before:
+                self.close()
+                raise RuntimeError(
+                    "the server does not answer the same actions as before, so its session cannot "
+                    "be continued; pass a seed to reset"
+                )
+
+    def _sent(self, message: dict[str, Any]) -> dict[str, Any]:
+        with suppress(Exception):  # a server without a place has said so and closed: read that
+            self._connection.send(json.dumps(message))
+        said: dict[str, Any] = json.loads(self._connection.recv(timeout=ANSWER_S))
+        data: dict[str, Any] = said.get("data", {})
+        if said.get("type") == "error":
+            failure = OSError if data.get("code") == FULL else RuntimeError
+            raise failure(f"{data.get('message')}")
+        return data
+
+
+def _result(data: dict[str, Any]) -> Result:
+    # Metadata may hold the time, or a random id.
+    observation = {k: v for k, v in data.get("observation", {}).items() if k != "metadata"}
+    return Result(observation, data.get("reward"), bool(data.get("done")))
+
+
+# --- the tools of a server, as a class ------------------------------------------------------------
+
+
+class _Served:
+    """An environment whose tools a server has; `reward` sums the rewards of the steps."""
+
+    url: str
+    reward: float | None = None
+    done = False
+
+    def reset(self, **problem: Any) -> str | None:
+        self._session = Session(self.url)
+        return self._read(self._session.reset(**{k: v for k, v in problem.items() if _is_json(v)}))
+
+    def _step(self, action: dict[str, Any]) -> str | None:
+        return self._read(self._session.step(action))
+
+    def _read(self, result: Result) -> str | None:
+        if result.reward is not None:
+            self.reward = (self.reward or 0.0) + result.reward
+        self.done = result.done
+        observation = result.observation
+        if "tool_name" not in observation:
+            return json.dumps(observation) if observation else None
+        said = observation["result"]
+        if failure := observation.get("error"):
+            raise RuntimeError(failure["message"])
+        if not isinstance(said, dict) or "content" not in said:
+            return str(said)
+        text = "\n".join(each["text"] for each in said["content"] if each["type"] == "text")
+        if said.get("is_error"):
+            raise RuntimeError(text)
+        return text
+
+    def __reduce__(self) -> Any:
+        return _revived, (self.url, self.__dict__)
+
+
+def _revived(url: str, state: dict[str, Any]) -> Any:
+    environment = served(url)()
+    environment.__dict__.update(state)
+    return environment
+
+
+@cache
+def served(url: str, key: str = "task.environment") -> Any:
+    """Return the class of environments on a server: its MCP tools, or else the tool `step`."""
+    session = Session(url)
+    try:
+        try:
+            tools = session.step({"type": "list_tools"}).observation["tools"]
+        except (RuntimeError, LookupError):  # an environment with actions of its own
+            with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_S) as page:
+                schema = json.load(page)["action"]
+            what = schema.get("description") or "Act in the environment."
+            tools = [{"name": "step", "description": what, "input_schema": schema}]
+    except Exception as error:  # of the network, or an answer that is not OpenEnv's
+        raise ConfigError(
+            f"{key}: no OpenEnv server answers at {url} ({type(error).__name__}: {error}); start "
+            "it first, e.g. uvicorn server.app:app --port 8000"
+        ) from error
+    finally:
+        session.close()
+    methods = {t["name"]: _method(t["name"], is_mcp=t["name"] != "step") for t in tools}
+    return type(
+        "Served", (_Served,), {"url": url, "_schemas": [_schema(t) for t in tools], **methods}
+    )
+
+
+def _method(name: str, is_mcp: bool) -> Callable[..., str | None]:
+    def call(self: _Served, **arguments: Any) -> str | None:
+        mcp = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        return self._step(mcp if is_mcp else arguments)
+
+    return call
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool["description"]}
+    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
