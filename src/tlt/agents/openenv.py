@@ -1,7 +1,7 @@
 """Environments on OpenEnv servers, over their WebSocket, without OpenEnv's own package.
 
 A `Session` is a value like any environment: what was asked and answered since its `reset`. The
-connection belongs to one call of the tool process. The next call opens a session of its own and
+connection belongs to one call of a tool process. The next call opens a session of its own and
 repeats the actions before it goes on. The server must answer them as before, else the call fails:
 so give `reset` a seed, and keep what actions do inside their session.
 """
@@ -13,9 +13,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.errors import ConfigError
 
@@ -23,11 +22,9 @@ CONNECT_S = 10.0
 """Seconds in which a server must have a place for a session."""
 ANSWER_S = 600.0
 """Longest answer; `tools.timeout_s` ends a call before."""
-FULL = "CAPACITY_REACHED"
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What a server says to `reset` and `step`."""
 
     observation: dict[str, Any]
@@ -46,13 +43,14 @@ class Session:
     def reset(self, **options: Any) -> Result:
         """Begin an episode; the server takes from the options what it knows."""
         self._told = []
-        return self._told_to({"type": "reset", "data": options})
+        return self._tell({"type": "reset", "data": options})
 
     def step(self, action: dict[str, Any]) -> Result:
-        return self._told_to({"type": "step", "data": action})
+        return self._tell({"type": "step", "data": action})
 
     def state(self) -> dict[str, Any]:
-        return dict(self._asked({"type": "state"}))
+        self._connect()
+        return self._ask({"type": "state"})
 
     def close(self) -> None:
         """End the session on the server; the next call opens another one."""
@@ -69,48 +67,44 @@ class Session:
         self.close()
         return self.__dict__
 
-    def _told_to(self, message: dict[str, Any]) -> Result:
-        result = _result(self._asked(message))
+    def _tell(self, message: dict[str, Any]) -> Result:
+        self._connect()
+        result = _result(self._ask(message))
         self._told.append((message, result))
         return result
 
-    def _asked(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self._connection is None:
-            self._connect()
-        return self._sent(message)
-
     def _connect(self) -> None:
-        """Open a session and bring it to where this one was."""
+        """Open a session, unless one is open, and bring it to where this one was."""
+        if self._connection is not None:
+            return
         from websockets.sync.client import connect
 
-        deadline_s = time.monotonic() + CONNECT_S
-        while True:
+        end_s = time.monotonic() + CONNECT_S
+        while self._connection is None:
             self._connection = connect(self._url, open_timeout=CONNECT_S, max_size=None)
             try:
-                with suppress(RuntimeError):
-                    self._sent({"type": "state"})
-                break
-            except OSError:  # all its places are taken
+                self._ask({"type": "state"})
+            except OSError:  # all places are taken
                 self.close()
-                if time.monotonic() > deadline_s:
+                if time.monotonic() > end_s:
                     raise
                 time.sleep(0.1)
         for message, before in self._told:
-            if _result(self._sent(message)) != before:
+            if _result(self._ask(message)) != before:
                 self.close()
                 raise RuntimeError(
                     "the server does not answer the same actions as before, so its session cannot "
                     "be continued; pass a seed to reset"
                 )
 
-    def _sent(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         with suppress(Exception):  # a server without a place has said so and closed: read that
-            self._connection.send(json.dumps(message))
+            self._connection.send(json.dumps(message, default=str))
         said: dict[str, Any] = json.loads(self._connection.recv(timeout=ANSWER_S))
         data: dict[str, Any] = said.get("data", {})
         if said.get("type") == "error":
-            failure = OSError if data.get("code") == FULL else RuntimeError
-            raise failure(f"{data.get('message')}")
+            is_full = data.get("code") == "CAPACITY_REACHED"
+            raise (OSError if is_full else RuntimeError)(data.get("message"))
         return data
 
 
@@ -118,9 +112,6 @@ def _result(data: dict[str, Any]) -> Result:
     # Metadata may hold the time, or a random id.
     observation = {k: v for k, v in data.get("observation", {}).items() if k != "metadata"}
     return Result(observation, data.get("reward"), bool(data.get("done")))
-
-
-# --- the tools of a server, as a class ------------------------------------------------------------
 
 
 class _Served:
@@ -132,16 +123,12 @@ class _Served:
 
     def reset(self, **problem: Any) -> str | None:
         self._session = Session(self.url)
-        return self._read(self._session.reset(**{k: v for k, v in problem.items() if _is_json(v)}))
-
-    def _step(self, action: dict[str, Any]) -> str | None:
-        return self._read(self._session.step(action))
+        return self._read(self._session.reset(**problem))
 
     def _read(self, result: Result) -> str | None:
-        if result.reward is not None:
-            self.reward = (self.reward or 0.0) + result.reward
-        self.done = result.done
-        observation = result.observation
+        observation, reward, self.done = result
+        if reward is not None:
+            self.reward = (self.reward or 0.0) + reward
         if "tool_name" not in observation:
             return json.dumps(observation) if observation else None
         said = observation["result"]
@@ -164,14 +151,23 @@ def _revived(url: str, state: dict[str, Any]) -> Any:
     return environment
 
 
+def _tool(name: str, is_mcp: bool) -> Callable[..., str | None]:
+    def call(self: Any, **arguments: Any) -> str | None:
+        mcp = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        return str(self._read(self._session.step(mcp if is_mcp else arguments)))
+
+    return call
+
+
 @cache
 def served(url: str, key: str = "task.environment") -> Any:
     """Return the class of environments on a server: its MCP tools, or else the tool `step`."""
-    session = Session(url)
+    session, is_mcp = Session(url), True
     try:
         try:
             tools = session.step({"type": "list_tools"}).observation["tools"]
         except (RuntimeError, LookupError):  # an environment with actions of its own
+            is_mcp = False
             with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_S) as page:
                 schema = json.load(page)["action"]
             what = schema.get("description") or "Act in the environment."
@@ -183,28 +179,10 @@ def served(url: str, key: str = "task.environment") -> Any:
         ) from error
     finally:
         session.close()
-    methods = {t["name"]: _method(t["name"], is_mcp=t["name"] != "step") for t in tools}
-    return type(
-        "Served", (_Served,), {"url": url, "_schemas": [_schema(t) for t in tools], **methods}
-    )
-
-
-def _method(name: str, is_mcp: bool) -> Callable[..., str | None]:
-    def call(self: _Served, **arguments: Any) -> str | None:
-        mcp = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        return self._step(mcp if is_mcp else arguments)
-
-    return call
-
-
-def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": tool["name"], "description": tool["description"]}
-    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+    functions = [
+        {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]}
+        for t in tools
+    ]
+    members: dict[str, Any] = {t["name"]: _tool(t["name"], is_mcp) for t in tools}
+    members |= {"url": url, "_schemas": [{"type": "function", "function": f} for f in functions]}
+    return type("Served", (_Served,), members)
