@@ -58,7 +58,7 @@ def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
             kind = re.sub(r"typing\.|tlt\.config\.\w+\.", "", kind)
             kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\)\]\)\]", r"\1", kind)
             text = " ".join((field.description or "").split())
-            kind = kind.replace("|", "\\|")  # inside a Markdown table
+            kind = kind.replace(" | ", " or ")  # the site shows the backslash of an escaped bar
             parts.append(f"| `{key}` | `{kind}` | {_default(field)} | {text} |\n")
     return "".join(parts)
 
