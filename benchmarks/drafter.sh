@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/.venv/bin:$PATH"
 [ -d models/smollm2 ] || tlt models smollm2
-[ -d models/smollm2-sft ] || tlt sft --model models/smollm2 --out models/smollm2-sft
+[ -d models/smollm2-sft ] || tlt models sft --model models/smollm2 --out models/smollm2-sft
 [ -d models/smollm2-eagle3 ] && exit
 tlt drafter train --model models/smollm2-sft --out runs/drafter --draft-vocab 2048 \
     --budget-minutes 20

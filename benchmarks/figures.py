@@ -47,7 +47,7 @@ MEASURED = re.compile(
 """Text that looks like a measurement."""
 
 GIVEN = {
-    "benchmarks/README.md": {"22 minutes": "the budget that `tlt sft` was given"},
+    "benchmarks/README.md": {"22 minutes": "the budget that `tlt models sft` was given"},
     "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
     "docs/commands.md": {"at most five minutes": "limit of cli/demo.py"},
     "docs/quickstart.md": {"at most five minutes": "limit of cli/demo.py"},

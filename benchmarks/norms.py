@@ -4,7 +4,7 @@
     python benchmarks/norms.py [--minutes 10] [--repeats 3]
 
 Both drafters are trained at the same time, each on a core of its own, with the settings of
-words.sh. Then `tlt bench rollout` takes turns: its rollouts have the same samples. What is trained
+words.sh. Then `tlt drafter bench` takes turns: its rollouts have the same samples. What is trained
 already is kept.
 
 Writes benchmarks/results/norms.json.
@@ -51,7 +51,7 @@ def rollout(form: str, repeat: int) -> Any:
     """Return the summary of one round of rollouts: without drafts, and with those of a drafter."""
     out = RUNS / f"rollout-{form}-{repeat}"
     text = (
-        f"bench rollout --model {MODEL} --drafter {RUNS / form / 'drafter'} --task word_problems "
+        f"drafter bench --model {MODEL} --drafter {RUNS / form / 'drafter'} --task word_problems "
         f"--natural --longest 480 --requests 48 --engines 2 --repeats 1 --seed 1 "
         f"--engine-arg enforce_eager=true --mode off --mode eagle3:3 --out {out}"
     )

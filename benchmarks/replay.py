@@ -89,7 +89,7 @@ class StepTable:
 
     @classmethod
     def load(cls, path: Path) -> StepTable:
-        """Load the table from the result of a `tlt bench rollout`."""
+        """Load the table from the result of a `tlt drafter bench`."""
         steps = json.loads(path.read_bytes())["steps"]
         seconds = {
             Arm(row["drafter"], row["num_draft_tokens"]): [(b, s) for b, s in row["seconds"]]

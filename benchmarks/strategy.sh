@@ -14,18 +14,18 @@ work=(--model "$model" --size 60 --requests 64 --median 40 --p95 250 --longest 4
       --engine-arg max_num_seqs=64)
 compiled=(--engine-arg enforce_eager=false)
 
-"$tlt" bench rollout "${work[@]}" "${compiled[@]}" --drafter "$drafter" --engines 1 --repeats 3 \
+"$tlt" drafter bench "${work[@]}" "${compiled[@]}" --drafter "$drafter" --engines 1 --repeats 3 \
   --mode off --mode ngram:4 --mode eagle3:1 --mode eagle3:2 --mode eagle3:3 --mode eagle3:4 \
   --mode eagle3:6 --mode beg_mab --mode adaptive --out "$out/live"
 "$python" benchmarks/replay.py "$out/live/rollout.json" --rollouts 8 --seeds 3 --out "$out"
 
 "$python" benchmarks/random_drafter.py "$drafter" models/random-eagle3
-"$tlt" bench rollout "${work[@]}" --drafter models/random-eagle3 --engines 1 --repeats 5 \
+"$tlt" drafter bench "${work[@]}" --drafter models/random-eagle3 --engines 1 --repeats 5 \
   --mode off --mode adaptive --out "$out/random_drafter"
-"$tlt" bench rollout "${work[@]}" --engines 1 --repeats 5 \
+"$tlt" drafter bench "${work[@]}" --engines 1 --repeats 5 \
   --mode off --mode adaptive --out "$out/no_drafter"
-"$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 1 --repeats 5 --temperature 2 \
+"$tlt" drafter bench "${work[@]}" --drafter "$drafter" --engines 1 --repeats 5 --temperature 2 \
   --mode off --mode adaptive --out "$out/random_text"
-"$tlt" bench rollout "${work[@]}" --drafter "$drafter" --engines 2 --repeats 2 \
+"$tlt" drafter bench "${work[@]}" --drafter "$drafter" --engines 2 --repeats 2 \
   --mode off --mode adaptive --out "$out/two_engines"
 "$python" benchmarks/pictures.py

@@ -10,7 +10,7 @@ drafter=models/smollm2-words-eagle3
 out=benchmarks/results/words
 mkdir -p "$out"
 [ -d models/smollm2 ] || tlt models smollm2
-[ -d "$model" ] || tlt sft --model models/smollm2 --out "$model" --task word_problems \
+[ -d "$model" ] || tlt models sft --model models/smollm2 --out "$model" --task word_problems \
     --dtype float32 --lr 3e-4 --row-tokens 512 --steps 2000 --budget-minutes 22
 if [ ! -d "$drafter" ]; then
   tlt drafter train --model "$model" --task word_problems --out runs/words-drafter \
@@ -19,6 +19,6 @@ if [ ! -d "$drafter" ]; then
   tlt drafter export runs/words-drafter --model "$model" --out "$drafter"
   cp runs/words-drafter/report.json runs/words-drafter/report.svg "$out/"
 fi
-tlt bench rollout --model "$model" --drafter "$drafter" --task word_problems --natural \
+tlt drafter bench --model "$model" --drafter "$drafter" --task word_problems --natural \
     --longest 480 --requests 48 --engines 2 --repeats 2 --seed 1 --engine-arg enforce_eager=false \
     --mode off --mode ngram:3 --mode eagle3:3 --out "$out"

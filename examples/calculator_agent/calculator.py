@@ -32,7 +32,7 @@ class Calculator:
 
     @staticmethod
     def worked(metadata: dict[str, Any], answer: str, **_: Any) -> list[str]:
-        """Return the turns of a policy that solves the problem, for `tlt sft --environment`."""
+        """Return the turns of a policy that solves the problem, to train one on."""
         total, turns = metadata["first"], []
         for change in metadata["changes"]:
             tool = "add" if change > 0 else "subtract"

@@ -50,7 +50,7 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
 
     modes = ["off", "ngram:4", "eagle3:2", "tail:4@4"]
     tlt(
-        "bench rollout --model models/policy --drafter models/policy-eagle3 --repeats 1 "
+        "drafter bench --model models/policy --drafter models/policy-eagle3 --repeats 1 "
         "--requests 24 --median 20 --p95 60 --longest 120 --out bench "
         f"--engine-arg dtype=float32 --mode {' --mode '.join(modes)}",
         tmp_path,

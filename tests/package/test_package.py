@@ -105,7 +105,7 @@ def test_the_sources_hold_recipes_tests_and_pages(built: Path) -> None:
 def test_an_empty_environment_runs_the_command(programs: Path, tmp_path: Path) -> None:
     """Without torch, vLLM and Ray, the command says what is missing and how to get it."""
     assert run([programs / "tlt", "--version"], tmp_path) == f"tlt {PROJECT['version']}\n"
-    for words in ("simulate --json", "models tiny --out tiny", "bench same"):
+    for words in ("simulate --json", "models tiny --out tiny", "verify"):
         said = run([programs / "tlt", *words.split()], tmp_path, code=2)
         assert "pip install 'tlt-rl[" in said
     # The table of the doctor may wrap its lines.

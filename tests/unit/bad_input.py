@@ -174,7 +174,7 @@ def refresh(run: Path) -> None:
 RUN_COMMANDS: tuple[Callable[[Path, Path], list[str]], ...] = (
     lambda run, folder: ["report", str(run), "--json"],
     lambda run, folder: ["report", str(run), str(run), "--out", str(folder / "page.html")],
-    lambda run, folder: ["calibrate", str(run), "--out", str(folder / "made.json")],
+    lambda run, folder: ["simulate", "calibrate", str(run), "--out", str(folder / "made.json")],
     lambda run, folder: ["doctor", "--run", str(run), "--json"],
     lambda run, folder: ["watch", str(run), "--once"],
     lambda run, folder: [
@@ -350,7 +350,7 @@ def odd_paths(draw: random.Random, world: World, folder: Path) -> Attempt:
             ["train", text, "--check"],
             ["simulate", text, "--json"],
             ["report", str(world.run), "--out", text],
-            ["calibrate", str(world.run), "--out", text],
+            ["simulate", "calibrate", str(world.run), "--out", text],
             ["drafter", "export", text, "--model", str(world.model), "--out", str(folder / "d")],
             ["eval", text, "--task", "gcd", *EVAL],
             ["eval", str(world.model), "--task", f"{text}.jsonl", *EVAL],
@@ -411,7 +411,9 @@ def drafter_folder(draw: random.Random, world: World, folder: Path) -> Attempt:
 
 
 OPTIONS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("sft", "--out", "out"): ("--lr", "--steps", "--num-problems", "--row-tokens", "--sizes"),
+    ("models", "sft", "--out", "out"): (
+        *("--lr", "--steps", "--num-problems", "--row-tokens", "--sizes"),
+    ),
     ("drafter", "train", "--out", "out"): (
         *("--num-samples", "--max-tokens", "--temperature", "--draft-tokens", "--draft-vocab"),
         *("--lr", "--row-tokens", "--engines", "--gpus", "--seed", "--num-held-out"),

@@ -31,8 +31,9 @@ def parse(words: list[str]) -> tuple[str, dict[str, Any]]:
         words = words[1:]
     if words in (["--version"], ["--install-completion"]):
         return words[0], {}
-    assert not hasattr(command, "commands"), f"tlt {name} has no command {words}"
-    return name, command.make_context(name, words).params
+    context = command.make_context(name, words)
+    assert not hasattr(context.command, "commands"), f"tlt {name} has no command {words}"
+    return name, context.params
 
 
 def check_settings(name: str, arguments: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The pictures of `tlt bench rollout`, as SVG."""
+"""The pictures of `tlt drafter bench`, as SVG."""
 
 from __future__ import annotations
 

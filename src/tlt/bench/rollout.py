@@ -1,4 +1,4 @@
-"""`tlt bench rollout`: one workload in several modes, interleaved and repeated.
+"""`tlt drafter bench`: one workload in several modes, interleaved and repeated.
 
 A mode is a strategy on engines set up for it. Engines of `off` load no drafter, engines of
 `ngram:K` look n-grams up, and engines of `eagle3:K` and `tail:K@B` load the drafter; so
@@ -78,7 +78,7 @@ class Mode:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run of `tlt bench rollout`."""
+    """One run of `tlt drafter bench`."""
 
     engine: EngineConfig
     num_engines: int

@@ -1,4 +1,4 @@
-"""The step times that `tlt bench rollout` records, for replays of strategies."""
+"""The step times that `tlt drafter bench` records, for replays of strategies."""
 
 from __future__ import annotations
 

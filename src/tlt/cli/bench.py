@@ -1,4 +1,4 @@
-"""`tlt bench`: measure modes and strategies side by side."""
+"""`tlt drafter bench`: measure modes and strategies side by side."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from tlt.cli import options as opt
 from tlt.cli.output import Output, command_line, write_json
-from tlt.cli.verify import verify
 
 HEAD_ROOM = 33
 """Tokens beyond prompt and response, for the longest draft that an engine supports."""
 
-app = typer.Typer(no_args_is_help=True, help="Measure modes and strategies side by side.")
-app.command("same", hidden=True)(verify)
 
-
-@app.command()
-def rollout(
+def bench(
     model: opt.Policy,
     drafter: Annotated[Path | None, opt.option("Folder or Hub id of an EAGLE-3 drafter.")] = None,
     mode: Annotated[
@@ -73,8 +66,7 @@ def rollout(
     import asyncio
     import random
 
-    from tlt.bench import charts, workload
-    from tlt.bench import rollout as bench
+    from tlt.bench import charts, rollout, workload
     from tlt.config.rollout import EngineConfig
     from tlt.hardware import compute_dtype
     from tlt.node.cluster import start_ray
@@ -87,7 +79,7 @@ def rollout(
 
     output = Output(as_json)
     usual = ["off", "ngram:4", *(["eagle3:2", "eagle3:4"] if drafter else [])]
-    modes = tuple(bench.Mode.parse(text, drafter is not None) for text in mode or usual)
+    modes = tuple(rollout.Mode.parse(text, drafter is not None) for text in mode or usual)
     source: dict[str, int] | str
     if natural:
         source, sizes = "natural", [longest] * requests
@@ -110,7 +102,7 @@ def rollout(
         "max_num_seqs": 32,
         "max_model_len": max(map(len, prompts)) + max(sizes) + HEAD_ROOM,
     }
-    plan = bench.Plan(
+    plan = rollout.Plan(
         engine=EngineConfig(
             model=str(model),
             drafter=str(drafter) if drafter else None,
@@ -128,13 +120,13 @@ def rollout(
         top_p=top_p,
         score=lambda index, tokens: exact_score(made[index], chat.text(tokens)),
     )
-    setups = bench.setups(plan)
+    setups = rollout.setups(plan)
     for setup in setups:
-        bench.engine_for(plan, setup)  # refuses bad settings before Ray starts
+        rollout.engine_for(plan, setup)  # refuses bad settings before Ray starts
     with output.progress() as show:
         show("starting Ray", 0, 1)
         start_ray(engines * len(setups))  # setups take turns on the cores
-        result = asyncio.run(bench.run(plan, show))
+        result = asyncio.run(rollout.run(plan, show))
     out.mkdir(parents=True, exist_ok=True)
     result["provenance"] = provenance(command_line())
     write_json(out / "rollout.json", result)

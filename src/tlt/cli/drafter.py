@@ -1,4 +1,4 @@
-"""`tlt drafter`: train and export drafters."""
+"""`tlt drafter`: train, export and compare drafters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 import typer
 
 from tlt.cli import options as opt
+from tlt.cli.bench import bench
 from tlt.cli.output import Output, command_line, write_json
 
-app = typer.Typer(no_args_is_help=True, help="Train and export EAGLE-3 drafters.")
+app = typer.Typer(no_args_is_help=True, help="Train, export and compare drafters.")
+app.command()(bench)
 
 
 @app.command()

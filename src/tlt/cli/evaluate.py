@@ -24,8 +24,8 @@ def evaluate(
     task: Annotated[
         str | None,
         opt.option(
-            "Task of reasoning-gym, such as gcd, or a .jsonl or .parquet file with question "
-            "and answer; by default the held-out problems of the run."
+            "Task such as gcd, or a .jsonl or .parquet file with question and answer; by "
+            "default the run's held-out problems."
         ),
     ] = None,
     parameter: opt.Parameters = None,
@@ -39,34 +39,39 @@ def evaluate(
     ] = None,
     reward: Annotated[
         str | None,
-        opt.option("gym, exact, math or module:function; by default that of the run."),
+        opt.option("gym, exact, math or module:function; by default the run's."),
     ] = None,
     problems: Annotated[
         int | None, opt.number("Number of problems; by default 64, or all of a run.", 1, 1_000_000)
     ] = None,
-    samples: Annotated[int, opt.number("Samples per problem; the largest k.", 1, 10_000)] = 4,
+    samples: Annotated[
+        int, opt.number("Samples per problem; the largest k.", 1, 10_000, **opt.SAMPLING)
+    ] = 4,
     max_tokens: Annotated[
         int | None,
         opt.number(
-            f"Longest response; by default that of the run, or {MAX_TOKENS}.", 1, 10_000_000
+            f"Longest response; by default that of the run, or {MAX_TOKENS}.",
+            *(1, 10_000_000),
+            **opt.SAMPLING,
         ),
     ] = None,
     temperature: Annotated[
-        float | None, opt.number("Sampling temperature; by default that of the run, or 1.", 0, 2)
+        float | None,
+        opt.number("Temperature; by default that of the run, or 1.", 0, 2, **opt.SAMPLING),
     ] = None,
     top_p: opt.TopP = 1.0,
     engines: opt.Engines = 1,
     gpus: Annotated[
         int | None,
-        opt.number("GPUs per engine; by default those of the run, or 0: CPU cores.", 0, 10_000),
+        opt.number("GPUs per engine; by default those of the run.", 0, 10_000, **opt.HARDWARE),
     ] = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,
 ) -> None:
     """Measure pass@k of a run's policy or of any model, with 95% intervals.
 
-    pass@k is the share of problems of which at least one of k samples is right. A run that goes on
-    is measured at its newest checkpoint, and with --step at another one.
+    pass@k is the share of problems that at least one of k samples solves. A run in progress is
+    measured at its newest checkpoint, or at --step.
     """
     from tlt.config.load import apply_overrides
     from tlt.errors import ConfigError

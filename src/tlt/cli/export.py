@@ -1,4 +1,4 @@
-"""`tlt export`: the policy of a run's checkpoint as a Hugging Face folder."""
+"""`tlt models export`: the policy of a run's checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 

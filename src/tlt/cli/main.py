@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
 
 import tlt
 from tlt.cli import (
-    bench,
     data,
     demo,
     doctor,
     drafter,
     evaluate,
-    export,
     init,
     models,
     report,
-    sft,
     simulate,
     train,
     verify,
@@ -33,22 +31,19 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Fast, lossless RL training of reasoning LLMs on stock vLLM, Ray and PyTorch.",
 )
-app.command("demo")(demo.demo)
-app.command("doctor")(doctor.doctor)
-app.add_typer(models.app, name="models")
-app.add_typer(data.app, name="data")
-app.command("init")(init.init)
-app.command("sft")(sft.sft)
-app.command("train")(train.train)
-app.command("eval")(evaluate.evaluate)
-app.command("export")(export.export)
-app.command("watch")(watch.watch)
-app.command("report")(report.report)
-app.add_typer(drafter.app, name="drafter")
-app.command("verify")(verify.verify)
-app.add_typer(bench.app, name="bench")
-app.command("calibrate")(simulate.calibrate)
-app.command("simulate")(simulate.simulate)
+PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "Begin": {"demo": demo.demo, "doctor": doctor.doctor, "verify": verify.verify},
+    "Prepare": {"models": models.app, "data": data.app, "init": init.init},
+    "Train": {"train": train.train, "drafter": drafter.app, "eval": evaluate.evaluate},
+    "Look": {"watch": watch.watch, "report": report.report, "simulate": simulate.app},
+}
+"""All commands, in the order and under the headings of the help."""
+for panel, commands in PANELS.items():
+    for name, command in commands.items():
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name, rich_help_panel=panel)
+        else:
+            app.command(name, rich_help_panel=panel)(command)
 
 
 def _version(show: bool) -> None:

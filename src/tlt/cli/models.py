@@ -1,4 +1,4 @@
-"""`tlt models`: make model folders offline."""
+"""`tlt models`: make and export policies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
+from tlt.cli.export import export
 from tlt.cli.options import Seed, number, option
 from tlt.cli.output import Output
+from tlt.cli.sft import sft
 
-app = typer.Typer(no_args_is_help=True, help="Make model folders offline.")
+app = typer.Typer(no_args_is_help=True, help="Make small policies, and export trained ones.")
 
 Out = Annotated[Path | None, option("Folder to write.", "--out")]
 
@@ -49,7 +51,7 @@ def tiny(
 def words(
     out: Out = None,
     untrained: Annotated[
-        bool, option("Write random weights and the tokenizer, for `tlt sft`.", "--untrained")
+        bool, option("Write random weights and the tokenizer, for `tlt models sft`.", "--untrained")
     ] = False,
     seed: Seed = 0,
 ) -> None:
@@ -63,6 +65,10 @@ def words(
             words.untrained(target, texts(words.NUM_TEXTS), seed=seed)
         else:
             words.make(target)
+
+
+app.command()(sft)
+app.command()(export)
 
 
 @contextmanager

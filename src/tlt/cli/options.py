@@ -22,15 +22,16 @@ def option(text: str, *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, **settings)
 
 
-def number(text: str, low: float, high: float | None = None) -> Any:
-    """Return an option that takes numbers from `low` to `high`."""
-    return option(text, min=low, max=high, callback=_is_number)
+def number(text: str, low: float, high: float = math.inf, **settings: Any) -> Any:
+    """Return an option that takes numbers from `low` to `high`. Its help does not say the range."""
 
+    def check(value: float | None) -> float | None:
+        if value is not None and not low <= value <= high:  # nan, too
+            most = "" if math.isinf(high) else f"<={high}"
+            raise typer.BadParameter(f"{value} is not in the range {low}<=x{most}.")
+        return value
 
-def _is_number(value: float | None) -> float | None:
-    if value is not None and math.isnan(value):  # within any range, as comparisons have it
-        raise typer.BadParameter("nan is not a number.")
-    return value
+    return option(text, callback=check, **settings)
 
 
 Policy = Annotated[Path, option("Folder or Hub id of the policy.")]
@@ -38,18 +39,20 @@ Task = Annotated[str, option("Task that provides the prompts.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings to override, as section.key=value.")
 ]
-Temperature = Annotated[float, number("Sampling temperature.", 0, 2)]
-TopP = Annotated[float, number("Probability mass of nucleus sampling.", 1e-6, 1)]
+SAMPLING: dict[str, Any] = {"rich_help_panel": "Sampling"}
+HARDWARE: dict[str, Any] = {"rich_help_panel": "Hardware"}
+Temperature = Annotated[float, number("Sampling temperature.", 0, 2, **SAMPLING)]
+TopP = Annotated[float, number("Probability mass of nucleus sampling.", 1e-6, 1, **SAMPLING)]
 Lr = Annotated[float, number("Highest learning rate.", 1e-12, 1)]
 RowTokens = Annotated[int, number("Tokens per optimizer step.", 16, 10_000_000)]
-MaxTokens = Annotated[int, number("Longest response in tokens.", 1, 10_000_000)]
-Engines = Annotated[int, number("Engines, each on its own core or GPU.", 1, 100_000)]
-Gpus = Annotated[int, number("GPUs per engine; 0 makes CPU engines.", 0, 10_000)]
-Seed = Annotated[int, number("Seed of problems, lengths, samples and training.", 0, LARGEST_SEED)]
+MaxTokens = Annotated[int, number("Longest response in tokens.", 1, 10_000_000, **SAMPLING)]
+Engines = Annotated[int, number("Engines, each on its own core or GPU.", 1, 100_000, **HARDWARE)]
+Gpus = Annotated[int, number("GPUs per engine; 0 makes CPU engines.", 0, 10_000, **HARDWARE)]
+Seed = Annotated[int, number("Seed of all random choices.", 0, LARGEST_SEED)]
 
 CheckpointStep = Annotated[
     int | None,
-    number("RL step of the run's checkpoint; by default the newest sound one.", 1, 100_000_000),
+    number("RL step of the checkpoint; by default the newest sound one.", 1, 100_000_000),
 ]
 
 Parameters = Annotated[
@@ -58,13 +61,13 @@ Parameters = Annotated[
 ]
 Sizes = Annotated[
     str | None,
-    option("Problem sizes as median,p95,longest; by default those of the task."),
+    option("Problem sizes as median,p95,longest; by default the task's."),
 ]
 
-Dtype = Annotated[Literal["float32", "bfloat16"], option("Dtype of the weights.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], option("Dtype of the weights.", **HARDWARE)]
 Compute = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    option("Dtype of matrix products; auto is bfloat16 if the CPU has it."),
+    option("Dtype of matrix products; auto: bfloat16 if the CPU has it.", **HARDWARE),
 ]
 
 Json = Annotated[bool, option("Print the result as JSON; progress goes to stderr.", "--json")]

@@ -1,4 +1,4 @@
-"""`tlt sft`: the supervised start on worked solutions."""
+"""`tlt models sft`: the supervised start on worked solutions."""
 
 from __future__ import annotations
 

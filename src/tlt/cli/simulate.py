@@ -1,4 +1,4 @@
-"""`tlt simulate` and `tlt calibrate`: simulate TLT on hardware you don't have yet."""
+"""`tlt simulate` and `tlt simulate calibrate`: simulate TLT on hardware you don't have yet."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from tlt.cli.options import Json, Overrides, option
+from tlt.cli.options import Json, Overrides, number, option
 from tlt.cli.output import Output
 
 SCENARIO = (
@@ -18,6 +19,19 @@ SCENARIO = (
 )
 
 
+class _Simulate(TyperGroup):
+    """Settings follow `tlt simulate` directly; only the word `calibrate` names a command."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **named: Any) -> Any:
+        if args[:1] == ["calibrate"]:
+            return super().make_context(info_name, args, *rest, **named)
+        return self.commands["simulate"].make_context(info_name, args, *rest, **named)
+
+
+app = typer.Typer(cls=_Simulate, help="Simulate TLT on hardware you don't have yet.")
+
+
+@app.command()
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs with a timeline.")],
     out: Annotated[Path, option("File to write.")] = Path("calibration.json"),
@@ -42,6 +56,7 @@ def calibrate(
     output.wrote(str(out))
 
 
+@app.command(hidden=True)
 def simulate(
     scenario: Annotated[
         Path | None, typer.Argument(help="TOML file of a scenario, or of a training run.")
@@ -52,7 +67,7 @@ def simulate(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs of the cluster, in place of cluster.num_engines."),
+        number("GPUs of the cluster, in place of cluster.num_engines.", 1),
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -65,7 +80,10 @@ def simulate(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Simulate RL steps: without speculation, with the best fixed arm, with TLT. Modelled."""
+    """Simulate RL steps: without speculation, with the best fixed arm, with TLT. Modelled.
+
+    `tlt simulate calibrate RUN` measures a machine from its runs, for cluster.calibration.
+    """
     from tlt.config.load import check, read_toml
     from tlt.errors import ConfigError
     from tlt.simulate.answer import contributions, figures, in_words, speed_ups, validity

@@ -35,18 +35,20 @@ def verify(
     temperature: opt.Temperature = 1.0,
     top_p: opt.TopP = 1.0,
     top_k: Annotated[
-        int, opt.number("Number of likeliest tokens to sample from; 0 for all.", 0, 10_000_000)
+        int,
+        opt.number("Likeliest tokens to sample from; 0 for all.", 0, 10_000_000, **opt.SAMPLING),
     ] = 0,
     dtype: opt.Dtype = "float32",
     seed: opt.Seed = 0,
     num_gpus: Annotated[
-        int, opt.number("GPUs of each engine; both engines use the same ones.", 0, 10_000)
+        int,
+        opt.number("GPUs per engine; both engines use the same.", 0, 10_000, **opt.HARDWARE),
     ] = 0,
     as_json: opt.Json = False,
 ) -> None:
-    """Show that drafts do not change samples: generate with and without, and compare all tokens.
+    """Generate with and without drafts, and compare every token: drafts change no sample.
 
-    Exit code 1 means that a difference is a fault: any in float32, and in bfloat16 one that is no
+    Exit code 1 means a fault: any difference in float32, and in bfloat16 one that is not a
     near-tie.
     """
     from tlt.bench import same

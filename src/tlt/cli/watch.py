@@ -70,7 +70,7 @@ def watch(
     once: Annotated[bool, option("Print the state once and exit.", "--once")] = False,
     as_json: Annotated[bool, option("Print the state once, as JSON, and exit.", "--json")] = False,
 ) -> None:
-    """Watch a run: every worker, the end of the RL step, leases, the gain, what holds it back."""
+    """Watch a run: workers, progress of the RL step, leases, gain, and what holds it back."""
     from rich.live import Live
 
     from tlt.errors import ConfigError

@@ -1,1 +1,1 @@
-"""Commands that work outside of an RL run: `tlt sft`, `tlt drafter train` and `tlt eval`."""
+"""Commands that work outside of an RL run: `tlt models sft`, `tlt drafter train` and `tlt eval`."""

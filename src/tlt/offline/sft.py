@@ -1,4 +1,4 @@
-"""`tlt sft`: a policy's supervised start, written as a model folder."""
+"""`tlt models sft`: a policy's supervised start, written as a model folder."""
 
 from __future__ import annotations
 

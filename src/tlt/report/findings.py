@@ -269,7 +269,7 @@ def _samples(view: RunView) -> Iterator[Finding]:
             "no_signal",
             f"Only {share:.0%} of the groups have different rewards; the others give no gradient.",
             "Choose problems that the policy sometimes solves (task.parameters), start from "
-            "`tlt sft`, or replace such groups (sampling.max_extra_prompts).",
+            "`tlt models sft`, or replace such groups (sampling.max_extra_prompts).",
             0.1,
         )
 

@@ -57,8 +57,8 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        what = "a result of `tlt calibrate`"
-        way_out = "make one with `tlt calibrate RUN --out calibration.json`"
+        what = "a result of `tlt simulate calibrate`"
+        way_out = "make one with `tlt simulate calibrate RUN --out calibration.json`"
         try:
             return _checked(read_json(path, what, way_out))
         except ValueError as error:

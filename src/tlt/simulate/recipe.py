@@ -57,7 +57,7 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
     if found["modes"] == NGRAMS:
         raise ConfigError(
             f"{where} drafts by n-grams only, and how many of those a policy accepts is not "
-            "known without a run; give the result of `tlt calibrate` as "
+            "known without a run; give the result of `tlt simulate calibrate` as "
             "cluster.calibration=calibration.json, or a drafter's folder as engine.drafter"
         )
     if found["modes"] == FROM_NOTHING:
@@ -67,7 +67,7 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
     if "model" not in found["cluster"]:
         raise ConfigError(
             f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
-            f"({', '.join(MODELS)}); measure a run of it with `tlt calibrate` and give "
+            f"({', '.join(MODELS)}); measure a run of it with `tlt simulate calibrate` and give "
             "cluster.calibration=calibration.json, or name a similar one, e.g. "
             "cluster.model=qwen2.5-7b"
         )

@@ -45,7 +45,7 @@ class ClusterConfig(Schema):
     num_engines: int = Field(default=8, ge=1, le=100_000)
     """Number of engines."""
     calibration: str | None = None
-    """Result of `tlt calibrate`, the model of a measured machine."""
+    """Result of `tlt simulate calibrate`, the model of a measured machine."""
     model: ModelName = "qwen2.5-7b"
     """Policy on H100s, modelled from published figures; used without `calibration`."""
     tensor_parallel: int = Field(default=1, ge=1, le=1024)

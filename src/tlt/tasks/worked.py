@@ -1,7 +1,7 @@
 """Worked solutions of `reasoning-gym` problems: one line per step, then the answer in tags.
 
 The number of lines follows the size of the problem, so heavy-tailed sizes give heavy-tailed
-lengths. A policy learns these solutions in its supervised start (`tlt sft`).
+lengths. A policy learns these solutions in its supervised start (`tlt models sft`).
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def check_code(config: EngineConfig) -> None:
         raise ConfigError(
             f"engine_args.{key} = {value!r} makes vLLM run Python code that neither vLLM nor TLT "
             "brings along, with your privileges; remove it, or, if you trust that code, set "
-            "engine.allow_code = true (`tlt bench rollout --allow-code`)"
+            "engine.allow_code = true (`tlt drafter bench --allow-code`)"
         )
 
 

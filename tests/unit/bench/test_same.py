@@ -162,7 +162,7 @@ def test_the_table_and_the_exit_code(
     assert cell in done.output
     assert len(plans[0].prompts) == 3
     assert plans[0].sampling.top_k == 5
-    printed = CliRunner().invoke(app, ["bench", "same", "--samples", "3", "--json"])
+    printed = CliRunner().invoke(app, ["verify", "--samples", "3", "--json"])
     assert printed.exit_code == exit_code
     assert json.loads(printed.stdout)["modes"] == found["modes"]
 

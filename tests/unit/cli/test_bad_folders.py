@@ -60,7 +60,7 @@ def test_a_damaged_file_is_named(
     assert ";" in errors, "a way out"
 
 
-@pytest.mark.parametrize("command", ["calibrate", "doctor --run"])
+@pytest.mark.parametrize("command", ["simulate calibrate", "doctor --run"])
 def test_every_reader_of_a_run_names_a_damaged_file(folder: Path, command: str) -> None:
     (folder / "metrics.jsonl").write_text("{\n{\n")
     code, _, errors = tlt(*command.split(), str(folder))

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_calibration(folder: Path) -> None:
-    code, output, errors = tlt("calibrate", str(folder), "--json")
+    code, output, errors = tlt("simulate", "calibrate", str(folder), "--json")
     assert code == 0, errors
     assert json.loads(output) == json.loads(Path("calibration.json").read_text())
 

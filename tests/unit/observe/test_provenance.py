@@ -13,9 +13,9 @@ KEYS = {"command", "commit", "date", "cpu", "versions"}
 
 
 def test_a_record_is_complete_and_serializable() -> None:
-    record = provenance("tlt bench rollout")
+    record = provenance("tlt drafter bench")
     assert set(record) == KEYS
-    assert record["command"] == "tlt bench rollout"
+    assert record["command"] == "tlt drafter bench"
     assert json.loads(json.dumps(record)) == record
 
 

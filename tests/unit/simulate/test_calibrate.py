@@ -115,14 +115,14 @@ def test_a_damaged_calibration_is_refused(
         inner = inner[key]
     inner[place[-1]] = value
     path.write_text(json.dumps(tree))
-    with pytest.raises(ConfigError, match=rf"calibration\.json.*{place[0]}.*tlt calibrate"):
+    with pytest.raises(ConfigError, match=rf"calibration\.json.*{place[0]}.*calibrate"):
         Calibration.load(path)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "[" * 5000])
 def test_a_calibration_that_is_no_json_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "calibration.json").write_text(content)
-    with pytest.raises(ConfigError, match="tlt calibrate"):
+    with pytest.raises(ConfigError, match="tlt simulate calibrate"):
         Calibration.load(tmp_path / "calibration.json")
 
 

@@ -116,7 +116,7 @@ def test_every_recipe_is_a_scenario_once_it_is_calibrated(name: str) -> None:
     [
         ("tiny_tail_cpu", (), None, r"policy\.model.*cluster\.calibration="),
         ("tiny_tail_cpu", ('cluster.calibration="c.json"',), 8, r"engine\.num_gpus=1"),
-        ("qwen2_5_32b_math_4nodes", (), None, "tlt calibrate"),
+        ("qwen2_5_32b_math_4nodes", (), None, "tlt simulate calibrate"),
         ("qwen2_5_7b_math_8gpu", ("sampling.group_size=1",), None, r"sampling\.group_size"),
         ("qwen2_5_7b_math_8gpu", ("cluster.num_engines=4",), 64, r"cluster\.num_engines"),
         ("", ("cluster.num_engines=4",), 64, r"cluster\.num_engines"),

@@ -79,10 +79,10 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_loads(
 ) -> None:
     monkeypatch.setattr(weights_export, "CHUNK_BYTES", 50_000)  # several reads
     before = files(home / "run")
-    code, output, errors = tlt("export", "run", "--out", "newest", "--json")
+    code, output, errors = tlt("models", "export", "run", "--out", "newest", "--json")
     assert code == 0, errors
     assert json.loads(output) == {"run": "run", "step": 10, "out": "newest"}
-    assert tlt("export", "run", "--step", "3", "--out", "third")[0] == 0
+    assert tlt("models", "export", "run", "--step", "3", "--out", "third")[0] == 0
     assert (norm("newest"), norm("third")) == (10.0, 3.0)
     assert files(home / "run") == before
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -108,11 +108,11 @@ def test_a_damaged_checkpoint_is_left_where_it_is(home: Path) -> None:
     """The run may be going on: only the run itself sets checkpoints aside."""
     newest = home / "run" / "checkpoints" / "step-000010"
     (newest / "buffer-0" / "sample").write_text("damaged, and not needed")
-    assert "RL step 10" in tlt("export", "run", "--out", "a")[1]
+    assert "RL step 10" in tlt("models", "export", "run", "--out", "a")[1]
     spoil(newest)
     before = files(home / "run")
-    assert "RL step 3" in tlt("export", "run", "--out", "b")[1]
-    code, _, errors = tlt("export", "run", "--step", "10", "--out", "c")
+    assert "RL step 3" in tlt("models", "export", "run", "--out", "b")[1]
+    code, _, errors = tlt("models", "export", "run", "--step", "10", "--out", "c")
     assert code == 2
     assert "its checksum differs" in errors
     assert "of RL steps 3, 10" in errors
@@ -132,9 +132,9 @@ def test_a_checkpoint_that_the_run_removes_meanwhile(
         return weights_export.checkpoint_weights(folder, dtype)
 
     monkeypatch.setattr("tlt.train.export.checkpoint_weights", read)
-    assert "RL step 3" in tlt("export", "run", "--out", "a")[1]
+    assert "RL step 3" in tlt("models", "export", "run", "--out", "a")[1]
     monkeypatch.setattr("tlt.train.export._checkpoint", lambda *_: home / "gone")
-    code, _, errors = tlt("export", "run", "--out", "b")
+    code, _, errors = tlt("models", "export", "run", "--out", "b")
     assert code == 2
     assert "gone was removed while it was read: the run keeps 2; try again" in errors
 
@@ -148,6 +148,6 @@ def test_a_checkpoint_that_the_run_removes_meanwhile(
     ],
 )
 def test_mistakes(home: Path, arguments: list[str], words: str) -> None:
-    code, _, errors = tlt("export", *arguments)
+    code, _, errors = tlt("models", "export", *arguments)
     assert code == 2
     assert words in errors
