@@ -159,7 +159,7 @@ def trained(task: tuple[str, int, float]) -> dict[str, Any]:
         if name == "ce, agree" and spent_s > seconds / 2:
             trainer.name = "agree"
         # The last fifth of the time lowers the learning rate, as `tlt drafter train` does.
-        trainer.micro_step(row, min(1.0, 5 * (1 - spent_s / seconds)))
+        trainer.micro_step(row, lr_scale=min(1.0, 5 * (1 - spent_s / seconds)))
     passes = DraftPasses(trainer.drafter, head, embedding, PLACES, bfloat16=False)
     of = {f"{t:g}": at_temperature(passes, t, cached[t]) for t in TEMPERATURES}
     tokens = {t: values["tokens_per_draft"] for t, values in of.items()}

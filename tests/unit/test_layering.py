@@ -60,7 +60,7 @@ ALLOWED["doctor"] = {
     *("contracts", "errors", "config", "hardware", "models"),
     *("node", "states", "drafter", "vllm", "rollout", "bench"),
 }
-ALLOWED["offline"] = PARTS - {"harvest"}
+ALLOWED["offline"] = PARTS
 ALLOWED["train"] = PARTS
 ALLOWED["cli"] = {*ALLOWED}
 ALLOWED["__main__"] = {"cli"}

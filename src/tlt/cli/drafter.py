@@ -26,6 +26,10 @@ def train(
     max_tokens: opt.MaxTokens = 900,
     temperature: opt.Temperature = 1.0,
     budget_minutes: Annotated[float, opt.number("Time budget of the whole command.", 0)] = 20.0,
+    steps: Annotated[
+        int | None,
+        opt.number("Optimizer steps; by default as many as the budget allows.", 1, 10_000_000),
+    ] = None,
     draft_tokens: Annotated[
         int | None,
         opt.number("Draft length to train for; by default 4, and 7 with --gpus.", 1, 16),
@@ -37,10 +41,18 @@ def train(
         ),
     ] = None,
     lr: opt.Lr = 1e-3,
-    row_tokens: opt.RowTokens = 2048,
+    row_tokens: Annotated[int, opt.number("Tokens of a row.", 16, 10_000_000)] = 2048,
     init: Annotated[Path | None, opt.option("Folder or Hub id of a drafter to start from.")] = None,
     engines: opt.Engines = 2,
     gpus: opt.Gpus = 0,
+    ranks: Annotated[
+        int | None,
+        opt.number("Ranks that train; by default 1, or all GPUs of the engines.", 1, 10_000),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        opt.number("Rows per optimizer step; by default one per rank.", 1, 10_000),
+    ] = None,
     dtype: opt.Dtype = "bfloat16",
     compute: opt.Compute = "auto",
     seed: opt.Seed = 0,
@@ -48,6 +60,7 @@ def train(
 ) -> None:
     """Train a drafter on the policy's own responses, and measure its acceptance length."""
     import asyncio
+    import os
 
     from tlt.config.rollout import EngineConfig
     from tlt.drafter.export import ExportPlan
@@ -58,12 +71,15 @@ def train(
     from tlt.models.hub import local_folder
     from tlt.node.cluster import start_ray
     from tlt.observe.provenance import provenance
-    from tlt.offline.drafter import DrafterPlan, train_drafter
+    from tlt.offline.drafter import train_drafter
+    from tlt.offline.training import DrafterPlan, plan_ranks
     from tlt.report.charts import training_picture
     from tlt.strategy.spec import trained_draft_tokens
 
     output = Output(as_json)
     draft_tokens = draft_tokens or trained_draft_tokens({"kind": "adaptive"}, gpus > 0)
+    cores = len(os.sched_getaffinity(0))
+    num_ranks, num_rows = plan_ranks(ranks, rows, engines, gpus, cores)
     name, model = str(model), local_folder(model, "--model")
     init = None if init is None else local_folder(init, "--init")
     read_model(model, "--model")
@@ -82,19 +98,22 @@ def train(
             },
         ),
         num_engines=engines,
+        num_ranks=num_ranks,
         prompts=tuple(tokens[num_held_out:]),
         held_out_prompts=tuple(tokens[:num_held_out]),
         out=out,
         max_tokens=max_tokens,
         temperature=temperature,
         budget_s=60 * budget_minutes,
+        num_steps=steps,
         draft_vocab_size=draft_vocab,
         trainer=TrainerSettings(
             num_draft_tokens=draft_tokens,
             row_tokens=row_tokens,
+            num_rows=num_rows,
             lr=lr,
             temperature=temperature,
-            bfloat16=compute_dtype(compute) == "bfloat16",
+            bfloat16=compute_dtype(compute, on_gpu=gpus > 0) == "bfloat16",
             seed=seed,
         ),
         dtype=dtype,
@@ -110,18 +129,18 @@ def train(
     export_drafter(ExportPlan(source=out, target=model, target_name=name, out=out / "drafter"))
     output.result(report)
     positions = [f">up to {position}" for position in range(1, draft_tokens + 1)]
-    rows = []
+    measurements = []
     for at in report["acceptance"]["after"]:
         for when in ("before", "after"):
             measured = report["acceptance"][when][at]
             shares = [f"{share:.0%}" for share in measured["by_position"]]
-            rows.append([at, when, f"{measured['length']:.2f}", *shares])
+            measurements.append([at, when, f"{measured['length']:.2f}", *shares])
     output.table(
         f"acceptance in the engine, {report['num_held_out_prompts']} held-out prompts, "
         f"{report['training']['steps']} optimizer steps in "
         f"{report['seconds']['train'] / 60:.1f} minutes",
         (">temperature", "drafter", ">accept length", *positions),
-        rows,
+        measurements,
     )
     output.wrote(f"{out}/drafter, {out}/report.json and {out}/report.svg")
 

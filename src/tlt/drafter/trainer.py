@@ -1,9 +1,10 @@
 """Trains the drafter in sessions that may end at any moment.
 
-One optimizer step learns one packed row: bounded work, after which the state is whole. A session
-asks before every pass of the drafter, forward and backward, whether to stop. It then discards the
-unfinished optimizer step, so that a session that resumes later reaches the very same weights as
-one that never stopped.
+One optimizer step learns a packed row or a few: bounded work, after which the state is whole. A
+session asks before every pass of the drafter, forward and backward, whether to stop. It then
+discards the unfinished optimizer step, so that a session that resumes later reaches the very same
+weights as one that never stopped. Ranks may share the rows of a step (`ranks`); nothing interrupts
+those in the middle of a step.
 
 The policy's head and embedding are not trained here; `follow` takes the new ones after every
 policy update. `evaluation` decides whether new weights are better than the published ones.
@@ -23,6 +24,7 @@ from tlt.drafter import vocabulary
 from tlt.drafter.eagle3.config import Eagle3Config
 from tlt.drafter.eagle3.model import Eagle3Drafter, unrolled_loss
 from tlt.drafter.passes import DraftPasses, Interrupted, Row, ShouldStop, check_stop
+from tlt.drafter.ranks import OneRank
 from tlt.hardware import compute_dtype
 from tlt.states.captured import Captured, Offer
 
@@ -39,14 +41,15 @@ class TrainerSettings:
     num_draft_tokens: int
     """Passes unrolled per chain: the draft length that is trained for."""
     row_tokens: int
-    """Learned tokens of one optimizer step. The context before a window of a longer sample comes
-    on top."""
+    """Learned tokens of one row. The context before a window of a longer sample comes on top."""
     lr: float
     """Highest learning rate."""
     temperature: float
     """Temperature whose expected acceptance length decides what is published."""
     seed: int
     """Seed of the order in which samples are drawn."""
+    num_rows: int = 1
+    """Rows of one optimizer step, a multiple of the number of ranks."""
     averaged_steps: int = 1
     """Optimizer steps over which the weights are averaged; 1 turns averaging off. Where there is
     little to learn from, the mean drafts better than the latest weights."""
@@ -76,9 +79,11 @@ class DrafterTrainer:
         head_VH: torch.Tensor,
         embedding_VH: torch.Tensor,
         settings: TrainerSettings,
+        ranks: OneRank | None = None,
     ) -> None:
         self.drafter = drafter
         self.settings = settings
+        self.ranks = ranks or OneRank()
         self.passes = DraftPasses(
             drafter, head_VH, embedding_VH, settings.num_draft_tokens, settings.bfloat16
         )
@@ -173,13 +178,14 @@ class DrafterTrainer:
         finished optimizer steps.
         """
         done = 0
-        while not should_stop() and not is_over():
+        while True:
+            is_done, scale = self.ranks.agree(should_stop() or is_over(), lr_scale())
             before = self._rng.getstate()
-            row = self.draw(source)
-            if row is None:
+            rows = [] if is_done else self._draw_rows(source)
+            if not rows:
                 break
             try:
-                loss = self.micro_step(row, lr_scale(), should_stop)
+                loss = self.micro_step(*rows, lr_scale=scale, should_stop=should_stop)
             except Interrupted:
                 self._rng.setstate(before)
                 break
@@ -194,6 +200,23 @@ class DrafterTrainer:
         context before the window is only attended to, which costs little. Return None when there
         is nothing to learn from.
         """
+        chosen = self._choose(source)
+        return self._row(chosen) if chosen else None
+
+    def _draw_rows(self, source: SampleSource) -> list[Row]:
+        """Draw the rows of an optimizer step, and return those of this rank.
+
+        Each rank draws all rows, from the same random numbers: reading a sample only maps it.
+        """
+        chosen = [self._choose(source) for _ in range(self.settings.num_rows)]
+        own = chosen[self.ranks.rank :: self.ranks.size]
+        return [self._row(samples) for samples in own] if all(chosen) else []
+
+    def _row(self, samples: Sequence[Captured]) -> Row:
+        return Row([sample.to(self.passes.device) for sample in samples])
+
+    def _choose(self, source: SampleSource) -> list[Captured]:
+        """Draw the samples of a row."""
         offers = source.offers()
         names = sorted(offers)
         weights = [offers[name].weight for name in names]
@@ -215,17 +238,22 @@ class DrafterTrainer:
                     last = len(sample) - budget
                     begin = self._rng.randint(min(sample.first_learned, last), last)
                     sample = sample.focused(begin, begin + budget)
-                chosen.append(sample.to(self.passes.device))
+                chosen.append(sample)
                 used += len(sample)
-        return Row(chosen) if chosen else None
+        return chosen
 
     def micro_step(
-        self, row: Row, lr_scale: float = 1.0, should_stop: ShouldStop = lambda: False
+        self, *rows: Row, lr_scale: float = 1.0, should_stop: ShouldStop = lambda: False
     ) -> float:
-        """Learn one row in one optimizer step and return its loss."""
+        """Learn rows, and those of the other ranks, in one optimizer step; return their loss."""
         self.optimizer.zero_grad()
-        loss = self.loss(row, should_stop)
-        loss.backward()
+        mean_loss = torch.zeros((), device=self.passes.device)
+        for row in rows:
+            loss = self.loss(row, should_stop) / (len(rows) * self.ranks.size)
+            loss.backward()
+            mean_loss += loss.detach()
+            self.ranks.add([*self._gradients(), mean_loss])
+        self.ranks.finish([*self._gradients(), mean_loss])
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         warm = min(1.0, (self.step + 1) / WARMUP_STEPS)
         for group in self.optimizer.param_groups:
@@ -239,8 +267,11 @@ class DrafterTrainer:
                 for name, parameter in self.drafter.named_parameters():
                     self._mean[name].lerp_(parameter.detach(), 1 / self.settings.averaged_steps)
         self.step += 1
-        self.tokens_seen += len(row.token_ids_T)
-        return loss.item()
+        self.tokens_seen += sum(len(row.token_ids_T) for row in rows)
+        return mean_loss.item()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.drafter.parameters() if p.grad is not None]
 
     def loss(self, row: Row, should_stop: ShouldStop = lambda: False) -> torch.Tensor:
         """Return the loss of one row."""

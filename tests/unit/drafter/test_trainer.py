@@ -26,7 +26,8 @@ from tlt.drafter.trainer import DrafterTrainer, TrainerSettings
 from tlt.errors import ConfigError
 from tlt.harvest.published import make_drafter
 from tlt.models import tiny
-from tlt.offline.drafter import DrafterPlan, _first_drafter
+from tlt.offline.drafter import _first_drafter
+from tlt.offline.training import DrafterPlan
 from tlt.states.captured import Captured, Offer
 
 
