@@ -104,6 +104,18 @@ class AlgorithmConfig(Schema):
     and learner; 0 disables these weights."""
 
 
+class LoraConfig(Schema):
+    """LoRA: the learner trains small adapters beside the policy's frozen weights. Engines get both
+    merged."""
+
+    rank: int = Field(default=0, ge=0, le=100_000, examples=[16])
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """Strength of the adapters, whose product is scaled by `alpha / rank`."""
+    target_modules: list[str] = Field(default_factory=list, examples=[["q_proj", "v_proj"]])
+    """Names of the linear layers that get adapters; by default all of the decoder layers."""
+
+
 class LearnerConfig(Schema):
     """The policy update, on FSDP2 ranks with one process each."""
 
@@ -131,6 +143,8 @@ class LearnerConfig(Schema):
     """Restarts of the ranks from the same checkpoint before the run fails."""
     timeout_s: float = Field(default=1800.0, gt=0, le=LONGEST_S)
     """Seconds an update may take before the ranks count as hung."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """LoRA instead of training all weights."""
 
 
 class AlarmConfig(Schema):

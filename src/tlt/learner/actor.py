@@ -83,6 +83,7 @@ class LearnerPlan:
                 algorithm=algorithm,
                 learner=learner,
                 aux_layer_ids=captured_layers,
+                seed=config.run.seed,
             ),
             on_gpu=bool(learner.num_gpus),
             num_cores=learner.num_cores or (None if colocated else 1),
@@ -274,8 +275,10 @@ class LearnerActor:
             for name, tensor in self._rank.full_weights(getattr(torch, dtype))
             if self._rank_index == 0
         }
+        adapter, settings = self._rank.adapter(), self._plan.rank
         if self._rank_index == 0:
-            write_policy(weights, Path(self._plan.rank.model), Path(folder), dtype)
+            lora = settings.learner.lora
+            write_policy(weights, Path(settings.model), Path(folder), dtype, adapter, lora)
 
     def save(self, folder: str) -> None:
         self._rank.save(Path(folder))

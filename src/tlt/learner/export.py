@@ -1,6 +1,7 @@
 """The policy as a Hugging Face folder, from a learner's ranks or from a checkpoint's files.
 
-A checkpoint holds the sharded state of `LearnerRank`: float32 weights and the optimizer's moments.
+A checkpoint holds the sharded state of `LearnerRank`: float32 weights, or with LoRA the adapters
+alone, and the optimizer's moments.
 Reading it needs no process group and no GPU, and leaves the moments alone.
 """
 
@@ -17,6 +18,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from tlt.config.train import LoraConfig
+from tlt.learner.lora import write_adapter
+
 PREFIX = "policy.policy."
 """Names of the policy's weights in a checkpoint: its key, and `PackedPolicy.policy`."""
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -25,9 +29,17 @@ CHUNK_BYTES = 1 << 31
 
 
 def write_policy(
-    weights: Mapping[str, torch.Tensor], source: Path, folder: Path, dtype: str
+    weights: Mapping[str, torch.Tensor],
+    source: Path,
+    folder: Path,
+    dtype: str,
+    adapter: Mapping[str, torch.Tensor],
+    lora: LoraConfig,
 ) -> None:
-    """Write weights with the tokenizer and settings of `source`; the folder appears as a whole."""
+    """Write weights with the tokenizer and settings of `source`; the folder appears as a whole.
+
+    With LoRA its `adapter/` holds the adapters alone, in peft's format.
+    """
     out = folder.with_name(f".{folder.name}")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -42,6 +54,8 @@ def write_policy(
     if tied and kept[HEAD].equal(kept[EMBEDDINGS]):  # a checkpoint has both names
         del kept[HEAD]
     save_file(kept, out / "model.safetensors", {"format": "pt"})
+    if adapter:
+        write_adapter(adapter, lora, source, out / "adapter")
     shutil.rmtree(folder, ignore_errors=True)
     out.rename(folder)
 

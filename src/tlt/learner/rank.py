@@ -6,7 +6,8 @@ not depend on how samples were split into rows, ranks or calls. All ranks make t
 the same number of rows.
 
 The shard is float32. FSDP gathers a layer's weights in the compute dtype and reduces gradients in
-float32.
+float32. With LoRA only the adapters are float32, and only they have gradients and optimizer state
+and are in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tlt.config.train import AlgorithmConfig, LearnerConfig
+from tlt.learner import lora
 from tlt.learner.batch import TrainSample, Weighting
 from tlt.learner.packed_attention import has_kernel
 from tlt.learner.policy import PackedPolicy, PackedRow
@@ -48,6 +50,8 @@ class RankSettings:
     learner: LearnerConfig
     aux_layer_ids: tuple[int, ...] = ()
     """Layers whose input the drafter reads; none if the learner captures no hidden states."""
+    seed: int = 0
+    """Seed of new adapters."""
 
 
 @dataclass(slots=True)
@@ -95,6 +99,8 @@ def sharded(
     """Return the policy ready to train, with its layers sharded over the ranks of the mesh."""
     if settings.learner.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
+    if settings.learner.lora.rank:
+        lora.add_adapters(policy, settings.learner.lora, settings.seed)
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32
     )
@@ -122,18 +128,21 @@ class LearnerRank:
         self._remembers = False
         self._old_logprobs: dict[str, torch.Tensor] = {}
 
+        self._lora = settings.learner.lora
+        dtype = getattr(torch, settings.dtype) if self._lora.rank else torch.float32
+
         def load() -> Any:
             # Every rank loads the whole model; FSDP then keeps one shard of it.
-            return AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=torch.float32)
+            return AutoModelForCausalLM.from_pretrained(self.settings.model, dtype=dtype)
 
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         kernel = has_kernel(device, getattr(torch, settings.dtype))
         self._policy = sharded(load(), settings, mesh, settings.aux_layer_ids, kernel)
         self._reference = None
-        if self.settings.algorithm.kl_weight > 0:
+        if self.settings.algorithm.kl_weight > 0 and not self._lora.rank:
             self._reference = sharded(load(), settings, mesh, (), kernel).requires_grad_(False)
         self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
+            [p for p in self._policy.parameters() if p.requires_grad],
             lr=self.settings.learner.lr,
             betas=(0.9, 0.95),
             weight_decay=self.settings.learner.weight_decay,
@@ -149,6 +158,7 @@ class LearnerRank:
         """Run forward and backward over packed rows; gradients add up until `step`."""
         for samples in rows:
             row = self._pack(samples)
+            reference_P = self._reference_logprobs(row)
             keeps = self.keep_states is not None and bool(samples)
             output = self._policy(row, with_states=keeps, with_entropy=True)
             if self.keep_states and output.aux_TA is not None and output.final_TH is not None:
@@ -164,7 +174,7 @@ class LearnerRank:
                 row.advantage_P,
                 row.weight_P,
                 self.settings.algorithm,
-                self._reference_logprobs(row),
+                reference_P,
                 self._token_loss,
             )
             # FSDP averages gradients over ranks, while the loss is a sum.
@@ -238,7 +248,12 @@ class LearnerRank:
 
     @torch.no_grad()
     def _reference_logprobs(self, row: PackedRow) -> torch.Tensor | None:
-        return None if self._reference is None else self._reference(row).logprob_P
+        if self.settings.algorithm.kl_weight == 0:
+            return None
+        if self._reference is not None:
+            return self._reference(row).logprob_P
+        with lora.without_adapters(self._policy):
+            return self._policy(row).logprob_P
 
     def _total(self, sums: Sums) -> Sums:
         values = torch.tensor(list(asdict(sums).values()), dtype=torch.float64, device=self.device)
@@ -249,18 +264,29 @@ class LearnerRank:
 
     def shapes(self) -> list[tuple[str, list[int]]]:
         """Return the name and shape of every tensor of `full_weights`, in its order."""
-        named = self._policy.named_parameters()
-        return [(name.removeprefix("policy."), list(p.shape)) for name, p in named]
+        named = lora.parts(self._policy)
+        return [(name.removeprefix("policy."), list(found[0].shape)) for name, found in named]
 
     def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole policy tensor by tensor. Every rank must iterate to the end."""
-        for name, parameter in self._policy.named_parameters():
-            tensor = parameter.detach()
-            # Cast to the engines' dtype first: bfloat16 halves the traffic between ranks.
-            tensor = tensor.to(dtype)
-            if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()
+        """Yield the whole policy tensor by tensor, with adapters merged.
+
+        Every rank must iterate to the end.
+        """
+        for name, found in lora.parts(self._policy):
+            if len(found) == 1:
+                # Cast to the engines' dtype first: bfloat16 halves the traffic between ranks.
+                tensor = _whole(found[0].detach().to(dtype))
+            else:
+                tensor = lora.merged(tuple(_whole(p.detach()) for p in found), self._lora, dtype)
             yield name.removeprefix("policy."), tensor
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """Return the adapters whole, on every rank; none without LoRA. All ranks must call it."""
+        return {
+            name.removeprefix("policy."): _whole(p.detach()).cpu()
+            for name, p in self._policy.named_parameters()
+            if lora.is_adapter(name)
+        }
 
     def save(self, folder: Path) -> None:
         """Copy the state and return; `wait_saved` returns once the copy is on disk."""
@@ -282,13 +308,20 @@ class LearnerRank:
             self._optimizer,
             model_state_dict=state["policy"],
             optim_state_dict=state["optimizer"],
+            options=dcp_state.StateDictOptions(strict=not self._lora.rank),
         )
         self.num_updates = int(state["num_updates"])
 
     def _state(self) -> dict[str, Any]:
         policy, optimizer = dcp_state.get_state_dict(self._policy, self._optimizer)
+        if self._lora.rank:
+            policy = {name: tensor for name, tensor in policy.items() if lora.is_adapter(name)}
         return {
             "policy": policy,
             "optimizer": optimizer,
             "num_updates": torch.tensor(self.num_updates),
         }
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -14,6 +14,7 @@ from tlt.config.load import check, read_toml
 from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
 from tlt.learner.export import checkpoint_weights, write_policy
+from tlt.learner.lora import merged_policy
 from tlt.models.hub import local_folder
 from tlt.train.folder import RunFolder, step_of, why_damaged
 from tlt.train.manifest import verify
@@ -31,15 +32,19 @@ def export_policy(run: Path, step: int | None, out: Path) -> int:
         )
     config = resolve_defaults(check(TrainConfig, read_toml(path), str(path)))
     source = local_folder(config.policy.model, "policy.model")
+    lora, dtype = config.learner.lora, config.policy.dtype
     for _ in range(ATTEMPTS):
         checkpoint = _checkpoint(run, step, config.checkpoint.every_steps)
         try:
-            weights = checkpoint_weights(checkpoint / "learner", config.policy.dtype)
+            weights = checkpoint_weights(checkpoint / "learner", "float32" if lora.rank else dtype)
         except Exception:  # torch wraps what a file that is gone raises
             if checkpoint.exists():
                 raise
             continue
-        write_policy(weights, source, out, config.policy.dtype)
+        adapter = weights if lora.rank else {}
+        if adapter:
+            weights = merged_policy(source, adapter, lora, dtype)
+        write_policy(weights, source, out, dtype, adapter, lora)
         return step_of(checkpoint)
     raise ConfigError(
         f"{checkpoint} was removed while it was read: the run keeps {config.checkpoint.keep}; try "

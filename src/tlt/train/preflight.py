@@ -7,6 +7,7 @@ message that names the key or file and a value that works, and hands on what it 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -82,6 +83,7 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
     engine, draft_tokens = engine_config(config, model)
     plan_placement(config)
     _check_learner(config)
+    _check_lora(config)
     given = engine.engine_args.get("max_model_len", 0) - draft_tokens - config.sampling.max_tokens
     return _plan_memory(config, model, max(given, PROMPT_TOKENS), draft_tokens)
 
@@ -99,6 +101,7 @@ def prepare(config: TrainConfig) -> Prepared:
     _check_emulation(config)
     _check_cores(config)
     _check_learner(config)
+    _check_lora(config)
     _check_algorithm(config)
     _check_capture(config, model)
     chat = Chat(config.policy.model, "policy.model")
@@ -245,6 +248,32 @@ def _check_learner(config: TrainConfig) -> None:
         raise ConfigError(
             f"learner.updates_per_step = {updates} is more than sampling.prompts_per_step = "
             f"{prompts}: an update needs a group; e.g. learner.updates_per_step = 1"
+        )
+
+
+def _check_lora(config: TrainConfig) -> None:
+    """Refuse adapters of layers that the policy lacks."""
+    lora = config.learner.lora
+    if not lora.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"learner.lora.rank = {lora.rank} needs peft: pip install 'tlt-rl[train]', or set it "
+            "to 0 to train all weights"
+        )
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tlt.learner.lora import linear_layers
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.policy.model))
+    there = linear_layers(model)
+    if unknown := [name for name in lora.target_modules if name not in there]:
+        raise ConfigError(
+            f"learner.lora.target_modules: the policy's decoder layers have no linear layer "
+            f"{unknown[0]!r}; they have {', '.join(there)}; e.g. {there[:2]}, or leave it out for "
+            "all of them"
         )
 
 

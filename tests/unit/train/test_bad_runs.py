@@ -198,6 +198,8 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings("sampling.max_extra_prompts=-1"), "sampling.max_extra_prompts = -1", "e.g. 0"),
     (settings("sampling.max_extra_prompts=4", "debug.forced_lengths={median=2, p95=4, longest=8}"),
      "sampling.max_extra_prompts = 4", "set it to 0"),
+    (settings("learner.lora={rank=4, target_modules=['q_proj', 'query']}"),
+     "no linear layer 'query'; they have down_proj, gate_proj, k_proj,", "leave it out"),
     # the algorithm
     (settings("algorithm.overlong_tokens=9999"), "algorithm.overlong_tokens = 9999", "e.g. "),
     (settings("algorithm.advantage=ppo"), "algorithm.advantage", "my_algorithm:advantage"),
