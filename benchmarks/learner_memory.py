@@ -28,6 +28,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tlt.train.memory import ModelShape, learner_memory
 
@@ -60,6 +61,7 @@ class Case:
     dtype: str = "bfloat16"
     gradient_checkpointing: bool = True
     attention_kernel: bool = True
+    lora_rank: int = 0
 
 
 CASES = (
@@ -69,8 +71,11 @@ CASES = (
     Case("32b_33k", QWEN2_5_32B, 33792, 16),
 )
 CPU_CASES = tuple(
-    Case(f"cpu_{name}", SMALL, 3072, 2, "float32", checkpointing, attention_kernel=False)
-    for name, checkpointing in (("checkpointed", True), ("plain", False))
+    Case(f"cpu_{name}", SMALL, 3072, 2, "float32", checkpointing, False, lora_rank)
+    for name, checkpointing, lora_rank in (
+        ("checkpointed", True, 0),
+        ("plain", False, 0),
+    )
 )
 
 
@@ -82,7 +87,7 @@ def hf_config(case: Case) -> Any:
 
 
 def settings(case: Case, folder: str = "") -> Any:
-    from tlt.config.train import AlgorithmConfig, LearnerConfig
+    from tlt.config.train import AlgorithmConfig, LearnerConfig, LoraConfig
     from tlt.learner.batch import Weighting
     from tlt.learner.rank import RankSettings
 
@@ -92,7 +97,10 @@ def settings(case: Case, folder: str = "") -> Any:
         temperature=1.0,
         weighting=Weighting("tokens", case.row_tokens),
         algorithm=AlgorithmConfig(),
-        learner=LearnerConfig(gradient_checkpointing=case.gradient_checkpointing),
+        learner=LearnerConfig(
+            gradient_checkpointing=case.gradient_checkpointing,
+            lora=LoraConfig(rank=case.lora_rank),
+        ),
     )
 
 
@@ -123,10 +131,13 @@ def tracked(case: Case) -> dict[str, int]:
     try:
         mesh = init_device_mesh("cpu", (case.num_ranks,))
         with FakeTensorMode():
-            model = AutoModelForCausalLM.from_config(hf_config(case), dtype=torch.float32)
-            policy = sharded(model, settings(case), mesh, (), case.attention_kernel)
-            optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-            for parameter in policy.parameters():
+            dtype = getattr(torch, case.dtype) if case.lora_rank else torch.float32
+            model = AutoModelForCausalLM.from_config(hf_config(case), dtype=dtype)
+            with patch("torch.nn.Module.to", lambda of, *_, **__: of):  # fake tensors refuse it
+                policy = sharded(model, settings(case), mesh, (), case.attention_kernel)
+            trained = [p for p in policy.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(trained, fused=True)
+            for parameter in trained:
                 # Earlier rows and updates leave these. A fake optimizer step would compute on
                 # whole tensors; a real one computes on the shard.
                 parameter.grad = torch.zeros_like(parameter)
@@ -223,6 +234,7 @@ def formula(case: Case) -> int:
         dtype=case.dtype,
         gradient_checkpointing=case.gradient_checkpointing,
         attention_kernel=case.attention_kernel,
+        lora=settings(case).learner.lora,
     )
     return memory.peak
 

@@ -7,8 +7,9 @@ node, the fullest one. `tlt.train.fit` refuses what is too large.
 `learner_memory` follows the tensors that `tlt.learner.rank` holds at once in three moments of an
 update's later rows, when gradients and optimizer moments are there: the backward pass of the head,
 of a layer, and the reduction of the gradients of embedding and head. The peak is the largest of the
-three. `benchmarks/learner_memory.py` counts the same bytes with torch's memory tracker, and a test
-keeps formula and tracker together. Dense Llama- and Qwen-type models only.
+three. With LoRA no gradient of embedding and head is there; they are gathered instead.
+`benchmarks/learner_memory.py` counts the same bytes with torch's memory tracker, and a test keeps
+formula and tracker together. Dense Llama- and Qwen-type models only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tlt.config.train import TrainConfig
+from tlt.config.train import LoraConfig, TrainConfig
 from tlt.drafter.eagle3.config import Eagle3Config, harvest_draft_vocabulary
 from tlt.hardware import Dtype, Machine
 from tlt.harvest.leases import moved_bytes
@@ -50,6 +51,7 @@ TRAINER_COPIES = 6
 """Float32 tensors of the drafter's size in a trainer: weights, gradients, two moments, the mean,
 and the weights that the training began with."""
 
+NO_LORA = LoraConfig()
 RECORDED = "hidden states of running samples"
 
 Part = tuple[str, int]
@@ -103,6 +105,23 @@ class ModelShape:
     def parameters(self) -> int:
         return self.end_parameters + self.layers * self.layer_parameters
 
+    def adapter(self, lora: LoraConfig) -> tuple[int, int]:
+        """Return the adapter parameters of a layer, and the features inside its adapters."""
+        hidden, inner = self.hidden, self.intermediate
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {
+            **{"q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys},
+            **{"o_proj": hidden + queries, "gate_proj": hidden + inner, "up_proj": hidden + inner},
+            "down_proj": hidden + inner,
+        }
+        chosen = [width for name, width in widths.items() if name in lora.target_modules]
+        chosen = chosen if lora.target_modules else [*widths.values()]
+        return lora.rank * sum(chosen), lora.rank * len(chosen)
+
+    def trained(self, lora: LoraConfig) -> int:
+        """Return the parameters that have gradients and moments."""
+        return self.layers * self.adapter(lora)[0] if lora.rank else self.parameters
+
 
 class LearnerMemory(NamedTuple):
     """Bytes of one rank between updates and at the peak of one, and the moment of the peak."""
@@ -122,18 +141,23 @@ def learner_memory(
     attention_kernel: bool,
     reference: bool = False,
     captures: bool = False,
+    lora: LoraConfig = NO_LORA,
 ) -> LearnerMemory:
     """Return the memory of a rank whose largest row has `row_tokens`, all of them learned.
 
     `attention_kernel`: attention by `varlen_attn`. `reference`: a copy of the first policy for the
-    KL divergence. `captures`: the rank captures hidden states.
+    KL divergence, which LoRA does without. `captures`: the rank captures hidden states.
     """
     c = BFLOAT16 if dtype == "bfloat16" else FLOAT32
     tokens, hidden = row_tokens, shape.hidden
     layer, ends, head = shape.layer_parameters, shape.end_parameters, shape.vocab * hidden
-    resting = RESTING_BYTES * shape.parameters // num_ranks
-    always = STATE_BYTES * shape.parameters // num_ranks + c * ends
-    if reference:
+    full, trained = not lora.rank, shape.trained(lora)
+    adapter, features = shape.adapter(lora)
+    layer += adapter
+    frozen = 0 if full else c * shape.parameters
+    resting = (RESTING_BYTES * trained + frozen) // num_ranks
+    always = (STATE_BYTES * trained + frozen) // num_ranks + c * ends
+    if reference and full:
         own = FLOAT32 * shape.parameters // num_ranks
         resting, always = resting + own, always + own + c * ends
     if captures:
@@ -143,22 +167,27 @@ def learner_memory(
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     saved = 2 * FLOAT32 * hidden + c * 4 * (hidden + shape.intermediate)
     saved += c * (2 * (queries + keys) if attention_kernel else 5 * queries)
-    saved = tokens * (saved + (FLOAT32 + c) * (queries + keys) * shape.qk_norm)
+    saved += (FLOAT32 + c) * (queries + keys) * shape.qk_norm
+    if not full:
+        saved += c * (features - 2 * hidden)  # frozen norms save no output
+    saved *= tokens
     inputs = c * tokens * hidden  # of a layer
     kept = shape.layers * (inputs if gradient_checkpointing else saved)
     chunk = LOGITS * FLOAT32 * min(HEAD_CHUNK_TOKENS, tokens) * shape.vocab
-    in_head = c * (head + layer) + chunk + kept + tokens * hidden * (FLOAT32 + 5 * c // 2)
-    in_layer = c * (head + 2 * layer + hidden * shape.intermediate) + kept  # one gathered ahead
-    in_layer += c * tokens * (2 * shape.intermediate + hidden)
+    in_head = c * (full * head + layer) + chunk + kept
+    in_head += tokens * hidden * (FLOAT32 + (3 + 2 * full) * c // 2)
+    # One layer is gathered ahead.
+    in_layer = c * (2 * layer + full * (head + hidden * shape.intermediate)) + kept
+    in_layer += c * tokens * (2 * shape.intermediate + (2 - full) * hidden)
     if gradient_checkpointing:
         # In the last layer but one: the last one's gradients are on their way to the other ranks.
-        in_layer += saved - inputs + FLOAT32 * layer
+        in_layer += saved - inputs + full * FLOAT32 * layer
     # Embedding and head themselves are gone by then, their gradients have their place.
-    at_end = FLOAT32 * ends
+    at_end = FLOAT32 * ends if full else c * (ends + 2 * layer)
     moments = {
         "the head's backward pass": in_head,
         "a layer's backward pass": in_layer,
-        "the gradients of embedding and head": at_end,
+        "the gradients of embedding and head" if full else "gathering the embedding": at_end,
     }
     moment = max(moments, key=lambda name: moments[name])
     return LearnerMemory(resting, always + moments[moment], moment)
@@ -238,6 +267,7 @@ class Sizes:
             attention_kernel=bool(config.learner.num_gpus) and self.c == BFLOAT16,
             reference=config.algorithm.kl_weight > 0,
             captures=captures,
+            lora=config.learner.lora,
         )
         ends = BFLOAT16 * shape.hidden * (2 * shape.vocab + self.draft_vocab)
         depth = tlt.num_draft_tokens or trained_draft_tokens(config.engine.strategy, self.on_gpu)
@@ -339,8 +369,10 @@ def _gpu_hosts(sizes: Sizes, recorded: int, engines: int, ranks: int) -> list[Pl
     # a trainer has their GPU. After a weight sync engines that sleep drop it.
     asleep = (("weights of sleeping engines", engines * sizes.weights),)
     processes = (("processes", (engines * (1 + harvests) + ranks) * PROCESS_BYTES),)
-    loading = (("ranks load the policy in float32", ranks * FLOAT32 * shape.parameters),)
-    saved = RESTING_BYTES * shape.parameters * ranks // config.learner.num_ranks
+    lora = config.learner.lora
+    dtype, size = (config.policy.dtype, sizes.c) if lora.rank else ("float32", FLOAT32)
+    loading = ((f"ranks load the policy in {dtype}", ranks * size * shape.parameters),)
+    saved = RESTING_BYTES * shape.trained(lora) * ranks // config.learner.num_ranks
     # Pinned memory comes in powers of two: up to twice the size.
     parked = 2 * moved_bytes(sizes.drafter_parameters)
     parked += 2 * BFLOAT16 * shape.vocab * shape.hidden

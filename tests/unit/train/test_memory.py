@@ -61,6 +61,22 @@ def test_the_7b_recipe_fits_and_every_part_has_its_size(tmp_path: Path) -> None:
     assert way == pytest.approx(8 * 2 * 2 * 18432 * 8 * 3584 / GIB, rel=0.01)
 
 
+def test_lora_needs_no_gradients_and_moments_of_the_policy(tmp_path: Path) -> None:
+    """Rank 16 on all linear layers of the 7B model: 28 layers of 1.44 million parameters."""
+    adapter, policy = 28 * 16 * 90112, 7.6e9
+    places = plan(tmp_path, SEVEN, "learner.lora.rank=16", "algorithm.kl_weight=0.1")
+    resting = gib(places["a GPU, generating"], "learner at rest")
+    assert resting == pytest.approx(1 + (2 * policy + 12 * adapter) / 8 / GIB, rel=0.01)
+    running, start = places["host, running"], places["host, start"]
+    saved = gib(running, "checkpoint on its way to disk")
+    assert saved == pytest.approx(12 * adapter / GIB, rel=0.01)
+    loading = gib(start, "ranks load the policy in bfloat16")
+    assert loading == pytest.approx(8 * 2 * policy / GIB, rel=0.01)
+    two = ("learner.lora.rank=16", "learner.lora.target_modules=['q_proj', 'v_proj']")
+    fewer = plan(tmp_path, SEVEN, *two)["a GPU, update"].need
+    assert fewer < places["a GPU, update"].need < plan(tmp_path, SEVEN)["a GPU, update"].need
+
+
 def test_engines_and_ranks_of_separate_nodes_are_not_added_up(tmp_path: Path) -> None:
     places = plan(tmp_path, THIRTY_TWO)
     assert all(place.fits for place in places.values())
