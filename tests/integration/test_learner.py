@@ -13,7 +13,7 @@ import pytest
 import torch
 from workloads import load_policy
 
-from tlt.config.train import AlgorithmConfig, LearnerConfig
+from tlt.config.train import AlgorithmConfig, LearnerConfig, LoraConfig
 from tlt.errors import LearnerLost
 from tlt.learner.actor import LearnerPlan
 from tlt.learner.batch import TrainSample, Weighting
@@ -184,6 +184,27 @@ async def test_a_checkpoint_of_two_ranks_is_restored_by_one(tiny: Path, tmp_path
         reference = await weights(two)
     async with started(plan(tiny, 1), tmp_path) as one:
         check_same(reference, await weights(one))
+
+
+async def test_adapters_of_two_ranks_are_those_of_one_and_go_on_after_a_restore(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Ranks begin with the same adapters, and merge the same weights."""
+    base = plan(tiny).rank
+    rank = replace(base, learner=LearnerConfig(lr=1e-3, lora=LoraConfig(rank=4)))
+    async with started(plan(tiny, 2, rank=rank)) as two:
+        norms = await train(two, range(2))
+        await two.save(tmp_path)
+        await two.wait_saved(tmp_path, None, 2)
+        saved = await weights(two)
+        await two.save_policy(tmp_path / "policy", "float32")
+    async with started(plan(tiny, rank=rank)) as one:
+        assert await train(one, range(2)) == pytest.approx(norms, rel=1e-4)
+        for name, tensor in (await weights(one)).items():
+            assert (tensor - saved[name]).abs().mean() < 1e-5, name
+    async with started(plan(tiny, rank=replace(rank, seed=1)), tmp_path) as one:
+        check_same(saved, await weights(one))
+    check_same(saved, dict(load_policy(tmp_path / "policy").named_parameters()))
 
 
 async def test_states_of_the_training_pass_reach_the_buffer_and_its_checkpoint(

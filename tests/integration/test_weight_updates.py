@@ -14,6 +14,7 @@ from workloads import (
     drafter_tensors,
     greedy,
     load_from_process,
+    load_policy,
     random_prompts,
 )
 
@@ -56,6 +57,32 @@ def test_policy_of_a_trainer_in_the_same_process(
     with SharedWeights(load_file(tiny / "model.safetensors").items()) as weights:
         engine.call("update_policy", weights.manifest(), 3)
     assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == before
+
+
+def test_adapters_reach_the_engine_merged(
+    engine: EngineProcess, tiny: Path, tmp_path: Path
+) -> None:
+    """The engine's tokens are those of transformers with peft's own adapter beside the policy."""
+    import peft
+    import torch
+    from safetensors.torch import load_file
+
+    from tlt.config.train import LoraConfig
+    from tlt.learner.lora import add_adapters, is_adapter, merged_policy, write_adapter
+
+    lora, policy = LoraConfig(rank=4, alpha=64.0), load_policy(tiny)
+    add_adapters(policy, lora, seed=0)
+    torch.manual_seed(0)
+    adapter = {n: torch.randn_like(p) / 8 for n, p in policy.named_parameters() if is_adapter(n)}
+    write_adapter(adapter, lora, tiny, tmp_path)
+    prompts = random_prompts(8, seed=6)
+    before = [s.token_ids for s in engine.generate(prompts, GREEDY)]
+    with SharedWeights(merged_policy(tiny, adapter, lora, "float32").items()) as weights:
+        engine.call("update_policy", weights.manifest(), 4)
+    expected = greedy(peft.PeftModel.from_pretrained(load_policy(tiny), tmp_path), prompts, 48)
+    assert [s.token_ids for s in engine.generate(prompts, GREEDY)] == expected != before
+    with SharedWeights(load_file(tiny / "model.safetensors").items()) as weights:
+        engine.call("update_policy", weights.manifest(), 5)
 
 
 def test_no_policy_update_while_samples_run(engine: EngineProcess) -> None:
