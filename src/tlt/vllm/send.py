@@ -75,16 +75,20 @@ class PolicySource(WeightSource):
         self.kept: list[tuple[str, torch.Tensor]] = []
         self._keep = frozenset(keep)
 
+    @compat.declared
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, self._dtype, tuple(shape)) for name, shape in self.shapes]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._weights():
             if self._is_sender:
                 self.fingerprints[name] = fingerprint(tensor, self.seed)
                 if name in self._keep:
                     self.kept.append((name, tensor.cpu()))
             yield name, tensor
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:  # the same before vLLM 0.33
+        return self.iter_full()
 
 
 class TransferClient:

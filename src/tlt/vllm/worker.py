@@ -48,6 +48,12 @@ class AdaptiveWorker(EmbeddedWorker):
         """Return our side of the model runner that vLLM is about to build."""
         expected = self.vllm_config.additional_config[CONFIG_KEY]["runner"]  # type: ignore[attr-defined]
         actual = "v2" if self.use_v2_model_runner else "v1"  # type: ignore[attr-defined]
+        method = getattr(self.vllm_config.speculative_config, "method", None)  # type: ignore[attr-defined]
+        if method == "ngram_gpu" and not compat.counts_drafts():
+            raise EngineError(
+                "n-grams without a drafter need vLLM 0.32 on GPUs; set engine.drafter, or pip "
+                "install 'vllm>=0.32'"
+            )
         if actual != expected:
             raise EngineError(
                 f"vLLM runs this model on its model runner {actual}, and the engine was set up for "

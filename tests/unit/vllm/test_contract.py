@@ -1,6 +1,6 @@
-"""Everything that the plug-in uses of vLLM exists in the CUDA wheel and in the installed vLLM.
+"""Everything that the plug-in uses of vLLM exists in the CUDA wheels and in the installed vLLM.
 
-The committed contract holds the signatures of the CUDA wheel, which does not run on a machine
+The committed contracts hold the signatures of the CUDA wheels, which do not run on a machine
 without a GPU. All sides are read as sources: nothing is imported, and no engine starts.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.make import CONTRACT, VERSION, differences, read
+from contract.make import BASE, VERSIONS, committed, differences, path_of, read
 from contract.sources import Sources
 from contract.uses import Found, uses
 
@@ -28,11 +28,22 @@ def installed() -> Read:
 
 @pytest.fixture(scope="module")
 def contract() -> dict[str, str]:
-    content = json.loads(CONTRACT.read_text())
-    assert content["vllm"] == VERSION
-    assert content["source"].endswith(".whl"), f"not from the CUDA wheel: {RENEW}"
-    names: dict[str, str] = content["names"]
-    return names
+    return committed(BASE)[0]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_contract_is_of_a_cuda_wheel(version: str) -> None:
+    content = json.loads(path_of(version).read_text())
+    assert content["vllm"] == version
+    assert content["source"].startswith(f"vllm-{version}-"), f"not from the CUDA wheel: {RENEW}"
+
+
+def test_the_contracts_are_of_the_versions_that_engines_on_gpus_support() -> None:
+    pytest.importorskip("torch")
+    from tlt.vllm.compat import version_supported
+
+    tried = [f"0.{minor}.0" for minor in range(25, 45)]
+    assert [v for v in tried if version_supported(v, on_cpu=False)] == list(VERSIONS)
 
 
 def test_what_is_used_is_in_the_contract_with_its_signature_and_nothing_else(
@@ -106,3 +117,11 @@ def test_each_difference_from_the_contract_is_named() -> None:
     found = differences({"a": "(x)", "b": "(y)", "d": "(z)"}, {"a": "(x)", "b": "(x)", "c": "(z)"})
     assert [line.split()[0] for line in found] == ["b", "c", "d"]
     assert differences({"a": "(x)"}, {"a": "(x)"}) == []
+
+
+def test_a_contract_is_the_base_and_what_differs() -> None:
+    names, known = committed("0.31.0")
+    missing = "vllm.v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator"
+    assert missing in committed(BASE)[0]
+    assert missing not in names
+    assert [missing in fault for fault in known] == [True]

@@ -18,9 +18,9 @@ import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
-from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 
 from tlt.errors import EngineError
+from tlt.vllm import compat
 from tlt.vllm.ngram.history import HistoryLookup
 from tlt.vllm.runner import Lookup
 
@@ -85,6 +85,13 @@ class OwnTextV2(Lookup):
     """Drafts from the request's own text, with vLLM's kernels on the device."""
 
     def __init__(self, config: Any, device: torch.device, req_states: Any) -> None:
+        if not compat.counts_drafts():
+            raise EngineError(
+                "engine.ngram.history_tokens = 0 on GPUs needs vLLM 0.32; set it to 100_000, or pip "
+                "install 'vllm>=0.32'"
+            )
+        from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
         self._speculator = NgramGPUSpeculator(config, device, req_states)
 
     def draft(

@@ -7,13 +7,14 @@ drafts were rejected, so positions come from the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+from tlt.vllm import compat
 from tlt.vllm.recorder import StateRecorder
 from tlt.vllm.runner import Runner
 from tlt.vllm.v2 import sampler as sampler_v2
@@ -36,8 +37,8 @@ class RunnerV2(Runner):
 
         original = model_runner.init_speculator
 
-        def build(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
-            return self._speculator(vllm_config, device, req_states, original)
+        def build(vllm_config: Any, device: torch.device, *states: Any) -> Any:
+            return self._speculator(vllm_config, device, states, original)
 
         model_runner.init_speculator = build
         try:
@@ -46,12 +47,12 @@ class RunnerV2(Runner):
             model_runner.init_speculator = original
 
     def _speculator(
-        self, config: Any, device: torch.device, req_states: Any, original: Callable[..., Any]
+        self, config: Any, device: torch.device, states: Any, original: Callable[..., Any]
     ) -> Any:
         from tlt.vllm.v2.speculator import LookupSpeculator, SwitchingSpeculator
 
         method = config.speculative_config.method
-        lookups = self._lookups(config, device, req_states)
+        lookups = self._lookups(config, device, *states) if states else {}
         if sampler_v2.wants_keys(config.speculative_config):
             # vLLM would keep the logits of sampled drafts for its ratio test. Acceptance by
             # equality reads none, and our speculator samples without them.
@@ -60,8 +61,28 @@ class RunnerV2(Runner):
             budget = self._settings.get("drafter_state_bytes", 0)
             return SwitchingSpeculator(config, device, lookups, budget)
         if method == "ngram_gpu" and lookups:
-            return LookupSpeculator(config, device, req_states, lookups)
-        return original(config, device, req_states)
+            return LookupSpeculator(config, device, *states, lookups)
+        return original(config, device, *states)
+
+    def install(self, runner: Any) -> None:
+        """Do what vLLM 0.31 leaves to do: lookups, and the number of drafts."""
+        super().install(runner)
+        drafting = runner.speculator
+        if compat.counts_drafts() or not hasattr(drafting, "lookups"):
+            return
+        drafting.lookups = self._lookups(self._config, runner.device, runner.req_states)
+        set_drafts = runner.draft_tokens_handler.set_draft_tokens
+        runner.draft_tokens_handler.set_draft_tokens = lambda batch, draft_BK: set_drafts(
+            batch, draft_BK[:, : drafting.num_drafts]
+        )
+
+    def begin_step(self, scheduler_output: Any, unlearned: Collection[str]) -> None:
+        super().begin_step(scheduler_output, unlearned)
+        if hasattr(self.drafting, "num_drafts"):
+            # vLLM's warm-up names no drafter, and wants the most drafts.
+            is_ours = hasattr(scheduler_output, "tlt_drafter")
+            number = scheduler_output.num_spec_tokens_to_schedule
+            self.drafting.num_drafts = number if is_ours else None
 
     def loaded(self) -> None:
         """Install the keyed sampler: vLLM builds the sampler when it has loaded the policy."""

@@ -74,16 +74,17 @@ class BothLimits(SamplingStates):
     without a limit passes the kernel of both unchanged.
     """
 
-    def get_top_k_top_p(
-        self, expanded_idx_mapping: torch.Tensor, idx_mapping_np: Any
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return top-k and top-p of each row; None twice if no row has a limit."""
-        top_k, top_p = super().get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
+    def get_top_k_top_p(self, expanded_idx_mapping: torch.Tensor, *args: Any) -> tuple[Any, ...]:
+        """Return top-k and top-p of each row, None twice if no row has a limit, and what follows.
+
+        Since 0.33 a flag follows: whether a row has top-p alone, which no neighbour changes here.
+        """
+        top_k, top_p, *rest = super().get_top_k_top_p(expanded_idx_mapping, *args)
         if top_k is None and top_p is not None:
             top_k = self.top_k.gpu[expanded_idx_mapping]
         if top_p is None and top_k is not None:
             top_p = self.top_p.gpu[expanded_idx_mapping]
-        return top_k, top_p
+        return top_k, top_p, *rest
 
 
 def wants_keys(speculative: Any) -> bool:
@@ -116,7 +117,7 @@ class KeyedVerifier(RejectionSampler):
         expanded_idx_mapping: torch.Tensor,
         expanded_local_pos: torch.Tensor,
         seq_lens_upper_bound_np: Any,
-        verify_draft_sampled: torch.Tensor,
+        verify_draft_sampled: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the processed logits [R, V], the tokens [B, K+1], and how many count [B]."""
         drawn_R, processed_RV = self.sampler.sample(
@@ -129,8 +130,9 @@ class KeyedVerifier(RejectionSampler):
             expanded_local_pos,
             seq_lens_upper_bound_np,
         )
+        input_R = draft_sampled if verify_draft_sampled is None else verify_draft_sampled
         tokens_BK, num_tokens_B = accept(
-            drawn_R, verify_draft_sampled, cu_num_logits, self.num_speculative_steps + 1
+            drawn_R, input_R, cu_num_logits, self.num_speculative_steps + 1
         )
         return processed_RV, tokens_BK, num_tokens_B
 

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
+from tlt.vllm import compat
 from tlt.vllm.v1.selftest import LOGITS, MAX_SIGMA, SETTINGS, TEMPERATURE, worst_deviation
 from tlt.vllm.v2.sampler import KeyedVerifier, draw_alone, install
 
@@ -59,6 +60,8 @@ def stand_in(device: torch.device, method: str = "standard", sampled_drafts: boo
         num_speculative_tokens=_MAX_DRAFTS,
         enable_adaptive_verification=False,
         rejection_sample_method=method,
+        fly_entropy_threshold=None,
+        fly_entropy_top_k=0,
     )
     sampler = _make_sampler(device)
     runner = SimpleNamespace(
@@ -158,7 +161,7 @@ class _Rows:
             self._slot_R,
             self._place_R,
             np.full(_NUM_SLOTS, 16),
-            input_R,
+            *compat.verified_inputs(input_R),
         )
         place_K = torch.arange(self.num_rows, device=self._device)
         counts_NK = place_K < num_N[:, None]

@@ -39,6 +39,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from tlt.contracts import DrafterName
 from tlt.drafter.agreement import DRAFT_NOISE
+from tlt.vllm import compat
 from tlt.vllm.catch_up import Missed, MissedInputs, sequences
 from tlt.vllm.runner import Lookup
 
@@ -60,6 +61,8 @@ class SwitchingSpeculator(EagleSpeculator):
         super().__init__(vllm_config, device)
         self.drafter: DrafterName = "eagle3"  # vLLM's warm-up names none
         self.lookups = lookups
+        self.num_drafts: int | None = None
+        """Drafts of the current engine step where vLLM does not pass their number."""
         self.missed = MissedInputs(state_budget_bytes)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
@@ -98,10 +101,12 @@ class SwitchingSpeculator(EagleSpeculator):
                 num_rejected,
                 last_sampled,
                 *args,
-                num_speculative_tokens=num_drafts,
+                **compat.draft_count(num_drafts),
                 **kwargs,
             )
 
+        if not compat.counts_drafts():
+            num_speculative_tokens = self.num_drafts
         if num_speculative_tokens is None or kwargs.get("dummy_run"):
             return run(num_speculative_tokens)  # vLLM's profiling, capture or warm-up
         if self.drafter == "eagle3" and num_speculative_tokens > 0:
@@ -126,7 +131,8 @@ class SwitchingSpeculator(EagleSpeculator):
         seeds: torch.Tensor,
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Draw the draft token of each request for a place; CUDA graphs record this.
 
@@ -144,10 +150,11 @@ class SwitchingSpeculator(EagleSpeculator):
                 seeds,
                 draft_step,
                 draft_logits,
-                spec_step_idx,
+                *args,
+                **kwargs,
             )
         return draw_drafts(
-            self.compute_draft_logits(hidden_states, spec_step_idx),
+            self.model.compute_logits(hidden_states),
             sample_src_positions,
             idx_mapping,
             temperature,
