@@ -234,7 +234,7 @@ def draft_count(num_drafts: int | None) -> dict[str, int | None]:
 
 
 def verified_inputs(input_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the last argument of V2's verification: 0.31 does not tell drafts a grammar forbids."""
+    """Return the last argument of V2's verification, which 0.31 does not have."""
     return (input_R,) if is_at_least(0, 32) else ()
 
 

@@ -87,8 +87,8 @@ class OwnTextV2(Lookup):
     def __init__(self, config: Any, device: torch.device, req_states: Any) -> None:
         if not compat.counts_drafts():
             raise EngineError(
-                "engine.ngram.history_tokens = 0 on GPUs needs vLLM 0.32; set it to 100_000, or pip "
-                "install 'vllm>=0.32'"
+                "engine.ngram.history_tokens = 0 on GPUs needs vLLM 0.32; set it to 1_000_000, or "
+                "pip install 'vllm>=0.32'"
             )
         from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
 

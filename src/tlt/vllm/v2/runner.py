@@ -61,7 +61,7 @@ class RunnerV2(Runner):
             budget = self._settings.get("drafter_state_bytes", 0)
             return SwitchingSpeculator(config, device, lookups, budget)
         if method == "ngram_gpu" and lookups:
-            return LookupSpeculator(config, device, *states, lookups)
+            return LookupSpeculator(config, device, states[0], lookups)
         return original(config, device, *states)
 
     def install(self, runner: Any) -> None:
