@@ -10,7 +10,7 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 
 
-class Calculator(MCPEnvironment):
+class Calculator(MCPEnvironment):  # type: ignore[misc]
     SUPPORTS_CONCURRENT_SESSIONS = True
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class Calculator(MCPEnvironment):
         self.total = 0
         self.num_calls = 0
 
-        @mcp.tool
+        @mcp.tool  # type: ignore[untyped-decorator]
         def add(number: int) -> int:
             """Add a number to the total."""
             if number < 0:

@@ -41,7 +41,7 @@ def start() -> Iterator[Start]:
 
     def serve(app: str, folder: Path) -> str:
         port = free_port()
-        command = [BIN / "python", "-m", "uvicorn", app, "--port", str(port)]
+        command = [str(BIN / "python"), "-m", "uvicorn", app, "--port", str(port)]
         servers.append(subprocess.Popen(command, cwd=folder))
         url = f"http://127.0.0.1:{port}"
         end_s = time.monotonic() + START_S

@@ -23,7 +23,8 @@ NUM_STEPS = 5
 class Source:
     """Samples in memory, the same in every rank."""
 
-    samples = {str(n): captured(20 + 7 * n, 4, seed=n) for n in range(10)}
+    def __init__(self) -> None:
+        self.samples = {str(n): captured(20 + 7 * n, 4, seed=n) for n in range(10)}
 
     def offers(self) -> dict[str, Offer]:
         return {name: Offer(len(sample), 1.0) for name, sample in self.samples.items()}

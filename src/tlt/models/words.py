@@ -6,8 +6,9 @@ These commands train the random start anew on the same data, for as many optimiz
 of the package had the learning rate restarted after 1200 of them, so its weights differ:
 
     tlt models words --untrained --out models/words-start
-    tlt models sft --model models/words-start --out models/words --task word_problems --sizes 1.5,6,16 \\
-        --parameter check_share=0.2 --num-problems 20000 --row-tokens 1024 --lr 3e-3 --steps 2700
+    tlt models sft --model models/words-start --out models/words --task word_problems \\
+        --sizes 1.5,6,16 --parameter check_share=0.2 --num-problems 20000 --row-tokens 1024 \\
+        --lr 3e-3 --steps 2700
 """
 
 from __future__ import annotations
