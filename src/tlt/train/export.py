@@ -17,6 +17,7 @@ from tlt.learner.export import checkpoint_weights, write_policy
 from tlt.learner.lora import merged_policy
 from tlt.models.hub import local_folder
 from tlt.train.folder import RunFolder, step_of, why_damaged
+from tlt.train.inputs import check_start_policy
 from tlt.train.manifest import verify
 
 ATTEMPTS = 3
@@ -33,6 +34,8 @@ def export_policy(run: Path, step: int | None, out: Path) -> int:
     config = resolve_defaults(check(TrainConfig, read_toml(path), str(path)))
     source = local_folder(config.policy.model, "policy.model")
     lora, dtype = config.learner.lora, config.policy.dtype
+    if lora.rank:
+        check_start_policy(run, source)
     for _ in range(ATTEMPTS):
         checkpoint = _checkpoint(run, step, config.checkpoint.every_steps)
         try:

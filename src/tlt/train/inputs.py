@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,20 @@ def digests(config: TrainConfig) -> dict[str, str]:
 
 def check_inputs(folder: Path, config: TrainConfig) -> None:
     """Refuse to resume a run whose data, start policy or functions have changed."""
+    _compare(folder, digests(config))
+
+
+def check_start_policy(folder: Path, model: Path) -> None:
+    """Refuse to merge a run's adapters into another policy than they were trained on."""
+    _compare(folder, {"policy.model": _folder_digest(model)})
+
+
+def _compare(folder: Path, found: Mapping[str, str]) -> None:
     path = folder / INPUTS
     if not path.exists():
         return  # nothing to compare with
     before = read_json(path, "a list of what the run reads", "remove it to compare nothing")
-    for key, digest in digests(config).items():
+    for key, digest in found.items():
         if before.get(key, digest) != digest:
             raise ConfigError(
                 f"{key}: its files have changed since the run in {folder} started; put them back, "

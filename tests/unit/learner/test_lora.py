@@ -19,6 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from tlt.config.train import AlgorithmConfig, LearnerConfig, LoraConfig  # noqa: E402
+from tlt.errors import ConfigError  # noqa: E402
 from tlt.learner.batch import TrainSample, Weighting  # noqa: E402
 from tlt.learner.export import write_policy  # noqa: E402
 from tlt.learner.rank import LearnerRank, RankSettings  # noqa: E402
@@ -170,6 +171,10 @@ def test_export_gives_the_merged_policy_and_the_adapter(
     tree: dict[str, Any] = {**REQUIRED, "policy": {"model": str(model), "dtype": dtype}}
     tree["learner"] = {"lora": LORA.model_dump()}
     (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(tree))
+    (tmp_path / "run" / "inputs.json").write_text('{"policy.model": "another"}')
+    with pytest.raises(ConfigError, match=r"policy\.model: its files have changed"):
+        export_policy(tmp_path / "run", None, tmp_path / "refused")
+    (tmp_path / "run" / "inputs.json").unlink()
     exported, final = tmp_path / "exported", tmp_path / "final"
     assert export_policy(tmp_path / "run", None, exported) == 3
     write_policy(weights(rank, compute), model, final, dtype, rank.adapter(), LORA)
