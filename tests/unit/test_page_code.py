@@ -1,10 +1,13 @@
 """The code of a page runs: its named blocks become files, and its tests pass."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +33,32 @@ def test_the_code_of_the_development_page_runs(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_environment_of_the_agents_page_works(tmp_path: Path) -> None:
+    """A policy that halves the interval reads its answers and gets its reward."""
+    pytest.importorskip("transformers")
+    from tlt.agents.environment import answer, begin, environment_class, tagged_calls, tool_schemas
+
+    ((name, code),) = named_blocks("docs/agents.md").items()
+    (tmp_path / name).write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        cls = environment_class("higher_lower:HigherLower")
+        (schema,) = tool_schemas(cls)
+        assert schema["function"]["parameters"]["required"] == ["number"]
+        said = begin(cls, {"question": "Guess!", "answer": "42"})
+        assert said.messages == ("You have 7 tries.",)
+        low, high = 1, 101
+        while not said.done:
+            guess = {"name": "guess", "arguments": {"number": (low + high) // 2}}
+            text = f"<tool_call>{json.dumps(guess)}</tool_call>"
+            said = answer(cls, said.state, text, tagged_calls)
+            if said.messages == ("higher",):
+                low = (low + high) // 2 + 1
+            else:
+                high = (low + high) // 2
+        assert (said.messages, said.reward, said.num_errors) == (("right",), 1.0, 0)
 
 
 def test_the_draws_of_the_page_on_losslessness() -> None:

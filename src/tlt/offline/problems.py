@@ -128,6 +128,12 @@ def _own_set(run: TrainConfig | None, asked: Asked, name: str) -> Chosen:
 
 def _held_out(run: TrainConfig, asked: Asked) -> Chosen:
     _refuse_parameters(asked, "--task; without it, the run's own problems count")
+    if run.task.environment is not None:
+        raise ConfigError(
+            f"the run's problems need its tools (task.environment = {run.task.environment!r}), and "
+            "this command has none; eval/reward_mean of the run is their reward, or name problems "
+            "to solve without tools, e.g. --task test.jsonl"
+        )
     from_file = run.task.path is not None
     held_out = run.eval.num_problems if run.eval.every_steps or not from_file else 0
     if not held_out:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ TOOLS = """You may call these tools:
 A call is a line such as <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>; then end \
 your turn, and you get the answer."""
 """What a model reads of its tools if its chat template does not say it."""
+TURN, ANSWER = "TURN-OF-THE-POLICY", "ANSWER-OF-A-TOOL"
+"""Texts that are found again in what a template makes of them."""
 
 
 class Chat:
@@ -113,17 +117,31 @@ class Chat:
 
         `last_token` ended the turn. Each answer is cut to `limit` tokens.
         """
-        mark = "TURN-OF-THE-POLICY"
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        messages += [{"role": "tool", "content": self._cut(text, limit)} for text in said]
+        texts = [self._cut(text, limit) for text in said]
         try:
-            rest = self._rendered(messages).split(mark, 1)[1]
+            rest = self._after_turn(texts, self._knows_tools)
         except Exception as error:  # a template is a program
             raise ConfigError(
                 f"{self._where}: its chat template fails on messages of user, assistant and tool "
                 f"({_said(error)}); put chat_template right, as the model's authors publish it"
             ) from error
         return self._encode(rest.removeprefix(self.tokenizer.decode([last_token])))
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        """Whether the template shows messages of tools. Some leave them out, others refuse them."""
+        with suppress(Exception):
+            return ANSWER in self._after_turn([ANSWER], as_tools=True)
+        return False
+
+    def _after_turn(self, texts: Sequence[str], as_tools: bool) -> str:
+        """Return what the template writes after a turn: messages of tools, or one of the user."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
+        if as_tools:
+            messages += [{"role": "tool", "content": text} for text in texts]
+        else:
+            messages += [{"role": "user", "content": "\n".join(texts)}]
+        return self._rendered(messages).split(TURN, 1)[1]
 
     def _cut(self, text: str, limit: int) -> str:
         """Return a text that ends no turn, of so many tokens."""

@@ -274,6 +274,7 @@ def test_a_run_that_goes_on_is_measured_at_its_newest_checkpoint(
         (["M", "--step", "3"], "--step 3 is for a run"),
         (["run", "--set", "aime"], "eval.sets (none)"),
         (["all"], "eval.every_steps = 0"),
+        (["agent"], "need its tools (task.environment = 'calculator:Calculator')"),
     ],
 )
 def test_mistakes_name_the_option(model: Path, arguments: Sequence[str], words: str) -> None:
@@ -281,6 +282,8 @@ def test_mistakes_name_the_option(model: Path, arguments: Sequence[str], words: 
     run_folder(model, "all", task={"path": problems(3)})
     run_folder(model, "unfinished")
     Path("unfinished", "policy").unlink()
+    agent = {"name": "gcd", "environment": "calculator:Calculator"}
+    run_folder(model, "agent", task=agent)
     Path("odd.jsonl").write_text('{"x": "2 + 2?", "y": "4"}\n')
     code, _, errors = tlt("eval", *(str(model) if a == "M" else a for a in arguments))
     assert code == 2, errors

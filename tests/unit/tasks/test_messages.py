@@ -117,6 +117,32 @@ def test_a_template_without_system_messages_is_told_apart(
         chat.prompt("2 + 2?", [said("system", "Be brief.")])
 
 
+ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}"
+ALTERNATE = (
+    "{% if loop.index0 and m.role == loop.previtem.role %}{{ raise_exception('no') }}{% endif %}"
+)
+REFUSES = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "rest"),
+    [
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<tool>4<tool>5"),
+        (f"{ROLES}{ALTERNATE}{{% endfor %}}", "<user>4\n5"),
+        (f"{REFUSES}<{{{{ m.role }}}}>{{{{ m.content }}}}{{% endfor %}}", "<user>4\n5"),
+    ],
+    ids=["shows", "leaves out", "refuses"],
+)
+def test_answers_of_tools_reach_the_policy_by_any_template(
+    model: Path, template: str, rest: str
+) -> None:
+    """Some templates leave messages of tools out: the policy would read nothing."""
+    chat = Chat(str(model), "policy.model")
+    chat.tokenizer.chat_template = template
+    tokens = chat.after_turn(["4", "5"], chat.tokenizer.eos_token_id, 8)
+    assert chat.tokenizer.decode(list(tokens)) == rest
+
+
 def test_a_copy_of_single_questions_refuses_several_messages(tmp_path: Path) -> None:
     path = tmp_path / "talks.jsonl"
     write_rows(path, ROWS)
