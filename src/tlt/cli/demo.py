@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -63,7 +62,7 @@ def demo(
     """
     from tlt.report.gain import as_data
     from tlt.report.page import as_html
-    from tlt.report.view import look_at
+    from tlt.report.view import look_at, same_samples
 
     _check(out)
     output = Output(as_json)
@@ -78,7 +77,7 @@ def demo(
     views = [look_at(job.out) for job in (off, tlt)]
     page = out / "report.html"
     page.write_text(as_html(views, page))
-    found = as_data(*views) | {"samples": _same_samples(off.out, tlt.out)}
+    found = as_data(*views) | {"samples": same_samples(*views)}
     output.result(found | {"seconds": time.monotonic() - started_s, "report": str(page)})
     _show(output, found)
     output.say("The two runs were:")
@@ -227,25 +226,6 @@ def _fail(name: str, code: int, log: Path) -> NoReturn:
 
 
 # --- the result -----------------------------------------------------------------------------------
-
-
-def _same_samples(off: Path, tlt: Path) -> dict[str, int]:
-    """Count the samples that both runs wrote down, and those with the same text."""
-    mine, yours = (
-        {file.name: _responses(file) for file in (run / "samples").glob("*.jsonl")}
-        for run in (off, tlt)
-    )
-    both = mine.keys() & yours.keys()
-    return {
-        "compared": sum(mine[name].total() for name in both),
-        "same": sum((mine[name] & yours[name]).total() for name in both),
-    }
-
-
-def _responses(file: Path) -> Counter[tuple[str, str]]:
-    """Return the problems and responses of an RL step, whichever ended first."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return Counter((row["problem"], row["response"]) for row in rows)
 
 
 def _show(output: Output, found: dict[str, Any]) -> None:

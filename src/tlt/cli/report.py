@@ -46,7 +46,7 @@ def report(
         output.findings(findings(view))
     rows = [[other.name, *in_words(compare(views[0], other))] for other in views[1:]]
     if rows:
-        columns = ("run", ">in all", ">RL step", ">rollout", ">rollout per token")
+        columns = ("run", ">RL step", ">rollout", ">identical samples")
         output.table(f"speed-up over {views[0].name}", columns, rows)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)

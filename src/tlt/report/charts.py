@@ -36,14 +36,21 @@ def charts_of(views: Sequence[RunView]) -> list[dict[str, Chart]]:
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
     """Return the charts that show all runs at once."""
-    runs = list(zip(views, RUNS, strict=False))
-
-    def lines(name: str) -> dict[str, Line]:
-        return {view.name: Line(_points(view, name), colour) for view, colour in runs}
-
+    seconds, rewards = {}, {}
+    for view, colour in zip(views, RUNS, strict=False):
+        seconds[view.name] = Line(_points(view, "time/step_s"), colour)
+        for name, line in _reward_lines(view).items():
+            key = view.name if name == "samples" else f"{view.name}, {name}"
+            rewards[key] = replace(line, colour=colour)
+    title, points = "Reward", [dict(_points(view, "reward/mean")) for view in views]
+    both = set.intersection(*map(set, points))
+    if both and all(of[step] == points[0][step] for of in points for step in both):
+        runs = "both runs" if len(views) == 2 else "all runs"
+        lines = _reward_lines(max(views, key=lambda view: len(view.records)))
+        title, rewards = f"Reward: identical in {runs}", {runs: lines.pop("samples"), **lines}
     charts = [
-        _over_steps("Seconds of an RL step", "seconds", lines("time/step_s")),
-        _over_steps("Reward", "mean reward", lines("reward/mean")),
+        _over_steps("Seconds of an RL step", "seconds", seconds),
+        _over_steps(title, "mean reward", rewards),
     ]
     return [_labelled(chart, views[0].emulated) for chart in charts]
 
@@ -184,6 +191,10 @@ def _acceptance(view: RunView) -> Chart:
 
 
 def _reward(view: RunView) -> Chart:
+    return _over_steps("Reward", "mean reward", _reward_lines(view))
+
+
+def _reward_lines(view: RunView) -> dict[str, Line]:
     lines = {"samples": Line(_points(view, "reward/mean"), COLOURS[0])}
     names = dict.fromkeys(name for record in view.all_records for name in record)
     held_out = [name for name in names if declared(name) == "eval/reward_mean"]
@@ -192,7 +203,7 @@ def _reward(view: RunView) -> Chart:
         of = name.split("/")[1:-1]  # the name of a set
         colour = COLOURS[1 + place % (len(COLOURS) - 1)]
         lines[", ".join(["held out", *of])] = Line(points, colour, dashed=True)
-    return _over_steps("Reward", "mean reward", lines)
+    return lines
 
 
 def _points(view: RunView, name: str) -> Points:

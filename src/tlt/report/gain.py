@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tlt.contracts import DRAFTERS, Arm
 from tlt.observe.summary import Record, series, summary
-from tlt.report.view import TOTALS, RunView, arms, harvest, reclaimed
+from tlt.report.view import TOTALS, RunView, arms, harvest, reclaimed, same_samples
 
 V = TypeVar("V")
 RESAMPLES = 4000
@@ -92,7 +92,7 @@ def gain(base: RunView, other: RunView) -> Gain | None:
 
 
 def compare(base: RunView, other: RunView) -> dict[str, Any]:
-    """Return how many times as fast the other run is, as `gain` has it, ready for JSON.
+    """Return how many times as fast the other run is, and what is the same, ready for JSON.
 
     `whole` is over all RL steps that both have.
     """
@@ -108,13 +108,45 @@ def compare(base: RunView, other: RunView) -> dict[str, Any]:
         "whole": base_s / other_s if other_s else 0.0,
         **{name: asdict(getattr(found, name)) if found else {} for name in RATIOS},
         "reward": {run.name: summary(run.records).get("reward", {}) for run in (base, other)},
+        "same_reward": _agree(pairs, "reward/mean"),
+        "same_tokens": _agree(pairs, "rollout/output_tokens"),
+        "samples": same_samples(base, other),
     }
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """Return the ratios of `compare` for people, after that of the whole run."""
-    ratios = [str(Ratio(**found[name])) if found[name] else "-" for name in RATIOS]
-    return [f"{found['whole']:.2f}x", *ratios]
+    """Return the ratios of RL steps and rollouts, and the identical samples, for people.
+
+    Rollouts of other lengths count per token.
+    """
+    step, rollout, per_token = (
+        str(Ratio(**found[name])) if found[name] else "-" for name in RATIOS
+    )
+    same, compared = found["samples"]["same"], found["samples"]["compared"]
+    return [
+        step,
+        rollout if found["same_tokens"] else f"{per_token} per token",
+        f"{same} of {compared}" if compared else "none kept",
+    ]
+
+
+def _agree(pairs: Sequence[tuple[Record, Record]], name: str) -> bool:
+    """Return whether a metric is the same in every pair of RL steps."""
+    return bool(pairs) and all(mine.get(name) == theirs.get(name) for mine, theirs in pairs)
+
+
+def headline(base: RunView, other: RunView) -> str:
+    """Return the comparison in one line."""
+    found = gain(base, other)
+    is_tlt = other.setting("tlt.enabled") and not base.setting("tlt.enabled")
+    name = "TLT" if is_tlt else other.name
+    if found is None or found.num_pairs < MIN_PAIRS:
+        return f"Too few RL steps to compare {other.name} with {base.name}"
+    if found.is_clear:
+        return f"RL steps are {found.step.median:.2f}x faster with {name}"
+    if found.is_loss:
+        return f"RL steps are slower with {name}: {found.step.median:.2f}x"
+    return f"No clear difference in speed with {name}"
 
 
 def equal_steps(base: RunView, other: RunView) -> list[tuple[Record, Record]]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
 from tlt.report.findings import findings
-from tlt.report.gain import compare, in_words
+from tlt.report.gain import compare, gain, headline, in_words
 from tlt.report.svg import Chart, as_file, draw, element
 from tlt.report.view import RunView, describe
 from tlt.spans import STATES
@@ -34,6 +34,11 @@ th, td { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; }
 td:first-child, .n { white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 thead th { border-bottom: 1px solid #8889; } tbody tr + tr td { border-top: 1px solid #8883; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 200px), 1fr));
+         gap: 12px; margin: 1em 0; }
+.fact { border: 1px solid #8886; border-radius: 6px; padding: 8px 14px; }
+.fact b { display: block; font-size: 1.7em; line-height: 1.3; }
+.condition { border-left: 4px solid #3b6fb6; background: #3b6fb61a; padding: 6px 12px; }
 .finding { border-left: 4px solid #e08a2e; background: #e08a2e1a; padding: 6px 12px; margin: 8px 0 }
 """
 
@@ -49,11 +54,11 @@ def as_json(views: Sequence[RunView]) -> str:
 
 
 def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
-    """Return the page: findings, the comparison of several runs, then each run.
+    """Return the page: what several runs gained, what was not real, findings, then each run.
 
     `page` is the file to write it to, from which links lead to the runs' timelines.
     """
-    title = f"TLT: {', '.join(view.name for view in views)}"
+    title = _title(views)
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -61,27 +66,109 @@ def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
         element("title", title),
         element("style", STYLE),
     )
-    parts = _emulation(views)
-    parts += [part for view in views for part in _findings(view, len(views) > 1, page)]
+    parts = _gain(views) if len(views) > 1 else []
+    parts += [element("p", text, class_="condition") for text in _conditions(views)]
     parts += _comparison(views) if len(views) > 1 else []
+    parts += [part for view in views for part in _findings(view, len(views) > 1, page)]
     for view, charts in zip(views, charts_of(views), strict=True):
+        if len(views) > 1:
+            del charts["reward"]  # the comparison shows it
+        if view is not views[0] and sorted(view.lengths) == sorted(views[0].lengths):
+            note = f"Nothing to show: the same lengths as in {views[0].name}."
+            charts["lengths"] = Chart(charts["lengths"].title, note=note)
         parts += _run(view, charts)
     whole = element("html", head, element("body", element("h1", title), *parts), lang="en")
     return f"<!doctype html>{tostring(whole, encoding='unicode', method='html')}\n"
 
 
-def _emulation(views: Sequence[RunView]) -> list[Element]:
-    """Return what was emulated in these runs, and what was real."""
-    label = next((view.emulated for view in views if view.emulated), "")
-    if not label:
-        return []
-    real = (
-        f"{label[0].upper()}{label[1:]}. Engine steps, updates, drafter training, "
-        "weight syncs, swaps, sleep and wake wait until the time that they would take there is "
-        "over. Everything else is real: engines, scheduling, speculation, acceptance, training, "
-        "hidden states, samples."
+def _title(views: Sequence[RunView]) -> str:
+    """Return the result in one line."""
+    if len(views) == 2:
+        return headline(*views)
+    if len(views) > 2:
+        return f"{', '.join(view.name for view in views[1:])} compared with {views[0].name}"
+    return f"Training run {views[0].name}: {_extent(views[0])}"
+
+
+def _extent(view: RunView) -> str:
+    minutes = sum(record.get("time/step_s", 0.0) for record in view.records) / 60
+    return f"{len(view.records)} RL steps in {minutes:.1f} minutes"
+
+
+def _conditions(views: Sequence[RunView]) -> Iterator[str]:
+    """Yield what was emulated or forced in these runs, and what was real."""
+    if label := next((view.emulated for view in views if view.emulated), ""):
+        yield (
+            f"Time was {label}. Engine steps, updates, drafter training, weight syncs, swaps, "
+            "sleep and wake take as long as they would there. Everything else is real: engines, "
+            "scheduling, speculation, acceptance, training, hidden states, samples."
+        )
+    if any(view.setting("debug.forced_lengths") for view in views):
+        yield (
+            "Response lengths were forced (debug.forced_lengths), the same in every run. The "
+            "speed is real; the rewards mean nothing."
+        )
+
+
+def _gain(views: Sequence[RunView]) -> list[Element]:
+    """Return what the runs gained over the first: four figures, or a row for each of several."""
+    base, *others = views
+    found = [compare(base, other) for other in others]
+    if len(found) == 1:
+        facts = [
+            element("div", element("b", figure), element("span", says), class_="fact")
+            for figure, says in _facts(base, others[0], found[0])
+        ]
+        note = (
+            f"{others[0].name} compared with {base.name}. Ratios are medians over pairs of equal "
+            "RL steps, without the first, which loads and compiles; ranges are 95% intervals."
+        )
+        return [element("div", *facts, class_="facts"), element("p", note, class_="note")]
+    rows = [[of["run"], *in_words(of), _rewards(of)] for of in found]
+    headings = (
+        "run",
+        "RL step",
+        "rollout",
+        "identical samples",
+        f"reward at the end: {base.name} / run",
     )
-    return [element("p", real)]
+    note = (
+        "RL step and rollout: the median of the ratios of equal RL steps and its 95% interval, "
+        "without the first RL step, which loads and compiles."
+    )
+    heading = element("h2", f"Speed-up over {base.name}")
+    return [heading, _table(headings, rows), element("p", note, class_="note")]
+
+
+def _facts(base: RunView, other: RunView, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the figures of two runs, and what each means."""
+    measured = gain(base, other)
+    if measured is not None:
+        per_token = "" if found["same_tokens"] else " per token, as lengths differ"
+        rollout = measured.rollout if found["same_tokens"] else measured.rollout_per_token
+        yield (
+            f"{measured.step.median:.2f}x",
+            f"RL steps ({measured.step.low:.2f} to {measured.step.high:.2f}): "
+            f"{measured.other_s:.1f} s instead of {measured.base_s:.1f} s",
+        )
+        yield (
+            f"{rollout.median:.2f}x",
+            f"rollouts{per_token} ({rollout.low:.2f} to {rollout.high:.2f})",
+        )
+    if of := found["samples"]["compared"]:
+        yield (
+            f"{found['samples']['same']} of {of}",
+            "samples identical, of those that both runs kept",
+        )
+    if found["same_reward"]:
+        yield "identical", "reward in every RL step"
+    else:
+        yield _rewards(found), f"reward at the end: {base.name} / {other.name}"
+
+
+def _rewards(found: Mapping[str, Any]) -> str:
+    """Return the mean rewards of the last fifth of the RL steps, the base's first."""
+    return " / ".join(f"{of.get('last_fifth', math.nan):.3f}" for of in found["reward"].values())
 
 
 def pictures(views: Sequence[RunView]) -> dict[str, str]:
@@ -95,30 +182,11 @@ def pictures(views: Sequence[RunView]) -> dict[str, str]:
 
 
 def _comparison(views: Sequence[RunView]) -> list[Element]:
-    base, *others = views
-    rows = []
-    for other in others:
-        found = compare(base, other)
-        rewards = (found["reward"][view.name].get("last_fifth", math.nan) for view in (base, other))
-        ends = " / ".join(f"{reward:.3f}" for reward in rewards)
-        rows.append([other.name, *in_words(found), ends])
-    headings = ("run", "in all", "RL step", "rollout", "rollout per token", "final reward")
-    note = (
-        "RL step and rollouts: the median of the ratios of equal RL steps and its 95% interval, "
-        "without the first RL step, which loads and compiles. Where response lengths differ by "
-        "chance, compare rollouts per token."
-    )
-    return [
-        element("h2", f"Speed-up over {base.name}"),
-        _table(headings, rows),
-        element("p", note, class_="note"),
-        element("div", *(_picture(chart) for chart in comparison(views)), class_="grid"),
-    ]
+    return [element("div", *(_picture(chart) for chart in comparison(views)), class_="grid")]
 
 
 def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:
     found = describe(view)
-    minutes = found["total"].get("time/step_s", 0) / 60
     stages = [
         [row["stage"].replace("_", " "), f"{row['median_s']:.2f}", f"{row['share']:.0%}"]
         for row in found["stages"]
@@ -133,7 +201,7 @@ def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:
     ]
     return [
         element("h2", view.name),
-        element("p", f"{found['num_steps']} RL steps, {minutes:.1f} minutes."),
+        element("p", f"{_extent(view)}."),
         element("div", *sections, class_="grid"),
     ]
 

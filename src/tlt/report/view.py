@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,23 @@ def _run_in(folder: Path) -> Path | None:
     except OSError:
         return None
     return inside[-1].parent if inside else None
+
+
+def same_samples(base: RunView, other: RunView) -> dict[str, int]:
+    """Count the samples that both runs kept, and those whose texts, lengths and rewards are equal.
+
+    A run keeps the same samples of a step in whichever order they ended (`metrics.keep_samples`).
+    """
+    found = {"compared": 0, "same": 0}
+    if base.folder is None or other.folder is None:
+        return found
+    for file in sorted((base.folder / "samples").glob("step-*.jsonl")):
+        same_step = other.folder / "samples" / file.name
+        if same_step.exists():
+            mine, theirs = (Counter(f.read_bytes().splitlines()) for f in (file, same_step))
+            found["compared"] += min(mine.total(), theirs.total())
+            found["same"] += (mine & theirs).total()
+    return found
 
 
 # --- numbers --------------------------------------------------------------------------------------

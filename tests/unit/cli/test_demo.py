@@ -49,7 +49,7 @@ def test_the_demo_says_what_was_emulated_and_what_was_real(
     assert code == 0, errors
     assert "Emulated: 4 H100s, qwen2.5-7b. Real: engines" in " ".join(output.split())
     assert "noise of the machine" not in output
-    assert "Emulated: 4 H100s" in (tmp_path / "d" / "report.html").read_text()
+    assert "Time was emulated: 4 H100s" in (tmp_path / "d" / "report.html").read_text()
 
 
 def test_folders_may_have_any_name(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def test_the_page_stands_alone(make: Run) -> None:
     page.feed(html)
     assert page.open == []
     text = " ".join(page.text)
-    assert "Speed-up over off" in text
-    assert "t<l>t" in text
+    assert text.startswith("No clear difference in speed with TLT")
+    assert "t<l>t compared with off." in text
     assert "nan" not in html.lower().replace("finance", "")
     assert "@import" not in html
 
@@ -120,7 +120,7 @@ def test_the_page_and_every_picture_say_what_was_emulated(make: Run) -> None:
     config = {"emulate": {"hardware": "h100", "dilation": 8.0}, "pool": {"num_engines": 8}}
     views = [look_at(make("off", config=config)), look_at(make("tlt", config=config))]
     label = "emulated: 8 H100s, qwen2.5-7b"
-    assert as_html(views).index("E" + label[1:]) < as_html(views).index("What holds")
+    assert as_html(views).index(f"Time was {label}.") < as_html(views).index("What holds")
     assert all(label in svg for svg in pictures(views).values())
     assert all(label in chart.x.label for chart in comparison(views))
     assert json.loads(as_json(views))["runs"][0]["emulated"] == label
@@ -128,11 +128,45 @@ def test_the_page_and_every_picture_say_what_was_emulated(make: Run) -> None:
     assert "emulated" not in as_html(plain)
 
 
-def test_the_page_opens_with_findings_and_leads_to_the_timelines(make: Run) -> None:
+def with_samples(run: Path, texts: str) -> Path:
+    """Write one sample for each letter to the run's folder, in this order."""
+    (run / "samples").mkdir()
+    lines = "".join(f"{letter}\n" for letter in texts)
+    (run / "samples" / "step-000001.jsonl").write_text(lines)
+    return run
+
+
+def test_the_page_of_two_runs_opens_with_the_gain_and_the_identical_samples(make: Run) -> None:
+    forced = {"debug": {"forced_lengths": {"median": 60}}}
+    off = with_samples(make("off", config=forced), "abcd")
+    tlt = make("tlt", time__rollout_s=5.0, config=forced | {"tlt": {"enabled": True}})
+    views = [look_at(off), look_at(with_samples(tlt, "dabx"))]
+    html = as_html(views).partition("<body>")[2]
+    facts = [">1.57x", "8.7 s instead of 13.7 s", "2.00x", "rollouts (", "3 of 4", "identical"]
+    order = ["<h1>RL steps are 1.57x faster with TLT</h1>", *facts, "lengths were forced", "<svg"]
+    places = [html.index(text) for text in order]
+    assert places == sorted(places)
+    assert "per token, as lengths differ" not in html
+    assert html.count("Reward: identical in both runs") == 2  # heading and label of the picture
+    assert "the same lengths as in off" in html
+    assert "forced" not in as_html([look_at(make("plain"))])
+    views[1].records[2] |= {"reward/mean": 0.9, "rollout/output_tokens": 900.0}
+    html = as_html(views)
+    assert "per token, as lengths differ" in html
+    assert "0.400 / 0.400" in html
+    assert "Reward: identical" not in html
+    slower = look_at(make("slower", time__rollout_s=20.0))
+    assert "<h1>RL steps are slower with slower: 0.58x</h1>" in as_html([views[0], slower])
+    three = as_html([*views, slower])
+    assert "Speed-up over off" in three
+    assert "none kept" in three
+
+
+def test_the_page_shows_findings_and_leads_to_the_timelines(make: Run) -> None:
     runs = [make("off", time__reward_wait_s=9.0), make("a b")]
     html = as_html([look_at(run) for run in runs], runs[1] / "report.html")
-    assert html.index("What holds off back") < html.index("Speed-up over off")
-    assert html.index(findings(look_at(runs[0]))[0].says[:40]) < html.index("Speed-up over off")
+    assert html.index("What holds off back") < html.index("Where the seconds of an RL step go")
+    assert findings(look_at(runs[0]))[0].says[:40] in html
     assert html.count('class="finding"') == sum(len(findings(look_at(run))) for run in runs)
     assert 'href="../off/timeline.json"' in html
     assert 'href="timeline.json"' in html
@@ -189,7 +223,10 @@ def test_runs_that_are_compared_have_the_same_axes(make: Run) -> None:
     assert slow["rollout"].x.high == pytest.approx(10)
     seconds, reward = comparison(views)
     assert [len(line.points) for line in seconds.shapes if isinstance(line, Line)] == [4, 6]
-    assert list(reward.legend) == ["off", "tlt"]
+    assert list(reward.legend) == ["both runs"]
+    assert [len(line.points) for line in reward.shapes if isinstance(line, Line)] == [6]
+    views[1].records[0]["reward/mean"] = 0.7
+    assert list(comparison(views)[1].legend) == ["off", "tlt"]
     files = pictures(views)
     assert set(files) == {f"{run}-{name}.svg" for run in ("off", "tlt") for name in slow}
     assert all(f'style="color:{INK}"' in text for text in files.values())
