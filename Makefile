@@ -182,8 +182,7 @@ check-speculators: $(VENV)/.done
 	$(PYTHON) -m venv $(SPECULATORS)
 	$(BIN)/python -c "import site; print(*site.getsitepackages())" \
 		> $$($(SPECULATORS)/bin/python -c "import site; print(site.getsitepackages()[0])")/tlt.pth
-	$(SPECULATORS)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 \
-		loguru datasets dill multiprocess xxhash pandas python-dateutil pytz tzdata
+	$(SPECULATORS)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru
 	PYTHONPATH=src $(SPECULATORS)/bin/python tests/integration/speculators_load.py
 
 # The engine side with other versions of vLLM, each in an environment of its own; see docs/switch.md.

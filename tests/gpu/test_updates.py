@@ -6,6 +6,7 @@ CPU. Not seen here: FSDP, fused optimizers, and what CUDA's autocast casts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +18,20 @@ import torch.distributed as dist
 from drafter_fixtures import CONFIG, SETTINGS, captured, drafter
 
 from gpu.gpu_tensors import DEVICE, KERNELS, Gpu, GpuTensor
+from tlt.config.rollout import EngineConfig
 from tlt.config.train import AlgorithmConfig, LearnerConfig
+from tlt.drafter.checkpoint import load_drafter
 from tlt.drafter.evaluation import Acceptance, compare
+from tlt.drafter.ranks import Ranks
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.learner import rank as rank_module
 from tlt.learner.batch import WAITING_ROWS, TrainSample, Weighting
 from tlt.learner.policy import PackedPolicy, PackedRow
 from tlt.learner.rank import LearnerRank, RankSettings
 from tlt.models import tiny
+from tlt.offline import training
+from tlt.offline.drafter import first_trainer, save_initial
+from tlt.offline.training import DrafterPlan
 from tlt.states.buffer import BufferSettings, SampleBuffer
 from tlt.states.captured import Captured, Offer
 from tlt.states.writer import StateWriter
@@ -239,6 +246,37 @@ def test_training_a_drafter_on_a_gpu_is_that_of_the_cpu() -> None:
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert found[1].rates[0.6] == pytest.approx(expected[1].rates[0.6], rel=1e-4)
     assert found[2]
+
+
+def command(model: Path, out: Path, device: torch.device) -> list[dict[str, Any]]:
+    """Return the evaluations of `tlt drafter train` on the only rank of a group."""
+    ids = [tuple(range(n, n + 30, 1 + n % 3)) for n in range(5, 17)]
+    plan = DrafterPlan(
+        EngineConfig(model=str(model), num_gpus=1), 1, 1, tuple(ids), tuple(ids[:1]), out,
+        max_tokens=8, temperature=1.0, budget_s=600.0, num_steps=2, draft_vocab_size=None,
+        trainer=replace(SETTINGS, num_rows=2), dtype="float32", init=None,
+    )  # fmt: skip
+    save_initial(plan, first_trainer(plan))
+    (out / "samples").mkdir()
+    buffer = BufferSettings(str(out / "samples"), 2**22, 64, held_out_share=0.3)
+    until_s = time.monotonic() + plan.budget_s
+    with Gpu():
+        texts = [(prompt, prompt[::-1]) for prompt in ids]
+        found = training.train(plan, texts, buffer, Ranks(device), device, until_s, print)
+    assert found.num_steps == 2
+    assert load_drafter(out / "versions" / "v000001").config.hidden_size == 64
+    return found.history
+
+
+@pytest.mark.gate
+def test_the_command_trains_a_drafter_on_a_gpu_as_on_the_cpu(
+    model: Path, alone: None, tmp_path: Path
+) -> None:
+    """The policy's pass, the gradients' sum, evaluations and stored versions; not NCCL."""
+    expected, found = (command(model, tmp_path / d.type, d) for d in (CPU, DEVICE))
+    assert len(found) == len(expected) > 1
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other | {"elapsed_s": one["elapsed_s"]}, rel=1e-4)
 
 
 @pytest.mark.gate

@@ -330,7 +330,9 @@ class DrafterTrainer:
         for name, parameter in self.drafter.named_parameters():
             prefix = f"optimizer.{name}."
             moments = {
-                key.removeprefix(prefix): tensor.clone()
+                key.removeprefix(prefix): tensor.to(
+                    "cpu" if key.endswith(".step") else parameter.device, copy=True
+                )
                 for key, tensor in tensors.items()
                 if key.startswith(prefix)
             }

@@ -47,9 +47,9 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
         raise ConfigError(f"{plan.out} already holds a training run; choose another --out")
     check_gpus(plan.num_engines * plan.engine.num_gpus)
     started_at = time.monotonic()
-    trainer = _first_trainer(plan)
+    trainer = first_trainer(plan)
     drafter = trainer.drafter
-    _save_initial(plan, trainer)
+    save_initial(plan, trainer)
     on_gpu = plan.engine.num_gpus > 0
     args = plan.engine.engine_args | ({"enable_sleep_mode": True} if on_gpu else {})
     engine = plan.engine.model_copy(
@@ -82,7 +82,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             samples = await _generate(pool, "train", plan.prompts, sampling, what, show)
             took("sample")
             if trainer.check_vocabulary([torch.tensor(s.token_ids) for s in samples]):
-                _save_initial(plan, trainer)
+                save_initial(plan, trainer)
             # Few drafts of an untrained drafter are accepted, and generating with it is slow: a
             # few prompts are enough.
             few = plan.held_out_prompts[:: 1 if plan.init else 4]
@@ -123,7 +123,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
     }
 
 
-def _first_trainer(plan: DrafterPlan) -> DrafterTrainer:
+def first_trainer(plan: DrafterPlan) -> DrafterTrainer:
     """Return a trainer that chooses the draft vocabulary, and trains nothing."""
     from transformers import AutoConfig
 
@@ -136,7 +136,7 @@ def _first_trainer(plan: DrafterPlan) -> DrafterTrainer:
     return trainer
 
 
-def _save_initial(plan: DrafterPlan, trainer: DrafterTrainer) -> None:
+def save_initial(plan: DrafterPlan, trainer: DrafterTrainer) -> None:
     """Write the drafter that engines and ranks start from."""
     checkpoint.write_moments(trainer.moments(), plan.initial)
     checkpoint.save_drafter(trainer.drafter, plan.initial, getattr(torch, plan.dtype))

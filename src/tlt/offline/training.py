@@ -6,6 +6,7 @@ rank's clock decides when to stop. That rank evaluates the drafter and stores it
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Sequence
@@ -116,24 +117,24 @@ def train(
     )
     if not plan.trainer.bfloat16:
         policy = policy.float()
+    policy.to(device)
     trainer = DrafterTrainer(
-        checkpoint.load_drafter(plan.initial),
-        policy.get_output_embeddings().weight.detach().clone(),
-        policy.get_input_embeddings().weight.detach().clone(),
+        checkpoint.load_drafter(plan.initial).to(device),
+        policy.get_output_embeddings().weight.detach(),
+        policy.get_input_embeddings().weight.detach(),
         plan.trainer,
         ranks,
     )
     if (moments := checkpoint.read_moments(plan.initial)) is not None:
         trainer.take_moments(moments)
     buffer, layers = SampleBuffer(settings), trainer.drafter.config.aux_layer_ids
-    policy.to(device)
     for index in range(ranks.rank, len(texts), ranks.size):
         prompt, response = texts[index]
         states = capture(policy, prompt + response, len(prompt), layers)
         buffer.put(str(index), 0, states)
         show("capturing the policy's states", index + 1, len(texts))
     del policy
-    trainer.move(device)
+    gc.collect()  # its memory is the drafter's now
     ranks.agree()  # all samples are in the buffer
     return _train(plan, trainer, buffer, until_s, show)
 
