@@ -138,7 +138,7 @@ def train(
     output.table(
         f"acceptance in the engine, {report['num_held_out_prompts']} held-out prompts, "
         f"{report['training']['steps']} optimizer steps in "
-        f"{report['seconds']['train'] / 60:.1f} minutes",
+        f"{report['training']['history'][-1]['elapsed_s'] / 60:.1f} minutes",
         (">temperature", "drafter", ">accept length", *positions),
         measurements,
     )

@@ -20,7 +20,7 @@ from tlt.hardware import thread_environment
 from tlt.node.cluster import end_actors, end_with_ray, this_node
 from tlt.node.cores import bind_process
 from tlt.node.shared import SharedFolder, run_environment
-from tlt.offline.training import DrafterPlan, Text, Training, train
+from tlt.offline.training import DrafterPlan, Text, train
 from tlt.states.buffer import BufferSettings
 
 SILENCE_S = 600.0
@@ -42,7 +42,7 @@ class DrafterRank:
         torch.use_deterministic_algorithms(True, warn_only=on_gpu)
         torch.utils.deterministic.fill_uninitialized_memory = False
 
-    def train(self, meeting: str, rank: int, plan: DrafterPlan, *work: Any) -> Training:
+    def train(self, meeting: str, rank: int, plan: DrafterPlan, *work: Any) -> list[dict[str, Any]]:
         """Meet the other ranks and train; `work` is that of `training.train`."""
         ranks = OneRank()
         if plan.num_ranks > 1:
@@ -87,7 +87,7 @@ async def train_on_ranks(
     settings: BufferSettings,
     until_s: float,
     show: ShowProgress,
-) -> Training:
+) -> list[dict[str, Any]]:
     """Train on the planned ranks, each on one of these GPUs, or on its share of the cores."""
     cores = sorted(os.sched_getaffinity(0))
     meeting, shared = SharedFolder.make("meeting"), ray.put(texts)

@@ -54,7 +54,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
     args = plan.engine.engine_args | ({"enable_sleep_mode": True} if on_gpu else {})
     engine = plan.engine.model_copy(
         update={
-            "drafter": str(plan.initial),
+            "drafter": str(plan.out / "initial"),
             "strategy": {"kind": "off"},
             "max_draft_tokens": plan.trainer.num_draft_tokens,
             "engine_args": args,
@@ -95,7 +95,7 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
             for name in pool.engines if on_gpu else ():
                 await pool.sleep_engine(name)
             until_s = started_at + plan.budget_s - reserved_s
-            trained = await train_on_ranks(
+            history = await train_on_ranks(
                 plan, gpus if on_gpu else (), texts, settings, until_s, show
             )
             for name in pool.engines if on_gpu else ():
@@ -113,10 +113,10 @@ async def train_drafter(plan: DrafterPlan, show: ShowProgress) -> dict[str, Any]
         "num_held_out_prompts": len(plan.held_out_prompts),
         "acceptance": {"before": before, "after": after},
         "training": {
-            "steps": trained.num_steps,
+            "steps": history[-1]["step"],
             "ranks": plan.num_ranks,
             "settings": asdict(plan.trainer),
-            "history": trained.history,
+            "history": history,
         },
         "seconds": seconds,
         "budget_minutes": plan.budget_s / 60,
@@ -138,8 +138,8 @@ def first_trainer(plan: DrafterPlan) -> DrafterTrainer:
 
 def save_initial(plan: DrafterPlan, trainer: DrafterTrainer) -> None:
     """Write the drafter that engines and ranks start from."""
-    checkpoint.write_moments(trainer.moments(), plan.initial)
-    checkpoint.save_drafter(trainer.drafter, plan.initial, getattr(torch, plan.dtype))
+    checkpoint.write_moments(trainer.moments(), plan.out / "initial")
+    checkpoint.save_drafter(trainer.drafter, plan.out / "initial", getattr(torch, plan.dtype))
 
 
 def _describe(

@@ -1,7 +1,7 @@
 """The work of one rank of `tlt drafter train`, on the CPU or on a GPU.
 
 The ranks share the policy's pass over the samples, then the rows of every optimizer step. The first
-rank's clock decides when to stop. That rank evaluates the drafter and stores its versions.
+rank's clock decides when to stop, and that rank stores the drafter's versions.
 """
 
 from __future__ import annotations
@@ -60,11 +60,6 @@ class DrafterPlan:
     init: Path | None
     """Drafter to continue from, with its optimizer's state if it is there; None for a new one."""
 
-    @property
-    def initial(self) -> Path:
-        """Folder of the drafter that training starts from."""
-        return self.out / "initial"
-
 
 def plan_ranks(
     ranks: int | None, rows: int | None, engines: int, gpus: int, cores: int
@@ -90,15 +85,6 @@ def plan_ranks(
     return num_ranks, num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Training:
-    """The result of training; the newest version holds the best weights."""
-
-    num_steps: int
-    history: list[dict[str, Any]]
-    """The evaluation after every session."""
-
-
 def train(
     plan: DrafterPlan,
     texts: Sequence[Text],
@@ -107,8 +93,11 @@ def train(
     device: torch.device,
     until_s: float,
     show: ShowProgress,
-) -> Training:
-    """Capture the policy's states and train on them until `until_s`, as `time.monotonic` has it."""
+) -> list[dict[str, Any]]:
+    """Capture the policy's states and train until `until_s`, as `time.monotonic` has it.
+
+    Return the evaluation after every session; the newest version holds the best weights.
+    """
     from transformers import AutoModelForCausalLM
 
     # States are computed from the engines' rounded weights, in the trainer's dtype.
@@ -119,13 +108,13 @@ def train(
         policy = policy.float()
     policy.to(device)
     trainer = DrafterTrainer(
-        checkpoint.load_drafter(plan.initial).to(device),
+        checkpoint.load_drafter(plan.out / "initial").to(device),
         policy.get_output_embeddings().weight.detach(),
         policy.get_input_embeddings().weight.detach(),
         plan.trainer,
         ranks,
     )
-    if (moments := checkpoint.read_moments(plan.initial)) is not None:
+    if (moments := checkpoint.read_moments(plan.out / "initial")) is not None:
         trainer.take_moments(moments)
     buffer, layers = SampleBuffer(settings), trainer.drafter.config.aux_layer_ids
     for index in range(ranks.rank, len(texts), ranks.size):
@@ -145,9 +134,16 @@ def _train(
     buffer: SampleBuffer,
     until_s: float,
     show: ShowProgress,
-) -> Training:
+) -> list[dict[str, Any]]:
     """Train in short sessions, and store a version after each session that made it better."""
     ranks, gate = trainer.ranks, plan.trainer.temperature
+    folder, dtype = plan.out / "versions", getattr(torch, plan.dtype)
+    store = checkpoint.VersionStore(folder, dtype) if ranks.rank == 0 else None
+    held_out = buffer.held_out(HELD_OUT_TOKENS)
+    acceptance = evaluate_samples(trainer.passes, held_out, [gate, *MEASURED_TEMPERATURES])
+    best, history = trainer.weights(), [_evaluation(trainer.step, 0.0, None, acceptance)]
+    if store is not None:
+        store.save(trainer, {"held_out": history[0]})
     started_at, first_step = time.monotonic(), trainer.step
     budget_s = max(until_s - started_at, 1.0)
     longest = 0.25 if plan.num_steps else min(EVALUATE_EVERY_S / budget_s, 0.25)
@@ -160,7 +156,6 @@ def _train(
     def lr_scale() -> float:
         return 0.05 + 0.475 * (1 + math.cos(math.pi * progress()))
 
-    judge = _Judge(plan, trainer, buffer) if ranks.rank == 0 else None
     while ranks.agree(progress())[0] < 1:
         session_ends = min(1.0, progress() + longest)
         losses: list[float] = []
@@ -170,42 +165,22 @@ def _train(
 
         def note(step: int, loss: float, losses: list[float] = losses) -> None:
             losses.append(loss)
-            if judge is not None:
-                length = judge.history[-1][f"length@{gate:g}"]
-                show(f"training, loss {loss:.2f}, accepts {length:.2f}", progress(), 1)
+            length = history[-1][f"length@{gate:g}"]
+            show(f"training, loss {loss:.2f}, accepts {length:.2f}", progress(), 1)
 
         if not trainer.session(buffer, lambda: False, note, lr_scale, is_over):
             break  # no time is left, or there is nothing to learn from
-        if judge is not None:
-            judge.evaluate(time.monotonic() - started_at, sum(losses) / max(len(losses), 1))
-    if judge is not None:
-        judge.store.wait()
-    return Training(trainer.step, [] if judge is None else judge.history)
-
-
-class _Judge:
-    """Evaluates the drafter on held-out samples, and stores a version when it is better."""
-
-    def __init__(self, plan: DrafterPlan, trainer: DrafterTrainer, buffer: SampleBuffer) -> None:
-        self._trainer = trainer
-        self._gate = plan.trainer.temperature
-        self._held_out = buffer.held_out(HELD_OUT_TOKENS)
-        self.store = checkpoint.VersionStore(plan.out / "versions", getattr(torch, plan.dtype))
-        temperatures = [self._gate, *MEASURED_TEMPERATURES]
-        acceptance = evaluate_samples(trainer.passes, self._held_out, temperatures)
-        self._best = trainer.weights()
-        self.history = [_evaluation(trainer.step, 0.0, None, acceptance)]
-        self.store.save(trainer, {"held_out": self.history[0]})
-
-    def evaluate(self, elapsed_s: float, loss: float) -> None:
-        """Compare with the best weights so far."""
-        better, acceptance = compare(
-            self._trainer.passes, self._best, self._held_out, self._gate, MEASURED_TEMPERATURES
-        )
-        self.history.append(_evaluation(self._trainer.step, elapsed_s, loss, acceptance))
+        better, acceptance = compare(trainer.passes, best, held_out, gate, MEASURED_TEMPERATURES)
+        elapsed_s = time.monotonic() - started_at
+        loss = sum(losses) / len(losses)
+        history.append(_evaluation(trainer.step, elapsed_s, loss, acceptance))
         if better:
-            self._best = self._trainer.weights()
-            self.store.save(self._trainer, {"held_out": self.history[-1]})
+            best = trainer.weights()
+            if store is not None:
+                store.save(trainer, {"held_out": history[-1]})
+    if store is not None:
+        store.wait()
+    return history
 
 
 def _evaluation(
