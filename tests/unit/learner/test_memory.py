@@ -53,7 +53,6 @@ CASES = {
     "LoRA, a layer": with_layers(LARGE, 3, lora_rank=256),
     "LoRA, the head": with_layers(LARGE, 3, row_tokens=4608, lora_rank=16),
     "LoRA, the embedding": with_layers(LARGE, 3, row_tokens=256, lora_rank=16),
-    "LoRA, no checkpointing": with_layers(LARGE, 4, lora_rank=16, gradient_checkpointing=False),
     "LoRA, loop over samples": with_layers(SMALL, 3, gradient_checkpointing=False, lora_rank=16),
     "loop over samples": with_layers(SMALL, 3, gradient_checkpointing=False),
 }
