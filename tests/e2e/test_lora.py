@@ -50,7 +50,7 @@ def test_with_tlt_and_kills_the_adapters_are_the_same(policy: Path) -> None:
     # Engines have the merged weights: in float32 they differ from the learner by rounding.
     assert max(r["learner/gap_mean"] for r in without) < 1e-5
     assert without[-1]["learner/kl"] > 0
-    tlt(f"export {on} --out {policy / 'lora-exported'}", policy)
+    tlt(f"models export {on} --out {policy / 'lora-exported'}", policy)
     folders = [off / "policy", on / "policy", policy / "lora-exported"]
     for file in FILES:
         first, *others = (load_file(folder / file) for folder in folders)
