@@ -15,7 +15,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
     tlt("models tiny --out models/tiny", folder)
     tlt(
-        "sft --model models/tiny --out models/tiny-sft --task gcd --sizes 2,2,2 "
+        "models sft --model models/tiny --out models/tiny-sft --task gcd --sizes 2,2,2 "
         "--parameter max_value=9 --steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
         folder,
     )
