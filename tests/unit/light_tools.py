@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -83,7 +83,12 @@ class Tools:
         """How often the tools of a turn were called."""
         self.said: dict[Turn, Answer] = {}
         self.begun: set[str] = set()
-        self.under_way: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        self.driver_dies: Callable[[], object] = bool
+        self.driver_dies_at = 0
+        """The call during which the driver is killed; 0 is none."""
+        self.num_calls = 0
+        self.under_way: dict[asyncio.Future[Any], Sequence[Callable[[], Any]]] = {}
+        """Calls, and what may have become of each when the driver dies."""
 
     @contextlib.contextmanager
     def host(self, folder: Path) -> Iterator[LightHost]:
@@ -92,10 +97,9 @@ class Tools:
             made = LightHost(ToolsConfig.model_validate(SETTINGS), "no model", folder)
         made.tools = self
         yield made
-        for work, end in list(self.under_way.items()):  # the driver was killed
+        for work, ends in list(self.under_way.items()):  # the driver was killed
             work.cancel()
-            if self.layer.rng.random() < 0.5:
-                end()  # the call had begun, and outlives the driver
+            self.layer.rng.choice(ends)()
         self.under_way.clear()
 
     def check(self) -> None:
@@ -143,7 +147,15 @@ class Processes:
                 fault = "" if path in tools.begun else "fail"
                 tools.begun.add(path)
             work = asyncio.ensure_future(self._work(fault, function, path, args))
-            tools.under_way[work] = partial(self._run, function, path, args)
+            # With the driver, it has not begun, ends all the same, or dies in the middle.
+            ends: list[Callable[[], Any]] = [partial(self._run, function, path, args), bool]
+            if not is_begin:
+                ends.append(partial(self._dies, path, args))
+            tools.under_way[work] = ends
+            tools.num_calls += 1
+            if tools.num_calls == tools.driver_dies_at:
+                soon_s = layer.rng.uniform(0, 0.3)
+                asyncio.get_running_loop().call_later(soon_s, tools.driver_dies)
             await asyncio.wait({work}, timeout=self._timeout_s)
             tools.under_way.pop(work)
             if work.done():

@@ -47,10 +47,6 @@ class Away:
             now_s = self._wall()
             self._spans.setdefault(engine, []).append(Span("tools", now_s - seconds, now_s))
 
-    def forget(self) -> None:
-        """Forget what was left over by a rollout that was given up."""
-        self._left.clear()
-
     def returns_s(self, engine: str) -> float:
         """Return the seconds until a trajectory of an engine probably comes back."""
         left_s = next((at for own, at in self._left.values() if own == engine), None)

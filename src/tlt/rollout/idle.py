@@ -57,8 +57,6 @@ class IdleTime:
 
     def turns_started(self, requests: Iterable[SampleRequest]) -> None:
         """Note that an environment answers these samples."""
-        if not self._turns and not self._dispatcher.num_unfinished:
-            self._away.forget()
         self._turns |= {request.sample_id for request in requests}
 
     def finished(self, sample: Sample) -> None:

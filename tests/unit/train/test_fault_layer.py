@@ -111,6 +111,9 @@ class World:
         self.dies_after_step = 0
         """The RL step after which the driver is killed; 0 is none."""
         self.death = asyncio.Event()
+        self.tools.driver_dies = self.death.set
+        if with_tools and not self.quiet and rng.random() < 0.7:
+            self.tools.driver_dies_at = rng.randrange(1, 250)
         self.drafter = drafter
         self.engines: list[Engine] = []
         self.trainers = Trainers(self.layers[2], self.is_used, KILL_S, Blob)
