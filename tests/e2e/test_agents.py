@@ -35,7 +35,7 @@ RUN = (
 )
 OFF = "engine.strategy.kind=off"
 NGRAM = (
-    "tlt.enabled=true tlt.harvest=false "
+    "engine.ngram={min_match=2} "
     """engine.strategy='{kind="fixed",drafter="ngram",num_draft_tokens=3}'"""
 )
 HARVEST = (
