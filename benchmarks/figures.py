@@ -50,6 +50,15 @@ GIVEN = {
     "benchmarks/README.md": {"22 minutes": "the budget that `tlt models sft` was given"},
     "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
     "docs/commands.md": {"at most five minutes": "limit of cli/demo.py"},
+    "docs/compared.md": {
+        "50% slower": "verl's documentation, docs/advance/mtp.md",
+        "20% faster": "the README of verl-SpeCo",
+        "up to 2.1x": "verl pull request 4535",
+        "rollouts 2.03x, RL steps 1.62x": "SkyRL's documentation, examples/spec_decode",
+        "rollouts 1.8x": "NeMo-RL's paper, arXiv 2604.26779",
+        "up to 2.5x end": "NeMo-RL's paper, arXiv 2604.26779",
+        "1.7x to 2.1x end": "the TLT paper, arXiv 2511.16665",
+    },
     "docs/quickstart.md": {"at most five minutes": "limit of cli/demo.py"},
     "docs/drafter.md": {"trained for five minutes": "the budget of benchmarks/emulated.py"},
     "docs/operations.md": {

@@ -34,7 +34,7 @@ th, td { padding: 3px 12px 3px 0; text-align: left; vertical-align: top; }
 td:first-child, .n { white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 thead th { border-bottom: 1px solid #8889; } tbody tr + tr td { border-top: 1px solid #8883; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 200px), 1fr));
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 160px), 1fr));
          gap: 12px; margin: 1em 0; }
 .fact { border: 1px solid #8886; border-radius: 6px; padding: 8px 14px; }
 .fact b { display: block; font-size: 1.7em; line-height: 1.3; }
