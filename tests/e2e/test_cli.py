@@ -39,7 +39,7 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     )
     tlt(
         "drafter train --model models/policy --out runs/drafter --num-samples 96 --num-held-out 8 "
-        "--max-tokens 64 --budget-minutes 0.8 --draft-vocab 128 --lr 6e-3 --dtype float32",
+        "--max-tokens 64 --budget-minutes 0.8 --draft-vocab 128 --lr 6e-3 --dtype float32 --ranks 2",
         tmp_path,
     )
     acceptance = json.loads((tmp_path / "runs/drafter/report.json").read_text())["acceptance"]
@@ -67,6 +67,8 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     [
         pytest.param("models tiny --hidden-size 100", "128", marks=pytest.mark.gate),
         ("drafter train --model models/tiny --out x --prompts few.txt", "800"),
+        ("drafter train --model models/tiny --out x --ranks 100", "--ranks"),
+        ("drafter train --model models/tiny --out x --gpus 1", "Ray finds 0 GPUs"),
         ("drafter train --model models/tiny --out x --prompts bad.jsonl", "'prompt'"),
         ("drafter export x --model models/tiny --out y", "tlt drafter train"),
     ],
