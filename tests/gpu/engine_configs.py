@@ -83,7 +83,7 @@ def _facts(engine: Any, has_drafter: bool) -> dict[str, Any]:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.worker.gpu_worker import Worker
 
-    from tlt.vllm import plugin
+    from tlt.vllm import compat, plugin
     from tlt.vllm.args import engine_args, graph_plan
 
     plugin.register()
@@ -95,6 +95,7 @@ def _facts(engine: Any, has_drafter: bool) -> dict[str, Any]:
     backend = config.weight_transfer_config.backend
     return {
         "has_drafter": has_drafter,
+        "is_refused": not has_drafter and not compat.counts_drafts(),
         "is_v2": config.use_v2_model_runner,
         "is_async": config.scheduler_config.async_scheduling,
         "scheduler_fits": issubclass(config.scheduler_config.get_scheduler_cls(), AsyncScheduler),

@@ -32,7 +32,7 @@ def decided(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_engine_runs_our_classes_on_the_v2_runner(recipe: str, decided: Facts) -> None:
     found = decided[recipe]
-    assert found["is_v2"]
+    assert found["is_v2"] != found["is_refused"], "vLLM 0.31 has no n-grams on V2; see `worker`"
     assert found["is_async"]
     assert found["scheduler_fits"]
     assert (found["worker"], found["worker_fits"]) == ("AdaptiveGPUWorker", True)
@@ -46,7 +46,7 @@ def test_the_engine_runs_our_classes_on_the_v2_runner(recipe: str, decided: Fact
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_graphs_and_draft_lengths_are_those_of_the_plan(recipe: str, decided: Facts) -> None:
     found = decided[recipe]
-    assert found["graph_mode"] == "FULL_AND_PIECEWISE"
+    assert found["graph_mode"] == ("PIECEWISE" if found["is_refused"] else "FULL_AND_PIECEWISE")
     captured, planned = found["graph_sizes"]
     assert captured == planned
     named, wanted = found["schedule"]

@@ -166,8 +166,10 @@ def test_a_row_with_a_limit_meets_the_kernel_of_both() -> None:
     """Whatever its neighbours ask for: vLLM's three kernels may round in different ways."""
     import torch
 
+    from tlt.vllm import compat
     from tlt.vllm.v2.sampler import BothLimits
 
+    vocab_size = [96] if compat.is_at_least(0, 33) else []
     states = BothLimits.__new__(BothLimits)
     states.vocab_size = 96
     for name, values in {"top_k": [96, 10, 96], "top_p": [0.8, 1.0, 1.0]}.items():
@@ -175,8 +177,9 @@ def test_a_row_with_a_limit_meets_the_kernel_of_both() -> None:
         setattr(states, name, SimpleNamespace(np=tensor.numpy(), gpu=tensor))
     for rows in ([0], [1], [2], [0, 1, 2]):
         index = torch.tensor(rows)
-        limits = [x is not None for x in states.get_top_k_top_p(index, index.numpy())]
-        assert limits == [rows != [2]] * 2
+        top_k, top_p, *rest = states.get_top_k_top_p(index, index.numpy(), *vocab_size)
+        assert [top_k is not None, top_p is not None] == [rows != [2]] * 2
+        assert rest == [0 in rows] * len(vocab_size)
 
 
 def made_up_runner(method: str = "standard", kind: Any = None) -> Any:
@@ -191,6 +194,8 @@ def made_up_runner(method: str = "standard", kind: Any = None) -> Any:
         num_speculative_tokens=3,
         enable_adaptive_verification=False,
         rejection_sample_method=method,
+        fly_entropy_threshold=None,
+        fly_entropy_top_k=0,
     )
     runner = SimpleNamespace(
         sampler=sampler,

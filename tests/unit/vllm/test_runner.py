@@ -14,7 +14,9 @@ from vllm.v1.worker.gpu import model_runner
 
 from tlt.config.rollout import EngineConfig
 from tlt.contracts import DRAFTERS, Arm, Drafter
+from tlt.errors import EngineError
 from tlt.strategy.spec import build_strategy
+from tlt.vllm import compat
 from tlt.vllm.args import engine_args, strategy_spec
 from tlt.vllm.runner import Lookup, Texts
 from tlt.vllm.v1.runner import RunnerV1
@@ -42,6 +44,60 @@ def test_only_the_ratio_test_keeps_the_logits_of_drafts(
         model_runner.init_speculator(config, torch.device("cpu"), None)
     assert built == [drafts]
     assert model_runner.init_speculator is build
+
+
+@pytest.fixture
+def without_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM be 0.31 in the one respect that its V2 speculators always draft the most."""
+    monkeypatch.setattr(compat, "counts_drafts", lambda: False)
+
+
+@pytest.mark.usefixtures("without_count")
+def test_vllm_0_31_learns_the_number_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups = {"ngram": Repeat()}
+    monkeypatch.setattr(RunnerV2, "_lookups", lambda self, *args: lookups)
+    config: Any = SimpleNamespace(additional_config={"tlt": {}})
+    seen: list[int] = []
+    handler = SimpleNamespace(set_draft_tokens=lambda batch, drafts: seen.append(drafts.shape[1]))
+    drafting = SimpleNamespace(drafter="eagle3", lookups={}, num_drafts=None)
+    ours = RunnerV2(config)
+    ours.install(
+        SimpleNamespace(
+            speculator=drafting, draft_tokens_handler=handler, device="cpu", req_states=None
+        )
+    )
+    assert drafting.lookups is lookups, "made when the states of requests are there"
+    warm_up = SimpleNamespace(num_spec_tokens_to_schedule=0, finished_req_ids=set())
+    step = SimpleNamespace(
+        num_spec_tokens_to_schedule=2, finished_req_ids=set(), tlt_drafter="eagle3"
+    )
+    for output in (warm_up, step):
+        ours.begin_step(output, ())
+        handler.set_draft_tokens(None, torch.zeros(1, 4))
+    assert seen == [4, 2]
+
+
+@pytest.mark.usefixtures("without_count")
+@pytest.mark.parametrize(("method", "fault"), [("ngram_gpu", "engine.drafter"), ("eagle3", "RUN")])
+def test_vllm_0_31_has_no_ngrams_alone(method: str, fault: str) -> None:
+    from tlt.vllm.worker import AdaptiveWorker
+
+    worker: Any = AdaptiveWorker()
+    worker.use_v2_model_runner = False  # vLLM's choice for "ngram_gpu"
+    worker.vllm_config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method),
+        additional_config={"tlt": {"runner": "v2"}},
+    )
+    with pytest.raises(EngineError, match=fault):
+        worker._make_runner()
+
+
+@pytest.mark.usefixtures("without_count")
+def test_vllm_0_31_has_no_lookup_in_the_own_text() -> None:
+    from tlt.vllm.ngram.v2 import OwnTextV2
+
+    with pytest.raises(EngineError, match="history_tokens"):
+        OwnTextV2(None, torch.device("cpu"), None)
 
 
 class Repeat(Lookup):
