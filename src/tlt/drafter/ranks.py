@@ -40,6 +40,7 @@ class Ranks(OneRank):
         """This rank's part of the sum: parameters are cut into as many parts as there are ranks."""
 
     def agree(self, *values: float) -> list[float]:
+        assert values, "nobody waits for the sum of nothing"
         own = torch.tensor(values, dtype=torch.float64)
         shared = (own if self.rank == 0 else torch.zeros_like(own)).to(self._device)
         dist.all_reduce(shared)

@@ -124,7 +124,7 @@ def train(
         show("capturing the policy's states", index + 1, len(texts))
     del policy
     gc.collect()  # its memory is the drafter's now
-    ranks.agree()  # all samples are in the buffer
+    ranks.agree(0.0)  # all samples are in the buffer
     return _train(plan, trainer, buffer, until_s, show)
 
 
