@@ -80,9 +80,11 @@ CPU_CASES = tuple(
 
 
 def hf_config(case: Case) -> Any:
-    from transformers import Qwen2Config, Qwen3Config
+    from transformers import Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-    kind = Qwen3Config if "head_dim" in case.model else Qwen2Config
+    kind: Any = Qwen3Config if "head_dim" in case.model else Qwen2Config
+    if "num_experts" in case.model:
+        kind = Qwen3MoeConfig
     return kind(**case.model, max_position_embeddings=65536, tie_word_embeddings=False)
 
 

@@ -37,6 +37,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
         "rope_theta": 1e6, "tie_word_embeddings": False,
     },
+    "qwen3_30b_a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rope_theta": 1e6, "tie_word_embeddings": False, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
 }  # fmt: skip
 """The config.json of each model, as published, without what sizes do not depend on."""
 
@@ -46,6 +54,7 @@ PARAMETERS = {
     "qwen3_4b": 4.02e9,
     "qwen3_8b": 8.19e9,
     "qwen3_32b": 32.8e9,
+    "qwen3_30b_a3b": 30.5e9,
 }
 """The published number of parameters of each model."""
 

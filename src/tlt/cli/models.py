@@ -34,9 +34,12 @@ def tiny(
     out: Out = None,
     hidden_size: Annotated[int, number("Hidden size, a multiple of 64.", 64, 65_536)] = 128,
     layers: Annotated[int, number("Number of decoder layers, at least 3.", 3, 1000)] = 4,
+    experts: Annotated[
+        int, number("Experts in each layer, of which a token uses two; 0 for none.", 0, 1024)
+    ] = 0,
     seed: Seed = 0,
 ) -> None:
-    """Make a small random model with a byte tokenizer, for tests."""
+    """Make a small random Llama, or Qwen3-MoE, with a byte tokenizer, for tests."""
     from tlt.errors import ConfigError
     from tlt.models import tiny
 
@@ -44,7 +47,9 @@ def tiny(
         raise ConfigError(f"--hidden-size {hidden_size} is not a multiple of 64; e.g. 128")
     target = out or Path("models/tiny")
     with _making(target, "making a tiny random model"):
-        tiny.make(target, hidden_size=hidden_size, num_layers=layers, seed=seed)
+        tiny.make(
+            target, hidden_size=hidden_size, num_layers=layers, num_experts=experts, seed=seed
+        )
 
 
 @app.command()

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from tlt.config.train import LoraConfig
+from tlt.learner.experts import by_expert
 from tlt.learner.lora import write_adapter
 
 PREFIX = "policy.policy."
@@ -76,7 +77,8 @@ def checkpoint_weights(folder: Path, dtype: str) -> dict[str, torch.Tensor]:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             dcp.load(state, storage_reader=reader, no_dist=True)  # warns that one process reads
         for name in names:
-            found[name.removeprefix(PREFIX)] = state.pop(name).to(getattr(torch, dtype))
+            tensor = state.pop(name).to(getattr(torch, dtype))
+            found |= by_expert(name.removeprefix(PREFIX), tensor)
     return found
 
 

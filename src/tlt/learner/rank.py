@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from tlt.config.train import AlgorithmConfig, LearnerConfig
 from tlt.learner import lora
 from tlt.learner.batch import TrainSample, Weighting
+from tlt.learner.experts import by_expert
 from tlt.learner.packed_attention import has_kernel
 from tlt.learner.policy import PackedPolicy, PackedRow
 from tlt.learner.policy_loss import loss_function, policy_loss
@@ -264,11 +265,15 @@ class LearnerRank:
 
     def shapes(self) -> list[tuple[str, list[int]]]:
         """Return the name and shape of every tensor of `full_weights`, in its order."""
-        named = lora.parts(self._policy)
-        return [(name.removeprefix("policy."), list(found[0].shape)) for name, found in named]
+        shapes = []
+        for name, found in lora.parts(self._policy):
+            outline = torch.empty(found[0].shape, device="meta")
+            named = by_expert(name.removeprefix("policy."), outline)
+            shapes += [(own, list(tensor.shape)) for own, tensor in named]
+        return shapes
 
     def full_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole policy tensor by tensor, with adapters merged.
+        """Yield the whole policy as its checkpoint has it, with adapters merged.
 
         Every rank must iterate to the end.
         """
@@ -278,7 +283,7 @@ class LearnerRank:
                 tensor = _whole(found[0].detach().to(dtype))
             else:
                 tensor = lora.merged(tuple(_whole(p.detach()) for p in found), self._lora, dtype)
-            yield name.removeprefix("policy."), tensor
+            yield from by_expert(name.removeprefix("policy."), tensor)
 
     def adapter(self) -> dict[str, torch.Tensor]:
         """Return the adapters whole, on every rank; none without LoRA. All ranks must call it."""

@@ -1,4 +1,4 @@
-"""Make a small random Llama with a byte tokenizer, for fast tests.
+"""Make a small random Llama or Qwen3-MoE with a byte tokenizer, for fast tests.
 
 The weights are scaled so that the model behaves like a sharp language model rather than like noise.
 The head spreads the logits: greedy choices have clear margins, so float32 results do not depend on
@@ -29,29 +29,38 @@ def make(
     num_layers: int = 4,
     head_dim: int = 32,
     max_position_embeddings: int = 4096,
+    num_experts: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write the model folder to `out`."""
+    """Write the model folder to `out`; with experts, a Qwen3-MoE that uses two for each token."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     own = tokenizer()
     vocabulary = own.get_vocab()
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // head_dim,
-        num_key_value_heads=hidden_size // (2 * head_dim),
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        tie_word_embeddings=False,
-        pad_token_id=vocabulary["<|pad|>"],
-        eos_token_id=vocabulary["<|end|>"],
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // head_dim,
+        "num_key_value_heads": hidden_size // (2 * head_dim),
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": False,
+        "pad_token_id": vocabulary["<|pad|>"],
+        "eos_token_id": vocabulary["<|end|>"],
+        "bos_token_id": None,
+    }
+    model: Any
+    if num_experts:
+        experts = {
+            "num_experts": num_experts, "num_experts_per_tok": min(2, num_experts),
+            "moe_intermediate_size": hidden_size, "norm_topk_prob": True,
+        }  # fmt: skip
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,8 +69,8 @@ def make(
             std = LAYER_STD
             if "embed_tokens" in name:
                 std = EMBEDDING_STD
-            elif "lm_head" in name:
-                std = LOGIT_STD / hidden_size**0.5
+            elif "lm_head" in name or "mlp.gate." in name:
+                std = LOGIT_STD / hidden_size**0.5  # routes, too, have clear margins
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
     model.save_pretrained(out)
     own.save_pretrained(out)

@@ -49,9 +49,12 @@ def columns(seed: int, width: int) -> list[int]:
 
 
 def fingerprint(tensor: torch.Tensor, seed: int, dtype: torch.dtype | None = None) -> Fingerprint:
-    """Return the fingerprint of a tensor, converted to `dtype` if one is given."""
-    if tensor.dim() == 2:
-        tensor = tensor[:, columns(seed, tensor.shape[1])]
+    """Return the fingerprint of a tensor, converted to `dtype` if one is given.
+
+    The matrices of a stack are one below the other.
+    """
+    if tensor.dim() >= 2:
+        tensor = tensor[..., columns(seed, tensor.shape[-1])].flatten(0, -2)
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return of_columns(tensor if tensor.dim() == 2 else tensor.reshape(-1, 1))

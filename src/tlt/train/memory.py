@@ -9,7 +9,8 @@ update's later rows, when gradients and optimizer moments are there: the backwar
 of a layer, and the reduction of the gradients of embedding and head. The peak is the largest of the
 three. With LoRA no gradient of embedding and head is there; they are gathered instead.
 `benchmarks/learner_memory.py` counts the same bytes with torch's memory tracker, and a test keeps
-formula and tracker together. Dense Llama- and Qwen-type models only.
+formula and tracker together. Models of the Llama and Qwen type only, dense or with experts in every
+layer. All experts count as weights; a token's activations are those of the experts that it uses.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ STATES = 4
 """Captured states of a token: three fused ones and the final one."""
 LOGITS = 3
 """Float32 tensors of the size of the logits in the backward pass of the head."""
+ROUTE_BYTES = 32
+"""Bytes of a token's way to one expert: its place before and after sorting, expert and weight."""
 CONTEXT_BYTES = GRAPH_BYTES = GIB
 """CUDA context and communication buffers of one process; CUDA graphs of an engine: assumed."""
 ASLEEP_BYTES = 2 * GIB
@@ -60,7 +63,7 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a dense model, as its config.json says."""
+    """The sizes of a model, as its config.json says."""
 
     hidden: int
     intermediate: int
@@ -73,6 +76,11 @@ class ModelShape:
     """Whether the head is the embedding."""
     qk_norm: bool
     """Whether queries and keys are normalized, as in Qwen3."""
+    experts: int = 0
+    """Experts of a layer; 0 in a dense model."""
+    active: int = 1
+    """Experts that a token uses."""
+    expert_intermediate: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -88,13 +96,31 @@ class ModelShape:
             vocab=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=str(config.get("model_type", "")).startswith("qwen3"),
+            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+            active=config.get("num_experts_per_tok") or 1,
+            expert_intermediate=config.get("moe_intermediate_size") or 0,
         )
+
+    @property
+    def width(self) -> int:
+        """Numbers between the two products of a token's MLP, in all experts that it uses."""
+        return self.active * self.expert_intermediate if self.experts else self.intermediate
+
+    @property
+    def stack_parameters(self) -> int:
+        """Parameters of the largest tensor of an MLP; transformers stacks gates and ups of all
+        experts."""
+        inner = 2 * self.experts * self.expert_intermediate if self.experts else self.intermediate
+        return self.hidden * inner
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of one layer, without biases, which are too small to count."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate + 2)
+        mlp = 3 * self.intermediate
+        if self.experts:
+            mlp = self.experts * (3 * self.expert_intermediate + 1)
+        return self.hidden * (2 * queries + 2 * keys + mlp + 2)
 
     @property
     def end_parameters(self) -> int:
@@ -165,7 +191,10 @@ def learner_memory(
     # A layer saves for its backward pass: the two norms' inputs in float32, their two outputs each,
     # the four of the MLP, and those of attention, whose loop repeats keys and values for each head.
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    saved = 2 * FLOAT32 * hidden + c * 4 * (hidden + shape.intermediate)
+    saved = 2 * FLOAT32 * hidden + c * 4 * (hidden + shape.width)
+    if shape.experts:
+        # Each expert has its own copy of a token's input and of its output. Routes are float32.
+        saved += shape.active * (2 * c * hidden + ROUTE_BYTES) + FLOAT32 * shape.experts
     saved += c * (2 * (queries + keys) if attention_kernel else 5 * queries)
     saved += (FLOAT32 + c) * (queries + keys) * shape.qk_norm
     if not full:
@@ -176,9 +205,11 @@ def learner_memory(
     chunk = LOGITS * FLOAT32 * min(HEAD_CHUNK_TOKENS, tokens) * shape.vocab
     in_head = c * (full * head + layer) + chunk + kept
     in_head += tokens * hidden * (FLOAT32 + (3 + 2 * full) * c // 2)
+    in_mlp = c * (full * shape.stack_parameters + 2 * tokens * shape.width)
+    if shape.experts:  # or before, when the gradients of their outputs are sorted
+        in_mlp = max(in_mlp, 3 * c * tokens * shape.active * hidden)
     # One layer is gathered ahead.
-    in_layer = c * (2 * layer + full * (head + hidden * shape.intermediate)) + kept
-    in_layer += c * tokens * (2 * shape.intermediate + (2 - full) * hidden)
+    in_layer = c * (2 * layer + full * head) + kept + in_mlp + (2 - full) * inputs
     if gradient_checkpointing:
         # In the last layer but one: the last one's gradients are on their way to the other ranks.
         in_layer += saved - inputs + full * FLOAT32 * layer
@@ -322,7 +353,7 @@ def engine_parts(sizes: Sizes) -> tuple[Part, ...]:
     gpus, args = engine.num_gpus, engine.engine_args
     tokens = sizes.batched_tokens
     rows = int(args.get("max_num_seqs", MAX_SEQS)) * (sizes.draft_tokens + 1)
-    working = sizes.c * tokens * (3 * shape.intermediate // gpus + 4 * shape.hidden)
+    working = sizes.c * tokens * (3 * shape.width // gpus + (3 + shape.active) * shape.hidden)
     working += 2 * FLOAT32 * rows * shape.vocab // gpus + GRAPH_BYTES + CONTEXT_BYTES
     parts = [("policy", sizes.weights // gpus), ("engine's working memory", working)]
     if sizes.drafts:

@@ -42,8 +42,8 @@ from tlt.vllm.environment import RUNNER_VARIABLE
 CHECKED_STEPS = 4
 """Number of first RL steps whose problems are made and measured before the run."""
 
-EXPERT_KEYS = {"num_experts", "num_local_experts", "n_routed_experts"}
-"""Keys of models with experts, whose memory is not calculated."""
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of models with experts."""
 
 MIN_CAPTURED_LAYERS = 3
 """Number of layers whose hidden states EAGLE-3 fuses."""
@@ -80,6 +80,7 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
     if not is_outline(folder):
         return None
     model = read_settings(folder, "policy.model", "name a model folder")
+    _check_experts(model)
     engine, draft_tokens = engine_config(config, model)
     plan_placement(config)
     _check_learner(config)
@@ -96,6 +97,7 @@ def prepare(config: TrainConfig) -> Prepared:
             f"policy.model: {model.get('model_type')} attends in a sliding window, which packed "
             "training rows do not know; use a model with full attention, such as Llama or Qwen2"
         )
+    _check_experts(model)
     engine, draft_tokens = engine_config(config, model)
     plan = plan_placement(config)
     _check_emulation(config)
@@ -268,6 +270,11 @@ def _check_lora(config: TrainConfig) -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.policy.model))
+    if getattr(model.config, "num_experts", 0):
+        raise ConfigError(
+            f"learner.lora.rank = {lora.rank}: mixtures of experts cannot have adapters; set it to "
+            "0 to train all weights, or use a dense model"
+        )
     there = linear_layers(model)
     if unknown := [name for name in lora.target_modules if name not in there]:
         raise ConfigError(
@@ -396,12 +403,26 @@ def _check_prompts(
     )
 
 
+def _check_experts(model: dict[str, Any]) -> None:
+    """Refuse mixtures of experts other than Qwen3-MoE with experts in every layer."""
+    whole = {**(model.get("text_config") or {}), **model}
+    found = next((key for key in EXPERT_KEYS if whole.get(key)), None)
+    kind, is_whole = whole.get("model_type"), whole.get("decoder_sparse_step", 1) == 1
+    if found is None or (kind == "qwen3_moe" and is_whole and not whole.get("mlp_only_layers")):
+        return
+    raise ConfigError(
+        f"policy.model: {kind} with {found} = {whole[found]!r} is a mixture of experts that TLT "
+        "does not train; use Qwen3-MoE with experts in every layer, such as Qwen/Qwen3-30B-A3B, or "
+        "a dense model"
+    )
+
+
 def _plan_memory(
     config: TrainConfig, model: dict[str, Any], prompt_tokens: int, draft_tokens: int
 ) -> list[Place]:
     """Return the memory plan, or refuse a run that does not fit."""
-    if not model.keys() >= SHAPE_KEYS or EXPERT_KEYS & model.keys():
-        return []  # not a dense Llama- or Qwen-type model: nothing to calculate from
+    if not model.keys() >= SHAPE_KEYS:
+        return []  # not of the Llama or Qwen type: nothing to calculate from
     found, given = this_machine(), config.node
     # The nodes of a cluster, or GPUs elsewhere: this machine says nothing about them.
     elsewhere = os.environ.get("RAY_ADDRESS") or _has_gpus_elsewhere(config.engine)

@@ -209,7 +209,7 @@ def _toml(value: Any) -> str:
 def plan_lines(places: Sequence[Place]) -> list[str]:
     """Return the memory plan in words, for the head of the file."""
     if not places:
-        return ["Memory was not calculated: the model is not a dense one of a known shape."]
+        return ["Memory was not calculated: the model is not of the Llama or Qwen type."]
     found = []
     for place in places:
         of = "?" if place.capacity is None else f"{place.capacity / GIB:.1f}"

@@ -66,9 +66,33 @@ def _fix_sharing() -> None:
     utils._should_share = should_share
 
 
+def _fix_experts() -> None:
+    """Pack the weights of experts after every load, and not after the first one alone.
+
+    CPU kernels read packed weights, and vLLM packs them when it builds the kernel. After a weight
+    sync the kernel would read plain weights as if they were packed. Can go when vLLM's
+    `UnquantizedFusedMoEMethod` packs again.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    method = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    set_up = getattr(method, "_setup_kernel", None)
+    if set_up is None:
+        return
+
+    def set_up_and_pack(self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+        is_update = self.moe_kernel is not None
+        set_up(self, layer, *args, **kwargs)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = set_up_and_pack
+
+
 FIXES = (
     Fix("amx", "SIGILL in attention on very short prompts", _fix_amx),
     Fix("sharing", "a drafter swap would write into the policy", _fix_sharing, cpu_only=False),
+    Fix("experts", "experts are wrong after a weight sync", _fix_experts),
 )
 
 

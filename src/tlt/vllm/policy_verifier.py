@@ -31,6 +31,7 @@ from tlt.node.fingerprint import (
     of_columns,
 )
 from tlt.node.weights import read_fingerprints, read_weights
+from tlt.vllm import experts
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 INDEX = "model.safetensors.index.json"
@@ -136,6 +137,8 @@ def policy_fingerprint(
             is_rounded = dtype is torch.float32 and parameter.device.type != "cpu"
             if multiplies and name == "weight" and not is_rounded:
                 found[full] = of_columns(_columns_of(module, parameter.device, dtype, seed))
+            elif name in experts.PARTS and experts.is_readable(module):
+                found[full] = of_columns(experts.columns_of(module, parameter.data, seed))
             elif parameter.numel():
                 # vLLM keeps some tensors in a wider dtype than the policy's.
                 found[full] = fingerprint(parameter.data, seed, dtype)
@@ -163,9 +166,27 @@ def _checkpoint_names(model: Any, name: str, given: Mapping[str, Fingerprint]) -
     if name in given:
         return [name]
     *path, module, parameter = name.split(".")
+    if parameter in experts.PARTS:
+        return _expert_names(model.get_submodule(f"{'.'.join(path)}.{module}"), name, given)
     together = getattr(model, "packed_modules_mapping", {}).get(module, [])
     parts = [".".join([*path, part, parameter]) for part in together]
     return parts if parts and all(part in given for part in parts) else []
+
+
+def _expert_names(layer: Any, name: str, given: Mapping[str, Fingerprint]) -> list[str]:
+    """Return the checkpoint's names of the matrices in a stack of experts, in their order."""
+    if not experts.is_readable(layer):
+        return []
+    *path, _, stack = name.split(".")  # vLLM has a module of its own around the experts
+    prefix = ".".join(path)
+    if f"{prefix}.{experts.TOGETHER[stack]}" in given:
+        return [f"{prefix}.{experts.TOGETHER[stack]}"]
+    names = [
+        f"{prefix}.{expert}.{part}.weight"
+        for expert in range(layer.global_num_experts)
+        for part in experts.PARTS[stack]
+    ]
+    return names if all(each in given for each in names) else []
 
 
 def _files(folder: Path) -> list[Path]:

@@ -44,11 +44,19 @@ QWEN3 = {
     "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128,
 }  # fmt: skip
+QWEN3_MOE = QWEN3 | {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+}  # fmt: skip
 CASES = {
     "a layer": with_layers(LARGE, 3),
     "the head": with_layers(LARGE, 3, row_tokens=4608),
     "embedding and head": with_layers(LARGE, 3, row_tokens=256),
     "Qwen3": with_layers(LARGE, 3, model=QWEN3, row_tokens=33792, num_ranks=16),
+    "experts": with_layers(LARGE, 3, model=QWEN3_MOE, row_tokens=33792),
+    "no checkpointing, experts": with_layers(
+        LARGE, 3, model=QWEN3_MOE, gradient_checkpointing=False
+    ),
     "no checkpointing": with_layers(LARGE, 3, gradient_checkpointing=False),
     "LoRA, a layer": with_layers(LARGE, 3, lora_rank=256),
     "LoRA, the head": with_layers(LARGE, 3, row_tokens=4608, lora_rank=16),

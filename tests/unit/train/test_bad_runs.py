@@ -198,6 +198,9 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (settings("sampling.max_extra_prompts=-1"), "sampling.max_extra_prompts = -1", "e.g. 0"),
     (settings("sampling.max_extra_prompts=4", "debug.forced_lengths={median=2, p95=4, longest=8}"),
      "sampling.max_extra_prompts = 4", "set it to 0"),
+    (both(settings("learner.lora.rank=4"), model_config(
+        model_type="qwen3_moe", num_experts=8, moe_intermediate_size=32, decoder_sparse_step=1)),
+     "learner.lora.rank = 4: mixtures of experts", "set it to 0"),
     (settings("learner.lora={rank=4, target_modules=['q_proj', 'query']}"),
      "no linear layer 'query'; they have down_proj, gate_proj, k_proj,", "leave it out"),
     # the algorithm
@@ -220,6 +223,10 @@ WRONG: list[tuple[Spoil, str, str]] = [
      "2.safetensors", "download it again"),
     (model_file("config.json", lambda b: b[:40]), "config.json", "tlt models"),
     (model_config(sliding_window=64), "policy.model", "full attention"),
+    (model_config(model_type="mixtral", num_local_experts=8), "mixtral with num_local_experts = 8",
+     "Qwen3-MoE"),
+    (model_config(model_type="qwen3_moe", num_experts=8, mlp_only_layers=[0]), "policy.model",
+     "experts in every layer"),
     (model_config(vocab_size=50), "policy.model", "the model's own tokenizer"),
     (model_config(hidden_size="64"), "hidden_size = '64'", "tlt models"),
     (model_file("tokenizer.json", lambda b: b[: len(b) // 2]), "policy.model", "save_pretrained"),

@@ -12,7 +12,7 @@ from tlt.cli.main import app
 from tlt.config.load import load_config
 from tlt.config.train import NodeConfig, TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
-from tlt.train.memory import GIB, Place
+from tlt.train.memory import GIB, ModelShape, Place
 from tlt.train.preflight import check_outline
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -43,6 +43,26 @@ def plan(tmp_path: Path, recipe: str, *overrides: str) -> dict[str, Place]:
 
 def gib(place: Place, part: str) -> float:
     return dict(place.parts)[part] / GIB
+
+
+def test_all_experts_are_weights_and_those_of_a_token_are_activations(tmp_path: Path) -> None:
+    model = SHAPES["qwen3_30b_a3b"]
+    shape = ModelShape.of(model)
+    fewer = ModelShape.of(model | {"num_experts": 64})
+    dense = ModelShape.of({k: v for k, v in model.items() if k != "num_experts"})
+    assert shape.parameters - fewer.parameters == pytest.approx(48 * 64 * 3 * 2048 * 768, rel=1e-3)
+    assert shape.width == dense.width == 6144
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model))
+    given = [f"policy.model={folder}", f"run.out={tmp_path / 'run'}", *WITHOUT_TLT]
+    node = ["node.num_gpus=8", "node.gpu_gib=180", "node.host_gib=3000"]
+    config = load_config(TrainConfig, CONFIGS / f"{THIRTY_TWO}.toml", [*given, *node])
+    places = check_outline(resolve_defaults(config))
+    assert places is not None
+    generating = next(place for place in places if place.name == "a GPU, generating")
+    gpus = config.engine.num_gpus
+    assert gib(generating, "policy") == pytest.approx(2 * 30.5e9 / gpus / GIB, rel=0.01)
 
 
 def test_the_7b_recipe_fits_and_every_part_has_its_size(tmp_path: Path) -> None:
