@@ -26,7 +26,6 @@ def main() -> None:
     drawn = training_picture(result("drafter/report"))
     (RESULTS / "drafter" / "report.svg").write_text(drawn)
     plot_run(RESULTS / "train", "SmolLM2-135M learns sums")
-    plot_run(RESULTS / "lora", "Adapters of a tiny model learn divisors")
     for path in sorted(RESULTS.glob("**/rollout.json")):
         rollout = json.loads(path.read_text())
         path.with_suffix(".svg").write_text(charts.running(rollout))
