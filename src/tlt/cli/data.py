@@ -27,7 +27,7 @@ Limit = Annotated[int | None, number("Problems to write; by default all.", 1, 10
 def gsm8k(
     split: Split = "train", out: Out = None, limit: Limit = None, as_json: Json = False
 ) -> None:
-    """Write GSM8K: 7,473 word problems of grade school, and 1,319 to test on."""
+    """Write GSM8K: 7,473 grade-school word problems, and 1,319 test problems."""
     from tlt.tasks.datasets import GSM8K, Columns, from_hub
 
     target = out or Path(f"data/gsm8k-{split}.jsonl")
@@ -39,7 +39,7 @@ def gsm8k(
 def math(
     split: Split = "train", out: Out = None, limit: Limit = None, as_json: Json = False
 ) -> None:
-    """Write MATH: 7,500 problems of competitions, and 5,000 to test on."""
+    """Write MATH: 7,500 competition problems, and 5,000 test problems."""
     from tlt.tasks.datasets import MATH, SUBJECTS, Columns, from_hub
 
     target = out or Path(f"data/math-{split}.jsonl")

@@ -245,7 +245,7 @@ def _show(output: Output, found: dict[str, Any]) -> None:
         drafts = [f"{of['acceptance_length']:.2f}", f"{of['saved_share']:.0%}"]
         cells = [LABELS[name], f"{of['seconds']:.1f}", f"{of['tokens']:,.0f}"]
         rows.append([*cells, *(["-", "-"] if name == "off" else drafts)])
-    output.table("what made it: the run with TLT, by who drafted", ("", *columns), rows)
+    output.table("what made it: the run with TLT, by drafter", ("", *columns), rows)
     if idle := found["leases"]:
         output.say(
             f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "

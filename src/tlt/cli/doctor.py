@@ -99,7 +99,7 @@ def _check_device(output: Output, device: str, out: Path, only: list[str], limit
     facts["findings"] = _find(output)
     if why:  # the driver is there: what it says, and what torch says, tells the cause
         report.write(out, facts, [])
-        raise ConfigError(f"{why}. {out} holds what driver and torch say, for an issue")
+        raise ConfigError(f"{why}. {out} has what driver and torch report, for an issue")
 
     def show(check: report.Check, result: Result | None) -> None:
         if result is None:
@@ -115,5 +115,5 @@ def _check_device(output: Output, device: str, out: Path, only: list[str], limit
     output.marked("wrote", "green", str(out))
     output.result(json.loads(out.read_bytes()))
     if any(result.is_bad for result in results):
-        output.note("please attach the file to an issue; read it first: it holds paths and logs")
+        output.note("please attach the file to an issue; read it first: it contains paths and logs")
         raise typer.Exit(1)

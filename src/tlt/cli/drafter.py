@@ -174,7 +174,7 @@ def export(
         opt.number("Draft length to serve with; by default what it was trained for.", 1, 32),
     ] = None,
     moments: Annotated[
-        bool, opt.option("Add the optimizer's state, to go on training from.", "--moments")
+        bool, opt.option("Add the optimizer's state, to continue training.", "--moments")
     ] = False,
 ) -> None:
     """Export a drafter as a folder that stock vLLM loads, with its provenance."""

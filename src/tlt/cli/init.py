@@ -42,7 +42,7 @@ def init(
 ) -> None:
     """Write the settings of a run that fits your hardware, and check them.
 
-    Asks for what is not given, if there is a terminal to ask at.
+    Asks for missing options if there is a terminal.
     """
     from tlt.config.load import load_config
     from tlt.config.train import TrainConfig, resolve_defaults

@@ -100,7 +100,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     except UnicodeEncodeError as error:
         if error.encoding.replace("-", "").lower() != "utf8":
             _refuse(f"this locale cannot write {error.object[error.start]!a}; set PYTHONUTF8=1")
-        _refuse("a name holds bytes that are not UTF-8; rename the file or folder")
+        _refuse("a name contains bytes that are not UTF-8; rename the file or folder")
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         extra = next((extra for extra, brought in EXTRAS.items() if module in brought), None)

@@ -241,7 +241,7 @@ class VersionStore:
         """Restore the trainer from a version, by default the last one, and return its notes."""
         versions = self.versions()
         if not versions:
-            raise ConfigError(f"{self.folder} holds no drafter version to go on from")
+            raise ConfigError(f"{self.folder} has no drafter version to continue from")
         folder = self.path(version or versions[-1])
         state = json.loads((folder / STATE).read_text())
         trainer.restore(load_file(folder / TRAINER), state["progress"])

@@ -108,7 +108,7 @@ class ReplicaHarvest:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result(HOOK_S)
         except Exception:
-            logger.exception("harvest failed; the run goes on")
+            logger.exception("harvest failed; the run continues")
             return None
 
     # --- in harvest's thread ------------------------------------------------------------------
@@ -129,7 +129,7 @@ class ReplicaHarvest:
                 await watch.see(await self._load())
                 await asyncio.sleep(POLL_S)
         except Exception:
-            logger.exception("harvest no longer sees which replicas are idle; the run goes on")
+            logger.exception("harvest no longer sees which replicas are idle; the run continues")
         finally:
             self._idle_s += watch.idle_s
 

@@ -179,7 +179,7 @@ class TLTCallback(TrainerCallback):
         except FloatingPointError as error:
             logger.warning("%s", error)
         except Exception:
-            logger.exception("the drafter is no longer trained; the run goes on")
+            logger.exception("the drafter is no longer trained; the run continues")
             self._is_off = True
 
     def _evaluate(self) -> None:

@@ -80,8 +80,8 @@ def read_settings(folder: Path, key: str, way_out: str) -> dict[str, Any]:
         is_whole = isinstance(size, int) and not isinstance(size, bool)
         if size is not None and not (is_whole and 1 <= size <= LARGEST_SIZE):
             raise ConfigError(
-                f"{key}: {folder / 'config.json'} says {name} = {repr(size)[:40]}, which is no "
-                f"size; {way_out}"
+                f"{key}: {folder / 'config.json'} says {name} = {repr(size)[:40]}, which is not "
+                f"a size; {way_out}"
             )
     heads, hidden = model.get("num_attention_heads") or 1, model.get("hidden_size") or LARGEST_SIZE
     if heads > hidden:

@@ -47,10 +47,10 @@ def local_folder(name: str | Path, key: str, files: tuple[str, ...] = FILES) -> 
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"{key} = {str(name)!r} is no folder, and an id of the Hub needs huggingface_hub; run: "
-            "pip install 'tlt-rl[train]', or name a folder"
+            f"{key} = {str(name)!r} is not a folder, and an id of the Hub needs huggingface_hub; "
+            "run: pip install 'tlt-rl[train]', or name a folder"
         ) from error
-    what = f"{key} = {str(name)!r} is no folder here"
+    what = f"{key} = {str(name)!r} is not a folder here"
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(files)))
     except errors.GatedRepoError:

@@ -188,8 +188,8 @@ def _open_folder(path: Path, parent: int | None) -> int:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
         raise ConfigError(
-            f"{path} is a symbolic link or a file, not a folder; somebody may have put it there to "
-            "reach your files; remove it, or use another folder"
+            f"{path} is a symbolic link or a file, not a folder; another user may have put it "
+            "there to reach your files; remove it, or use another folder"
         ) from None
 
 

@@ -100,5 +100,5 @@ class HealthWatch:
         if self._max_steps and self._in_a_row >= self._max_steps:
             raise TrainingFailed(
                 f"the last {self._in_a_row} RL steps taught the policy next to nothing. "
-                f"{found[0].says} {found[0].change} alarm.max_lost_steps = 0 goes on all the same"
+                f"{found[0].says} {found[0].change} alarm.max_lost_steps = 0 continues anyway"
             )

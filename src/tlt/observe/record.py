@@ -105,7 +105,7 @@ def read_lengths(path: Path) -> list[list[int]]:
         tokens = record.get("tokens")
         if not isinstance(tokens, list) or not all(_is_count(n) for n in tokens):
             raise ConfigError(
-                f"{path}, line {number}: 'tokens' is no list of response lengths; remove the line"
+                f"{path}, line {number}: 'tokens' is not a list of lengths; remove the line"
             )
         found.append(tokens)
     return found

@@ -110,7 +110,7 @@ class WandbSink:
         except wandb.Error as error:
             raise ConfigError(
                 f"metrics.wandb_project: {error} "
-                "To go on without a connection, set WANDB_MODE=offline and `wandb sync` later."
+                "To continue without a connection, set WANDB_MODE=offline and `wandb sync` later."
             ) from error
         # W&B's own step only rises; ours falls back when a run resumes.
         self._run.define_metric("*", step_metric="step")
@@ -145,7 +145,7 @@ class PrometheusSink:
         except OSError as error:
             why = f"port: cannot serve at {host}:{port} ({error}); 0 takes a free port"
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                why = f"host: {host} is no address of this machine ({error}); 127.0.0.1 is"
+                why = f"host: {host} is not an address of this machine ({error}); 127.0.0.1 is"
             raise ConfigError(f"metrics.prometheus_{why}") from error
 
     @property

@@ -201,7 +201,7 @@ def _drafter(view: RunView) -> Iterator[Finding]:
     length = 1 + accepted / drafts
     if length < WEAK_LENGTH:
         used = sum(of["seconds"] for of in model) / sum(of["seconds"] for of in found.values())
-        advice = "Let the run go on: idle workers train the drafter."
+        advice = "Let the run continue: idle workers train the drafter."
         if not view.setting("tlt.enabled"):
             advice = "Set tlt.enabled = true: idle workers then train the drafter."
         elif not view.setting("tlt.harvest", True):

@@ -77,7 +77,7 @@ class ByBatchSize(_Unlearning):
             )
         if drafter not in DRAFTERS:
             raise ConfigError(
-                f"strategy.drafter = {drafter!r} is no drafter; e.g. 'eagle3' or 'ngram'"
+                f"strategy.drafter = {drafter!r} is not a drafter; e.g. 'eagle3' or 'ngram'"
             )
         self._limits = limits
         self._arms = [Arm(drafter, k) if k else OFF for _, k in schedule] + [OFF]

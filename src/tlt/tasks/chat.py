@@ -67,14 +67,14 @@ class Chat:
         """
         too_slow = (
             f"{self._where}: its chat template takes more than {PROMPT_S:g} s for one question; "
-            "put chat_template right, as the model's authors publish it"
+            "restore the published chat_template"
         )
         with time_limit(PROMPT_S, too_slow):
             tokens = self._prompt(question, history, tools)
         if not tokens:
             raise ConfigError(
-                f"{self._where}: its chat template makes an empty prompt; put chat_template right, "
-                "as the model's authors publish it"
+                f"{self._where}: its chat template makes an empty prompt; restore the published "
+                "chat_template"
             )
         return tokens
 
@@ -96,8 +96,8 @@ class Chat:
                 ) from error
             raise ConfigError(
                 f"{self._where}: its chat template or tokenizer fails on a question "
-                f"({_said(error)}); put chat_template and tokenizer_config.json right, as the "
-                "model's authors publish them"
+                f"({_said(error)}); restore the published chat_template and "
+                "tokenizer_config.json"
             ) from error
         if any(m["role"] == "system" and m["content"].strip() not in text for m in history):
             raise ConfigError(
@@ -123,7 +123,7 @@ class Chat:
         except Exception as error:  # a template is a program
             raise ConfigError(
                 f"{self._where}: its chat template fails on messages of user, assistant and tool "
-                f"({_said(error)}); put chat_template right, as the model's authors publish it"
+                f"({_said(error)}); restore the published chat_template"
             ) from error
         return self._encode(rest.removeprefix(self.tokenizer.decode([last_token])))
 

@@ -129,7 +129,7 @@ def _from_csv(path: Path) -> Iterator[Row]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             yield from csv.DictReader(file)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no CSV file in UTF-8 ({error}); save it as one") from error
+        raise ConfigError(f"{path} is not CSV in UTF-8 ({error}); save it as one") from error
 
 
 # --- problems -------------------------------------------------------------------------------------

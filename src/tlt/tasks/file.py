@@ -186,7 +186,7 @@ def task_of(data: str, option: str = "--data") -> dict[str, Any]:
     if path.suffix.lower() not in READERS:
         if path.exists() or "/" in data:
             raise ConfigError(
-                f"{option} {data} is no file of problems; give a .jsonl or .parquet file, which "
+                f"{option} {data} is not a file of problems; give a .jsonl or .parquet file, which "
                 "`tlt data` writes, or the name of a reasoning-gym task such as gcd"
             )
         return {"task": {"name": data}, "reward": {"function": "exact"}}

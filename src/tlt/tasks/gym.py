@@ -153,7 +153,7 @@ def check(task: str, parameters: Mapping[str, Any], sized: bool) -> None:
     for name in parameters:
         if name in names:
             continue
-        why = "is set by the run" if name in ours else f"is no parameter of {task}"
+        why = "is set by the run" if name in ours else f"is not a parameter of {task}"
         close = difflib.get_close_matches(name, names, n=1) or names
         raise ConfigError(f"task.parameters: {name} {why}; e.g. {', '.join(close)}")
 

@@ -74,7 +74,7 @@ class RunFolder:
         exists = (self.path / "config.toml").exists()
         if exists and not resume:
             raise ConfigError(
-                f"run.out = {str(self.path)!r} already holds a run; add --resume to go on with it, "
+                f"run.out = {str(self.path)!r} already holds a run; add --resume to continue it, "
                 "or choose another folder"
             )
         if not resume:
@@ -88,7 +88,7 @@ class RunFolder:
         except ConfigError as error:
             raise ConfigError(
                 f"{self.path / 'config.toml'}, which the run was started with, is damaged "
-                f"({error}); put it right, or start a new run.out"
+                f"({error}); fix it, or start a new run.out"
             ) from error
         now = _flat(config.model_dump(exclude_none=True))
         for key in sorted({*before, *now}):
@@ -157,7 +157,7 @@ class RunFolder:
                 shutil.rmtree(aside, ignore_errors=True)
                 each.rename(aside)
                 logger.warning(
-                    "checkpoint %s is damaged (%s), and is now %s; the run goes on from %s",
+                    "checkpoint %s is damaged (%s), and is now %s; the run continues from %s",
                     *(each, why, aside.name, path.name),
                 )
             return path, step_of(path)

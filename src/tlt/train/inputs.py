@@ -72,7 +72,7 @@ def _compare(folder: Path, found: Mapping[str, str]) -> None:
         if before.get(key, digest) != digest:
             raise ConfigError(
                 f"{key}: its files have changed since the run in {folder} started; put them back, "
-                f"start a new run.out, or remove {path} to go on with the changed ones"
+                f"start a new run.out, or remove {path} to continue with the changed ones"
             )
 
 

@@ -162,7 +162,7 @@ class Training:
         """End the run because of a signal."""
         _, saved = self._checkpoints.last()
         self._log.close()
-        self._term.raise_if_requested(f"{when}; `--resume` goes on after RL step {saved}")
+        self._term.raise_if_requested(f"{when}; `--resume` continues after RL step {saved}")
 
     # --- one RL step --------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ def verify(folder: Path, part: str = "") -> tuple[int, dict[str, str]]:
         if content.pop("checksum") != _checksum(content):
             raise ValueError("its checksum differs")
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        return 0, {STATE: f"it is no list of files ({error})"}
+        return 0, {STATE: f"it is not a list of files ({error})"}
     files = {name: facts for name, facts in content["files"].items() if name.startswith(part)}
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         found = threads.map(lambda name: (name, _difference(folder / name, *files[name])), files)
