@@ -21,7 +21,7 @@ MARK = "TLT_BENCHMARK"
 """Environment variable by which processes of a run are known, also when their driver is dead."""
 TINY_MODEL = (
     "models tiny --out models/tiny",
-    "sft --model models/tiny --out models/tiny-sft --task gcd --sizes 2,2,2 "
+    "models sft --model models/tiny --out models/tiny-sft --task gcd --sizes 2,2,2 "
     "--parameter max_value=9 --steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
 )
 """Commands that make the policy of configs/tiny_gcd_cpu.toml."""

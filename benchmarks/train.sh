@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 tlt="${TLT:-.venv/bin/tlt}"
 [ -d models/smollm2 ] || "$tlt" models smollm2 --out models/smollm2
-[ -d models/smollm2-start ] || "$tlt" sft --model models/smollm2 --out models/smollm2-start \
+[ -d models/smollm2-start ] || "$tlt" models sft --model models/smollm2 --out models/smollm2-start \
   --sizes 4,14,30 --parameter min_digits=1 --parameter max_digits=1 --steps 30
 "$tlt" train configs/smollm2_chain_sum_cpu.toml run.out=runs/smollm2
 mkdir -p benchmarks/results/train

@@ -100,7 +100,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "slow_calculator.py").write_text(TOOLS)
     tlt("models tiny --out models/tiny", folder)
     tlt(
-        "sft --model models/tiny --out models/tiny-calls --task word_problems --sizes 2,3,4 "
+        "models sft --model models/tiny --out models/tiny-calls --task word_problems --sizes 2,3,4 "
         f"--environment calculator:Calculator --steps {by_size(gate=60, all_=100)} "
         "--row-tokens 2048 --lr 3e-3 --dtype float32",
         folder,
