@@ -33,8 +33,8 @@ def test_drafts_do_not_change_samples(tmp_path: Path) -> None:
 def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     tlt("models tiny", tmp_path)
     tlt(
-        "models sft --model models/tiny --out models/policy --num-problems 300 --steps 20 --lr 3e-3 "
-        "--dtype float32",
+        "models sft --model models/tiny --out models/policy --num-problems 300 --steps 20 "
+        "--lr 3e-3 --dtype float32",
         tmp_path,
     )
     tlt(

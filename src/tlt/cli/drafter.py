@@ -32,13 +32,11 @@ def train(
     ] = None,
     draft_tokens: Annotated[
         int | None,
-        opt.number("Draft length to train for; by default 4, and 7 with --gpus.", 1, 16),
+        opt.number("Draft length to train for; by default 4, 7 with --gpus.", 1, 16),
     ] = None,
     draft_vocab: Annotated[
         int | None,
-        opt.number(
-            "Size of the draft vocabulary; by default all tokens, or 32,768 of many.", 16, 10**7
-        ),
+        opt.number("Draft vocabulary; by default all tokens, or 32,768 of many.", 16, 10**7),
     ] = None,
     lr: opt.Lr = 1e-3,
     row_tokens: Annotated[int, opt.number("Tokens of a row.", 16, 10_000_000)] = 2048,

@@ -67,7 +67,7 @@ Sizes = Annotated[
 Dtype = Annotated[Literal["float32", "bfloat16"], option("Dtype of the weights.", **HARDWARE)]
 Compute = Annotated[
     Literal["auto", "float32", "bfloat16"],
-    option("Dtype of matrix products; auto: bfloat16 if the CPU has it.", **HARDWARE),
+    option("Dtype of products; auto: bfloat16 if the CPU has it.", **HARDWARE),
 ]
 
 Json = Annotated[bool, option("Print the result as JSON; progress goes to stderr.", "--json")]
@@ -79,7 +79,7 @@ LogLevel = Annotated[
 
 Prompts = Annotated[
     Path | None,
-    option("File of your own prompts: .jsonl with a 'prompt', or one per line."),
+    option("File of prompts: .jsonl with a 'prompt', or one per line."),
 ]
 
 EXAMPLE = '{"prompt": "Is 7 prime?"}'
