@@ -260,7 +260,7 @@ def test_one_call_of_several_may_fail(log: Path) -> None:
         (math.inf, None),
         (lambda: 0.25, 0.25),
     ],
-    ids=str,
+    ids=["whole", "true", "none", "text", "nan", "infinite", "method"],
 )
 def test_a_reward_is_a_number_or_none(
     reward: Any, value: float | None, monkeypatch: pytest.MonkeyPatch, log: Path
