@@ -104,6 +104,15 @@ async def test_a_problem_that_an_environment_does_not_take_is_a_fault(tmp_path: 
         assert (await host.begin(ACTS, "1", 3, problem(tmp_path))).messages == ()
 
 
+async def test_a_reset_whose_process_dies_is_done_again_once(tmp_path: Path) -> None:
+    with hosting(tmp_path) as host:
+        once = problem(tmp_path, dies=str(tmp_path / "died"), greeting="Hello.")
+        assert (await host.begin(ACTS, "1", 0, once)).messages == ("Hello.",)
+        always = problem(tmp_path, dies=str(tmp_path / "no folder" / "died"))
+        with pytest.raises(Fault, match="its process ended, with -9"):
+            await host.begin(ACTS, "1", 1, always)
+
+
 PARENT = """
 import asyncio, sys
 from pathlib import Path
