@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from statistics import median
@@ -130,13 +130,16 @@ class Live:
         leases: Leases,
         forecast: Forecast,
         show: ShowProgress,
+        at_tools: Callable[[str], bool] = lambda worker: False,
     ) -> None:
+        """`at_tools` says whether a worker's samples wait for tools."""
         self._path = path
         self._num_steps = num_steps
         self._engines = engines
         self._leases = leases
         self._forecast = forecast
         self._show = show
+        self._at_tools = at_tools
         self._activity = Activity.STARTING
         self._what, self._done, self._total = str(self._activity), 0.0, 1.0
         self._since_s = time.time()
@@ -196,13 +199,13 @@ class Live:
             "since_s": self._since_s,
             "remaining_s": remaining_s if generating and remaining_s < float("inf") else None,
             "workers": {
-                worker: {"state": self._state(load, worker in leased), "running": load or 0}
+                worker: {"state": self._state(worker, load, worker in leased), "running": load or 0}
                 for worker, load in self._engines.loads().items()
             },
             "record": self.record,
         }
 
-    def _state(self, load: int | None, leased: bool) -> State:
+    def _state(self, worker: str, load: int | None, leased: bool) -> State:
         if load is None:
             return "lost"
         if load:
@@ -211,4 +214,6 @@ class Live:
             return "training"
         if self._activity is Activity.UPDATING:
             return "updating"
+        if self._at_tools(worker):
+            return "tools"
         return "idle" if self._activity is Activity.GENERATING else "waiting"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
@@ -54,6 +55,10 @@ class IdleTime:
                 self._spawn(self._recheck(self._clients[name], recheck))
             elif self.listener is not None:
                 self.listener.idle(name, self._away.returns_s(name))
+
+    def at_tools(self, engine: str) -> bool:
+        """Return whether trajectories of this engine wait for their environment."""
+        return self._away.returns_s(engine) < math.inf
 
     def turns_started(self, requests: Iterable[SampleRequest]) -> None:
         """Note that an environment answers these samples."""

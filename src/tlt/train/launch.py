@@ -207,7 +207,10 @@ class _Run:
             if config.metrics.timeline:
                 own_learner = config.placement.kind == "separate"
                 times = Timekeeper(folder.timeline, pool, pool.idle, harvest, own_learner)
-            live = Live(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show)
+            live = Live(
+                *(folder.live, config.run.num_steps, pool, harvest, TailForecast(), show),
+                at_tools=pool.idle.at_tools,
+            )
             records = RunLog(config, folder, self.sinks, times, live, self.on_record)
             async with live:
                 weights = weight_sync(config, pool, learner)

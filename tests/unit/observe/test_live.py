@@ -132,3 +132,15 @@ def test_the_forecast_hears_that_a_rollout_grows(live: Live, forecast: FakeForec
     live.doing(Activity.GENERATING, 0, 8, 3)
     live.doing(Activity.GENERATING, 1, 12, 3)
     assert forecast.told[1:] == ["started 8", "grew 4", "finished"]
+
+
+def test_an_idle_engine_whose_samples_wait_for_tools_shows_it(
+    tmp_path: Path, run: FakeRun, forecast: FakeForecast
+) -> None:
+    live = Live(
+        *(tmp_path / "live.json", 9, run, run, forecast, lambda *_: None),
+        at_tools={"engine-0", "engine-1"}.__contains__,
+    )
+    live.doing(Activity.GENERATING, 1, 4, 3)
+    run.training.clear()
+    assert states(live) == {"engine-0": "generating", "engine-1": "tools", "engine-2": "lost"}
