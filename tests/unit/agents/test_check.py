@@ -58,15 +58,3 @@ def test_the_first_problem_is_tried(model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "calls.txt").exists(), "no tool is called"
     with pytest.raises(ConfigError, match=r"does not take the first problem \(error\): TypeError"):
         check(model)
-
-
-def test_a_template_without_tool_messages_is_refused(model: Path, tmp_path: Path) -> None:
-    config = small_run(task=ACTS, policy={"model": str(model)})
-    chat = Chat(str(model))
-    chat.tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
-    )
-    problem = Problem("p", "?", "4", entry={"log": str(tmp_path / "calls.txt")})
-    with pytest.raises(ConfigError, match="fails on messages of user, assistant and tool"):
-        asyncio.run(try_environment(config, chat, problem))

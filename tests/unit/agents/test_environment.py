@@ -154,8 +154,8 @@ REFUSED = {
     "nonsense": "is not  or module:function; e.g. my_environment:Calculator",
     "no_such_module:Calculator": "cannot import no_such_module",
     "tool_acts:NoSuch": "tool_acts has no .* NoSuch; it has: .*Acts",
-    "tool_acts:call": r"is not a class with a method reset\(self, \*\*problem\); e\.g\. examples",
-    "pathlib:Path": "is not a class with a method reset",
+    "tool_acts:call": "raised TypeError: .*; it must return an environment without any arguments",
+    "pathlib:Path": r"is not a class with a method reset\(self, \*\*problem\); e\.g\. examples",
     "environments_of_users:Silent": "has no tools: they are its public methods beside reset",
 }
 SILENT = "class Silent:\n    def reset(self): ...\n    reward = 1.0\n"
