@@ -49,7 +49,7 @@ def exists(dotted: str) -> bool:
 
 @pytest.mark.parametrize("flow", ["sample", "hidden state"])
 def test_the_functions_of_a_flow_exist(flow: str) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "how.md").read_text()
     steps = page.partition(f"<!-- flow: {flow} -->\n")[2].partition("<!-- /flow -->")[0]
     named = re.findall(r"^\d+\. `(tlt\.[\w.]+)`", steps, re.M)
     assert len(named) > 10
