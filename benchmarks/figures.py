@@ -65,10 +65,6 @@ GIVEN = {
         "above 64 MiB": "limit of observe/timeline.py",
         "less than 1.03x": "limit of report/findings.py",
     },
-    "docs/scaling.md": {
-        "54 days x 24 hours": "the Llama 3 report",
-        "One every five hours": "calculated by benchmarks/volumes.py",
-    },
     "docs/simulator.md": {"trained for five minutes": "the budget of benchmarks/emulated.py"},
 }
 """Numbers that look like measurements and are not, by page, with where they come from."""

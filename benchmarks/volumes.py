@@ -6,7 +6,7 @@
 Arithmetic, nothing else: no cluster of this size was at hand. Sizes come from the shapes of the
 models and from what the code sends; everything else is a field of `Assumed`, with its source.
 Limits of the code are imported, or copied where an import would bring Ray along.
-docs/scaling.md explains.
+The tables are committed as benchmarks/results/volumes.md; docs/simulator.md explains.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models of H100 engines from published figures: bfloat16, decoding with EAGLE-3.
 
-Published in the TLT paper (see docs/scaling.md): the speed-up of speculation by batch size at 16
+Published in the TLT paper (arXiv 2511.16665): the speed-up of speculation by batch size at 16
 and at 64 verified tokens, and acceptance lengths of 4.59 before and 6.53 after adaptation.
 Calculated: the time of an engine step without drafts, which reads all weights once, at 70% of the
 GPU's memory bandwidth (3.35 TB/s, NVIDIA's data sheet). The KV cache is read at the same speed.
