@@ -1,6 +1,6 @@
 """Render the measurements stated in the documentation from the results under benchmarks/results.
 
-    python benchmarks/figures.py             rewrite README.md, docs/*.md and benchmarks/README.md
+    python benchmarks/figures.py             rewrite README.md, docs/*.md and those of benchmarks
     python benchmarks/figures.py --check     list what disagrees with the results, and exit with 1
 
 A figure within a sentence stands between two comments, a table between two lines:
@@ -72,7 +72,8 @@ GIVEN = {
 
 def pages(root: Path = ROOT) -> list[Path]:
     """Return the pages whose figures are rendered."""
-    return [root / "README.md", root / "benchmarks" / "README.md", *sorted(root.glob("docs/*.md"))]
+    benchmarks = [root / "benchmarks" / name for name in ("README.md", "results/README.md")]
+    return [root / "README.md", *benchmarks, *sorted(root.glob("docs/*.md"))]
 
 
 def rendered(text: str, page: str, results: Results) -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -100,25 +101,19 @@ def sources(docs: Iterable[Doc]) -> str:
     return "; ".join(f"{n} CPU cores, {' and '.join(sorted(of))}" for n, of in days.items())
 
 
-def source(doc: Doc) -> tuple[str, str]:
-    """Return the CPU and the day of a result, such as "Xeon with AMX, 2 cores" and "2026-11-15"."""
-    record = doc["provenance"]
-    cpu = record["cpu"]
-    features = f" ({', '.join(cpu['features'])})" if cpu.get("features") else ""
-    return f"{cpu['model']}{features}, {cpu['cores']} cores", record["date"][:10]
-
-
 def provenance(results: Results) -> str:
-    """Return a table of where and when every result was made."""
-    rows = [["result", "date", "commit", "CPU", ""]]
+    """Return a table of where and when every result was made.
+
+    A commit ends in `+` if code had changed since, and in `*` if the record was added later.
+    """
+    rows = [["result", "date", "commit", "CPU"]]
     for name in results.names():
-        cpu, date = source(results[name])
         record = results[name]["provenance"]
         commit = record["commit"] or "unknown"
-        note = "backfilled" if record.get("backfilled") else ""
-        if commit.endswith("-dirty"):
-            note = "code changed since the commit"
-        rows.append([f"`{name}`", date, f"`{commit[:7]}`", cpu, note])
+        mark = "*" if record.get("backfilled") else "+" if commit.endswith("-dirty") else ""
+        cpu = re.sub(r"Intel|AMD|\(R\)|Processor|@", "", record["cpu"]["model"])
+        cells = [f"`{name}`", record["date"][:10], f"`{commit[:7]}{mark}`", " ".join(cpu.split())]
+        rows.append(cells)
     return markdown(rows)
 
 

@@ -10,6 +10,9 @@ from registry.pairs import comparison, drift, interval, same_policy, turns
 SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
 """Scenarios in which all arms are compared with no speculation, and their titles."""
 
+ALL = ("words_again", *SCENARIOS, "equal", "from_nothing", "identical")
+"""Results of all scenarios."""
+
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
 """Results of the natural lengths, by seed."""
 
@@ -34,6 +37,21 @@ def parts(*docs: Doc) -> Rows:
             for measure in ("end_to_end", "rollout")
         ]
         rows.append([label, *cells])
+    return rows
+
+
+@table("e2e.all", *(f"e2e/pairs/{name}" for name in ALL))
+def every(*docs: Doc) -> Rows:
+    """One row per scenario and arm: its speed-ups, and whether it has the reference's samples."""
+    rows = [["scenario", "arm", "end to end", "rollout", "pairs", "marked", "samples"]]
+    for name, d in zip(ALL, docs, strict=True):
+        arms = d["scenario"]["arms"]
+        for arm, found in d["speed_up"].items():
+            cells = [interval(found["every_pair"][of]) for of in ("end_to_end", "rollout")]
+            marked = len(found["left_out"])
+            cells += [str(found["pairs"] + marked), str(marked)]
+            same = "the same" if found["same_samples"] else "others"
+            rows.append([f"`{name}`", arms[arm]["label"], *cells, same])
     return rows
 
 
