@@ -96,7 +96,7 @@ def draw(doc: dict[str, Any]) -> Element:
     )
     ends_s = {arm: max(row[-1][2] for row in rows.values()) for arm, rows in doc["arms"].items()}
     earlier_s = ends_s["off"] - ends_s["tlt"]
-    title = f"Idle time trains the drafter, and this RL step ends {earlier_s:.1f} s earlier"
+    title = f"Drafts end this RL step {earlier_s:.1f} s earlier; idle time trains the drafter"
     text(svg, WIDTH / 2, 20, title, **{"text-anchor": "middle", "class": "total"})
     y = 40.0
     used: list[str] = []
