@@ -2,9 +2,9 @@
 
     python .ci/release.py v0.2.0 > notes.md
 
-A release has one version in all places, a dated section in CHANGELOG.md with nothing left under
-Unreleased, and a section in docs/releases.md, which becomes the notes. With `REPOSITORY_URL` their
-links are absolute. Needs nothing but Python.
+A release has one version in all places, and a dated section in CHANGELOG.md with nothing left under
+Unreleased. The section becomes the notes. With `REPOSITORY_URL` their links are absolute. Needs
+nothing but Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def versions(root: Path) -> dict[str, str]:
     found = {
         "src/tlt/__init__.py": r'^__version__ = "(.+)"$',
         "CITATION.cff": r'^version: "?([^"\n]+)"?$',
-        "docs/gpu-hour.md": r"`tlt (\d\S*)`",
+        "docs/gpus.md": r"`tlt (\d\S*)`",
     }
     named = {"pyproject.toml": tomllib.loads((root / "pyproject.toml").read_text())["project"]}
     version = {name: str(project["version"]) for name, project in named.items()}
@@ -47,31 +47,30 @@ def faults(tag: str, root: Path) -> list[str]:
         for name, version in versions(root).items()
         if f"v{version}" != tag
     ]
-    changelog = (root / "CHANGELOG.md").read_text()
+    changelog, notes = (root / "CHANGELOG.md").read_text(), ""
     if not re.search(rf"^## \[{re.escape(wanted)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.M):
         said.append(f"CHANGELOG.md has no section such as: ## [{wanted}] - 2026-12-01")
     if section(changelog, "[Unreleased]"):
         said.append(f"CHANGELOG.md has entries under Unreleased; move them to [{wanted}]")
-    notes = section((root / "docs" / "releases.md").read_text(), wanted)
-    if not notes:
-        said.append(f"docs/releases.md has no section such as: ## {wanted}")
+    elif not (notes := section(changelog, f"[{wanted}]")):
+        said.append(f"CHANGELOG.md says nothing below [{wanted}]; write what is in the release")
     said += [
         f"{name} says {words!r}: say what is true of a release"
         for name, text, words in (
-            ("docs/releases.md", notes, "In preparation"),
-            ("SECURITY.md", (root / "SECURITY.md").read_text(), "No release has been made yet"),
+            ("CHANGELOG.md", notes, "in preparation"),
+            ("SECURITY.md", (root / "SECURITY.md").read_text(), "no release has been made yet"),
             ("docs/install.md", (root / "docs" / "install.md").read_text(), "index yet"),
         )
-        if words in text
+        if words in text.lower()
     ]
     return said
 
 
 def linked(notes: str, tag: str, repository: str) -> str:
-    """Return the notes with links that also lead somewhere outside docs/."""
+    """Return the notes with links that also lead somewhere outside the repository."""
     if not repository:
         return notes
-    return re.sub(r"\]\((?!\w+:)([^)]+)\)", rf"]({repository}/blob/{tag}/docs/\1)", notes)
+    return re.sub(r"\]\((?!\w+:)([^)]+)\)", rf"]({repository}/blob/{tag}/\1)", notes)
 
 
 def main() -> None:
@@ -79,7 +78,7 @@ def main() -> None:
         sys.exit("name the tag, e.g. python .ci/release.py v0.2.0")
     if found := faults(sys.argv[1], ROOT):
         sys.exit("\n".join(found))
-    notes = section((ROOT / "docs" / "releases.md").read_text(), sys.argv[1].removeprefix("v"))
+    notes = section((ROOT / "CHANGELOG.md").read_text(), f"[{sys.argv[1].removeprefix('v')}]")
     sys.stdout.write(linked(notes, sys.argv[1], os.environ.get("REPOSITORY_URL", "")) + "\n")
 
 

@@ -28,14 +28,13 @@ def test_commands_of_workflows_and_images_name_what_exists(path: Path) -> None:
 @pytest.fixture
 def released(tmp_path: Path) -> Path:
     """Return a folder with the files of a release as they must be when it is tagged."""
-    for name in ("pyproject.toml", "CITATION.cff", "src/tlt/__init__.py", "docs/gpu-hour.md"):
+    for name in ("pyproject.toml", "CITATION.cff", "src/tlt/__init__.py", "docs/gpus.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     version = PROJECT["version"]
     (tmp_path / "CHANGELOG.md").write_text(
         f"# Changelog\n\n## [Unreleased]\n\n## [{version}] - 2026-12-01\n\n### Added\n- Much.\n"
     )
-    (tmp_path / "docs" / "releases.md").write_text(f"# Notes\n\n## {version}\nThe first.\n")
     (tmp_path / "docs" / "install.md").write_text("# Install\n")
     (tmp_path / "SECURITY.md").write_text("# Security\n")
     return tmp_path
@@ -47,7 +46,8 @@ def released(tmp_path: Path) -> Path:
         ("CITATION.cff", "version: 0", "version: 1"),
         ("CHANGELOG.md", " - 2026-12-01", ""),
         ("CHANGELOG.md", "[Unreleased]\n", "[Unreleased]\n- More.\n"),
-        ("docs/releases.md", "## 0", "## 9"),
+        ("CHANGELOG.md", "### Added\n- Much.\n", ""),
+        ("CHANGELOG.md", "- Much.", "- In preparation."),
         ("SECURITY.md", "# S", "No release has been made yet. # S"),
     ],
 )

@@ -12,7 +12,7 @@ from tlt.errors import ConfigError
 from tlt.train.placement import plan_placement
 from tlt.vllm.args import engine_args
 
-PAGE = Path(__file__).parents[3] / "docs" / "gpu-hour.md"
+PAGE = Path(__file__).parents[3] / "docs" / "gpus.md"
 
 
 def test_every_check_has_a_claim_and_is_on_the_page() -> None:
