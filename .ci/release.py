@@ -47,12 +47,13 @@ def faults(tag: str, root: Path) -> list[str]:
         for name, version in versions(root).items()
         if f"v{version}" != tag
     ]
-    changelog, notes = (root / "CHANGELOG.md").read_text(), ""
+    changelog = (root / "CHANGELOG.md").read_text()
     if not re.search(rf"^## \[{re.escape(wanted)}\] - \d{{4}}-\d\d-\d\d$", changelog, re.M):
         said.append(f"CHANGELOG.md has no section such as: ## [{wanted}] - 2026-12-01")
     if section(changelog, "[Unreleased]"):
         said.append(f"CHANGELOG.md has entries under Unreleased; move them to [{wanted}]")
-    elif not (notes := section(changelog, f"[{wanted}]")):
+    notes = section(changelog, f"[{wanted}]")
+    if not notes:
         said.append(f"CHANGELOG.md says nothing below [{wanted}]; write what is in the release")
     said += [
         f"{name} says {words!r}: say what is true of a release"
