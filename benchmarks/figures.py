@@ -52,7 +52,6 @@ MEASURED = re.compile(
 
 GIVEN = {
     "benchmarks/README.md": {"22 minutes": "the budget that `tlt models sft` was given"},
-    "docs/cluster.md": {"5 ms apart": "delay between the namespaces of tests/e2e/test_nodes.py"},
     "docs/commands.md": {"at most five minutes": "limit of cli/demo.py"},
     "docs/compared.md": {
         "50% slower": "verl's documentation, docs/advance/mtp.md",
