@@ -3,7 +3,7 @@
     make check-docs                                              # all pages: about half an hour
     .venv/bin/python .ci/page_commands.py docs/quickstart.md     # some of them
     .venv/bin/python .ci/page_commands.py --list                 # run nothing, say what would run
-    .venv/bin/python .ci/page_commands.py --write                # the table of docs/development.md
+    .venv/bin/python .ci/page_commands.py --write                # .ci/gpu_commands.md
 
 The commands of a page run in the order of the page, in a copy of the repository's files with the
 models that the quickstart makes. `cd` and `export` last until the end of their code block.
@@ -31,7 +31,7 @@ RULES: dict[str, Any] = tomllib.loads((Path(__file__).with_suffix(".toml")).read
 QUICKSTART = "docs/quickstart.md"
 BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.S | re.M)
 LISTED = re.compile(r"(?<=<!-- commands: gpu -->\n).*(?=<!-- /commands -->)", re.S)
-LIST_PAGE = ROOT / "docs" / "development.md"
+LIST_PAGE = Path(__file__).with_name("gpu_commands.md")
 LIMIT_S = 1200
 REASONS = {
     "gpu": "needs a GPU",
@@ -105,13 +105,13 @@ def decide(page: str, block: int, line: str) -> Command:
 
 
 def table() -> str:
-    """Return the commands that need a GPU as a table for the docs."""
+    """Return the commands that need a GPU as a table."""
     rows = ["| page | command |", "|---|---|"]
     for page in pages():
         for command in commands(page):
             if command.reason == "gpu":
                 name = page.removeprefix("docs/")
-                rows.append(f"| [{name}]({name}) | `{command.written}` |")
+                rows.append(f"| [{name}](../{page}) | `{command.written}` |")
     return "\n".join(["", *rows, ""]) + "\n"
 
 
@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pages", nargs="*", help="pages such as docs/quickstart.md")
     parser.add_argument("--list", action="store_true", help="run nothing, say what would run")
-    parser.add_argument("--write", action="store_true", help="write the table of the docs")
+    parser.add_argument("--write", action="store_true", help="write gpu_commands.md")
     parser.add_argument("--keep", type=Path, help="folder to work in; a quickstart in it is reused")
     options = parser.parse_args()
     if options.write:

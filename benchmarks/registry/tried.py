@@ -1,4 +1,4 @@
-"""Ideas that were built, measured and removed; docs/tried.md tells of each."""
+"""Ideas that were built, measured and removed; docs/development.md tells of each."""
 
 from __future__ import annotations
 
