@@ -11,8 +11,7 @@ A figure within a sentence stands between two comments, a table between two line
     ...
     <!-- /table -->
 
-The names are declared in benchmarks/registry, grouped by result file. The line below a table names
-the CPU on benchmarks/README.md only. `strays` finds text that
+The names are declared in benchmarks/registry, grouped by result file. `strays` finds text that
 looks like a measurement and is not rendered; numbers that are settings or published elsewhere and
 look the same are listed in `GIVEN`, with their source. Needs the standard library only.
 """
@@ -36,9 +35,6 @@ MARKED = re.compile(
 )
 OPENED = re.compile(r"<!--=|<!-- table:")
 FENCED = re.compile(r"^```.*?^```", re.S | re.M)
-MACHINES = "benchmarks/README.md"
-"""The page whose tables name the CPU; elsewhere they name its cores."""
-CPU = re.compile(r"(?:(?<=<sub>)|(?<=; ))[^;<]*?(?=\d+ cores, )")
 
 MEASURED = re.compile(
     r"\b\d+(?:\.\d+)?x(?!\w)"  # a speed-up
@@ -92,8 +88,6 @@ def rendered(text: str, page: str, results: Results) -> tuple[str, list[str]]:
         made = stated = found[kind]
         try:
             made = render(name, results)
-            if page != MACHINES:
-                made = CPU.sub("", made)
             if found["table"]:
                 made = f"\n{made.strip()}\n\n"
         except UnknownFigure as error:

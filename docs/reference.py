@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[1]
 INTRO = """\
 # Every public name
 
-This page is for people who call TLT from code. It lists every public name with its signature, as
-the source has it.
+Every public name of TLT with its signature, as the source has it.
 [API](api.md) groups the names, and says what each of them promises.
 """
 

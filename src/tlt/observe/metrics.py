@@ -128,7 +128,7 @@ STAGES = ("rollout", "reward_wait", "update", "sync", "checkpoint", "eval", "oth
 
 HEADER = """# Metrics
 
-This page is for people who read a run's metrics. It lists every metric that `tlt train` records in
+Every metric that `tlt train` records in
 an RL step. It is generated from `src/tlt/observe/metrics.py` (`python -m tlt.observe.metrics >
 docs/metrics.md`), and a test keeps it current.
 
