@@ -128,9 +128,9 @@ STAGES = ("rollout", "reward_wait", "update", "sync", "checkpoint", "eval", "oth
 
 HEADER = """# Metrics
 
-Every metric that `tlt train` records in
-an RL step. It is generated from `src/tlt/observe/metrics.py` (`python -m tlt.observe.metrics >
-docs/metrics.md`), and a test keeps it current.
+Every metric that `tlt train` records in an RL step. The page is generated from
+`src/tlt/observe/metrics.py` (`python -m tlt.observe.metrics > docs/metrics.md`), and a test keeps
+it current.
 
 The run's folder holds the metrics in `metrics.jsonl`, one line per RL step. The config section
 [`metrics`](configuration.md) names further places to send them to. TensorBoard and Weights & Biases
