@@ -69,7 +69,7 @@ def figures(prefix: str, file: str, made: dict[str, Callable[[Doc], str]]) -> No
 
 
 def table(name: str, *files: str) -> Callable[[Callable[..., Rows]], Callable[..., Rows]]:
-    """Declare a table of one or more result files; the CPU, date and files follow below it."""
+    """Declare a table of one or more result files; cores, date and files follow below it."""
 
     def declare(rows: Callable[..., Rows]) -> Callable[..., Rows]:
         def text(results: Results) -> str:
@@ -90,12 +90,15 @@ def markdown(rows: Rows) -> str:
 
 
 def sources(docs: Iterable[Doc]) -> str:
-    """Return CPUs and days, such as "Xeon with AMX, 2 cores, 2026-11-15 and 2026-11-16"."""
-    days: dict[str, set[str]] = {}
+    """Return cores and days, such as "2 CPU cores, 2026-11-15 and 2026-11-16".
+
+    The table `provenance` says which CPU it was.
+    """
+    days: dict[int, set[str]] = {}
     for doc in docs:
-        cpu, day = source(doc)
-        days.setdefault(cpu, set()).add(day)
-    return "; ".join(f"{cpu}, {' and '.join(sorted(found))}" for cpu, found in days.items())
+        record = doc["provenance"]
+        days.setdefault(record["cpu"]["cores"], set()).add(record["date"][:10])
+    return "; ".join(f"{n} CPU cores, {' and '.join(sorted(of))}" for n, of in days.items())
 
 
 def provenance(results: Results) -> str:
