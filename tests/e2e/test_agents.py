@@ -101,7 +101,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tlt("models tiny --out models/tiny", folder)
     tlt(
         "models sft --model models/tiny --out models/tiny-calls --task word_problems --sizes 2,3,4 "
-        f"--environment calculator:Calculator --steps {by_size(gate=60, all_=100)} "
+        f"--environment calculator:Calculator --steps 120 "
         "--row-tokens 2048 --lr 3e-3 --dtype float32",
         folder,
     )
@@ -172,7 +172,7 @@ def assert_same(run: Run, off: Run) -> None:
 def test_turns_are_drafted_learned_and_generated_again_without_drafts(home: Path) -> None:
     """One short run: every turn is also generated without drafts in idle time, or may be."""
     settings = f"{NGRAM} run.num_steps=1 alarm.recheck_share=1.0 alarm.then=stop"
-    run = Run(home, "gate", 0.3, settings)
+    run = Run(home, "gate", 2.0, settings)
     with run.running() as process:
         assert process.wait(timeout=limit(100)) == 0, run.log.read_text()[-3000:]
     (found,) = records(run.out)
