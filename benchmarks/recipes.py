@@ -34,7 +34,7 @@ RECIPES: dict[str, tuple[str, str, list[str]]] = {
     "agent": (
         "SmolLM2-135M with a calculator",
         f"{AGENT.relative_to(ROOT)}/smollm2.toml",
-        ["policy.model=models/smollm2-calculator"],
+        ["policy.model=models/smollm2-calculator", "tlt.enabled=true", "tlt.num_draft_tokens=3"],
     ),
 }
 """Label, file and settings of each recipe."""

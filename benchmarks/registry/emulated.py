@@ -114,7 +114,7 @@ figures(
         "what": lambda d: d["emulated"].removeprefix("emulated: "),
         **{
             f"{arm}.{measure}": ratio(arm, measure)
-            for arm in ("frozen", "nothing", "tlt")
+            for arm in ("frozen", "nothing", "tlt", "ngram")
             for measure in ("rollout", "end_to_end")
         },
         **{
