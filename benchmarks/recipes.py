@@ -38,19 +38,22 @@ RECIPES: dict[str, tuple[str, str, list[str]]] = {
     ),
 }
 """Label, file and settings of each recipe."""
-MODELS = {
+TINY = {
     "models/tiny": "tiny",
     "models/tiny-sft": "sft --model models/tiny --task gcd --sizes 2,2,2 --parameter max_value=9 "
     "--steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
+}
+SMOLLM2 = {
     "models/smollm2": "smollm2",
     "models/smollm2-calculator": "sft --model models/smollm2 --task word_problems "
-    "--environment calculator:Calculator --dtype float32 --lr 3e-4 --row-tokens 1024 --steps 120",
+    "--environment calculator:Calculator --dtype float32 --lr 3e-4 --row-tokens 1024 --steps 60",
 }
 
 
-def make_models() -> None:
-    """Make the models that are missing, as the heads of the recipes say."""
-    for folder, how in MODELS.items():
+def make_models(recipes: list[str]) -> None:
+    """Make the models of these recipes that are missing, as the heads of the recipes say."""
+    models = (TINY if set(recipes) - {"agent"} else {}) | (SMOLLM2 if "agent" in recipes else {})
+    for folder, how in models.items():
         if not (ROOT / folder).exists():
             command = [sys.executable, "-m", "tlt", "models", *how.split(), "--out", folder]
             subprocess.run(command, cwd=ROOT, check=True)
@@ -76,7 +79,7 @@ def curve(run: Path) -> dict[str, Any]:
 def main() -> None:
     options = parse_options(__doc__, only=list(RECIPES))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(AGENT), os.environ.get("PYTHONPATH", "")])
-    make_models()
+    make_models(options.only)
     done = load("recipes").get("recipes", {})
     for name in options.only:
         label, config, settings = RECIPES[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from registry.core import Doc, Rows, count, figures, several, table
+from registry.core import Doc, Rows, count, figures, percent, several, table
 
 Record = dict[str, Any]
 
@@ -24,6 +24,39 @@ def learner_memory(d: Doc) -> Rows:
                 f"{tracked / 2**30:.2f} GiB",
                 f"{case['formula_bytes'] / tracked - 1:+.1%}",
                 f"{measured / tracked - 1:+.1%}" if measured else "",
+            ]
+        )
+    return rows
+
+
+@table("recipes", "recipes")
+def recipes(d: Doc) -> Rows:
+    rows = [
+        [
+            "recipe",
+            "RL steps",
+            "reward, first fifth",
+            "last fifth",
+            "held-out, first",
+            "last",
+            "idle",
+            "extra prompts",
+            "minutes",
+        ]
+    ]
+    for recipe in d["recipes"].values():
+        extra = recipe.get("rollout/replacement_share")
+        rows.append(
+            [
+                recipe["label"],
+                str(len(recipe["rewards"])),
+                f"{recipe['first']:.2f}",
+                f"{recipe['last']:.2f}",
+                f"{recipe['held_out'][0]:.2f}",
+                f"{recipe['held_out'][-1]:.2f}",
+                percent(recipe["rollout/idle_share"]),
+                percent(extra) if extra else "",
+                f"{recipe['minutes']:.1f}",
             ]
         )
     return rows
