@@ -3,9 +3,9 @@
 Read this first: it is the vocabulary of the system.
 
 - A `SampleRequest` goes into the rollout, a `Sample` comes out, and its reward makes it a `Scored`
-  one. Every sample of a group is a request of its own. The order of samples follows from the
+  one. Every sample of a group has its own request. The order of samples follows from the
   numbers in `Scored`; nothing reads a sample's id back. With an environment, a sample has several
-  turns, each one a request of its own whose prompt is everything before it (`Turns`).
+  turns, each one a request whose prompt is everything before it (`Turns`).
 - An `Arm` is one choice of drafter and draft length. Before each engine step a `Strategy` chooses
   an arm from a `StepContext`; after the engine step it sees a `StepReport`.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 DrafterName = str
-"""Who drafts: `off`, or a name in `DRAFTERS`."""
+"""Name of a drafter: `off`, or a key of `DRAFTERS`."""
 FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 WHOLE: frozenset[FinishReason] = frozenset({"stop", "length"})
 """How a whole sample ends. Any other end is a fault, and the sample is generated again."""
@@ -103,7 +103,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Recheck:
-    """A sample to generate again, and the tokens that must come of it."""
+    """A sample to generate again, and the tokens it must have."""
 
     request: SampleRequest
     token_ids: tuple[int, ...]
@@ -143,7 +143,7 @@ class Scored:
     place: int
     """The sample's place in its group, from 0."""
     request: SampleRequest
-    """That of the first turn."""
+    """Request of the first turn."""
     sample: Sample
     """The whole response; of several turns, with what the environment said in between."""
     text: str

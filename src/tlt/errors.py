@@ -30,7 +30,7 @@ class CheckpointFailed(RuntimeError):
 
 
 class TrainingFailed(RuntimeError):
-    """The run learns nothing, and going on would only cost time."""
+    """The run learns nothing, and continuing would only cost time."""
 
 
 class Terminated(BaseException):

@@ -55,7 +55,7 @@ def time_limit(seconds: float, refusal: str) -> Iterator[None]:
         active = False
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler)
-        if left_s:  # somebody else's timer goes on
+        if left_s:  # restart the timer that ran before
             rest_s = max(left_s - (time.monotonic() - started_s), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, rest_s, interval_s)
 

@@ -58,8 +58,8 @@ def jsonl(
     extract: Annotated[
         Literal["all", "boxed", "hashes"],
         option(
-            r"Part of the column that is the answer: all of it, the last \boxed{}, or what "
-            "follows ####."
+            r"Part of the column that is the answer: everything, the last \boxed{}, or the text "
+            "after ####."
         ),
     ] = "all",
     split: Split = "train",

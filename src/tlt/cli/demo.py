@@ -129,7 +129,7 @@ def _settings(out: Path, model: Path) -> Path:
     """Write the settings of the runs, with the folders of this demo."""
     text = files("tlt.cli").joinpath("demo.toml").read_text()
     for named, path in (("runs/demo/off", out / "off"), ("runs/demo/model", model)):
-        # A string of JSON is one of TOML, whatever the folders are called.
+        # A JSON string is also a TOML string, so any folder name works.
         text = text.replace(json.dumps(named), json.dumps(str(path)))
     path = out / "demo.toml"
     path.write_text(text)
@@ -141,7 +141,7 @@ def _settings(out: Path, model: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One `tlt train`, in a process of its own."""
+    """One `tlt train` in its own process."""
 
     name: str
     settings: Path
@@ -183,7 +183,7 @@ class Job:
         if (code and not ended_early) or done < 1:
             _fail(self.name, code, log)
         seconds = time.monotonic() - begun_s
-        early = ", all that five minutes have room for" if ended_early else ""
+        early = ", as many as fit into five minutes" if ended_early else ""
         output.note(f"{self.name}: {done} RL steps in {seconds:.0f} s{early}")
         return done
 
@@ -192,9 +192,9 @@ class Job:
 def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that writes to a log; end it if this one leaves early.
 
-    It has a session of its own: Ctrl-C reaches this process alone, which then asks it once to end.
+    It has its own session: Ctrl-C reaches only this process, which then asks it to end, once.
     """
-    quiet = os.environ | {"HF_HUB_OFFLINE": "1"}  # all that the runs need is here
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1"}  # the runs download nothing
     with (
         log.open("wb") as output,
         subprocess.Popen(

@@ -169,7 +169,7 @@ def export(
     ] = None,
     draft_tokens: Annotated[
         int | None,
-        opt.number("Draft length to serve with; by default what it was trained for.", 1, 32),
+        opt.number("Draft length to serve with; by default the length of its training.", 1, 32),
     ] = None,
     moments: Annotated[
         bool, opt.option("Add the optimizer's state, to continue training.", "--moments")

@@ -33,8 +33,7 @@ def evaluate(
     instruction: Annotated[
         str | None,
         opt.option(
-            "Text after every question; by default that of the run, or for a file "
-            "how to mark the answer."
+            "Text after every question; by default the run's; for a file, how to mark the answer."
         ),
     ] = None,
     reward: Annotated[
@@ -50,20 +49,20 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         opt.number(
-            f"Longest response; by default that of the run, or {MAX_TOKENS}.",
+            f"Longest response; by default the run's, or {MAX_TOKENS}.",
             *(1, 10_000_000),
             **opt.SAMPLING,
         ),
     ] = None,
     temperature: Annotated[
         float | None,
-        opt.number("Temperature; by default that of the run, or 1.", 0, 2, **opt.SAMPLING),
+        opt.number("Temperature; by default the run's, or 1.", 0, 2, **opt.SAMPLING),
     ] = None,
     top_p: opt.TopP = 1.0,
     engines: opt.Engines = 1,
     gpus: Annotated[
         int | None,
-        opt.number("GPUs per engine; by default those of the run.", 0, 10_000, **opt.HARDWARE),
+        opt.number("GPUs per engine; by default as in the run.", 0, 10_000, **opt.HARDWARE),
     ] = None,
     seed: opt.Seed = 0,
     as_json: opt.Json = False,

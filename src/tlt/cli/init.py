@@ -124,6 +124,6 @@ def _ask(option: str, question: str, example: str) -> str:
 
     if not sys.stdin.isatty():
         raise ConfigError(
-            f"{option} is missing, and there is no terminal to ask at; e.g. {example}"
+            f"{option} is missing, and without a terminal nothing can be asked; e.g. {example}"
         )
     return str(typer.prompt(question, default=example, err=True))

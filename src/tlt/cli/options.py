@@ -90,7 +90,7 @@ def read_prompts(
 ) -> list[tuple[int, ...]]:
     """Return prompts of a task or a file as tokens of a model.
 
-    `fewer` names the option that asks for less of them.
+    `fewer` names the option that lowers their number.
     """
     from tlt.tasks.chat import Chat
     from tlt.tasks.gym import problems

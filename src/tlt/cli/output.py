@@ -62,7 +62,7 @@ class Output:
             self.marked("->", "green", finding.change)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Print a table. A heading after `>` is that of numbers: to the right, never wrapped.
+        """Print a table. A heading after `>` marks numbers: right-aligned, never wrapped.
 
         The cells of a heading after `|` are not wrapped either.
         """

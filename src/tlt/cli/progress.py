@@ -58,7 +58,7 @@ def progress_bar(console: Console, log_file: Path | None = None) -> Iterator[Sho
 def awaited(items: Iterable[T], what: str) -> Iterator[T]:
     """Yield items as they come; while they are awaited, say so on stderr if it is a terminal.
 
-    The line disappears with each item, so that what the command prints stands alone.
+    The line disappears with each item, so only the command's output remains.
     """
     console = Console(stderr=True)
     if not console.is_interactive:

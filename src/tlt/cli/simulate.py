@@ -190,7 +190,7 @@ def _like(run: Path, folder: Path, with_engines: bool) -> list[str]:
 
     view = look_at(run)
     learn([view]).save(folder / "calibration.json")
-    # A string of JSON is one of TOML, whatever the folders are called.
+    # A JSON string is also a TOML string, so any folder name works.
     own = {
         "cluster.calibration": json.dumps(str(folder / "calibration.json")),
         "workload.trace": json.dumps(str(run / "lengths.jsonl")),

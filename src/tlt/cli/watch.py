@@ -35,7 +35,7 @@ COLOURS = {
 }
 MAX_ROWS = 24
 STALE_S = 15.0
-"""Age at which `live.json` is that of a killed run."""
+"""Age from which `live.json` counts as left behind by a killed run."""
 NUM_STEPS = 12
 """Latest RL steps that findings, arms and the gain are about."""
 NUM_FINDINGS = 3
@@ -141,7 +141,7 @@ def _read_past(run: Path, marks: tuple[tuple[int, int], ...]) -> Past:
 
 
 def _data(now: Now | None, past: Past) -> dict[str, Any]:
-    """Return what is shown, ready for JSON."""
+    """Return the shown data, ready for JSON."""
     from tlt.observe.live import step_remaining_s
 
     saved = past.saved
@@ -228,7 +228,7 @@ def _workers(now: Now, past: Past) -> Table:
 
 
 def _last_step(now: Now) -> Iterator[Text]:
-    """Yield who trains the drafter now and what came of it, then the last RL step's figures."""
+    """Yield how many workers train the drafter, its progress, and the last RL step's figures."""
     record = now.record
     if "harvest/used_s" in record:
         leased, length = _leased(now), record.get("harvest/held_out_length")
@@ -250,8 +250,8 @@ def _gain(found: Saved) -> str:
     says = f"rollouts {found.gain:.2f}x as fast as without drafts (modelled: "
     says += f"{found.measured_s:.0f} s instead of {found.plain_s:.0f} s in the last RL steps"
     if found.is_bound:
-        says = f"rollouts at most {found.gain:.2f}x as fast as without drafts (engines hardly ever "
-        says += "decode plainly, so there is nothing to model it by"
+        says = f"rollouts at most {found.gain:.2f}x as fast as without drafts (engines rarely "
+        says += "decode plainly, so there is no data to model it"
     return f"{says}; measure with `tlt report OFF TLT`)"
 
 

@@ -104,8 +104,7 @@ def check(schema: type[S], tree: Mapping[str, Any], where: str) -> S:
 def check_types(schema: type[BaseModel], tree: Mapping[str, Any], where: str) -> None:
     """Refuse values of a wrong type in the settings of a run that is over.
 
-    Keys that are unknown today, and values outside of today's limits, are those of an earlier
-    version.
+    Keys and values that today's schema refuses come from an earlier version.
     """
     try:
         schema.model_validate(tree)

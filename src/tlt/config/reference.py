@@ -43,7 +43,7 @@ SECTIONS = tuple(_sections(TrainConfig, "", set()))
 
 
 def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
-    """Return a heading and a table of keys for every section; sections themselves are no keys."""
+    """Return a heading and a table of keys for every section; sections are not listed as keys."""
     parts = []
     names = {name for name, _ in sections}
     for name, schema in sections:

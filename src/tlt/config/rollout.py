@@ -59,11 +59,11 @@ class EngineSettings(DraftSettings):
     stall_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """Seconds an engine step or a command may take before the engine counts as hung."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments passed to vLLM verbatim. They override those of TLT; lossy ones are refused, and
-    those that load code need `allow_code`."""
+    """Arguments passed to vLLM verbatim. They override TLT's own. TLT refuses lossy arguments, and
+    without `allow_code` arguments that load code."""
     allow_code: bool = False
-    """Permission for `engine_args` that make vLLM run Python code which neither vLLM nor TLT brings
-    along, such as `trust_remote_code`, classes and plug-ins. It runs with your privileges."""
+    """Permission for `engine_args` that make vLLM run code of others, such as `trust_remote_code`,
+    classes and plug-ins. It runs with your privileges."""
 
 
 Transfer = Literal["shared_memory", "ipc", "nccl"]
@@ -80,7 +80,7 @@ class EngineConfig(EngineSettings):
     """How the policy reaches the engine: through a file in the node's shared memory, from a learner
     on the same GPU, or from a learner on other GPUs."""
     emulate: dict[str, Any] | None = None
-    """The GPU to emulate, as `EmulateConfig`; None takes this machine as it is."""
+    """The GPU to emulate, as `EmulateConfig`; None emulates nothing."""
     core_group: str = CORE_GROUP
     """Engines of one group never share a core; engines of different groups may."""
 
@@ -89,7 +89,7 @@ class PoolConfig(Schema):
     """The pool of engines that generates the samples."""
 
     num_engines: int = Field(default=1, ge=1, le=100_000)
-    """Number of engines, each in a process of its own."""
+    """Number of engines, each in its own process."""
     prefetch: int = Field(default=4, ge=0)
     """Requests queued inside an engine beyond those it runs, to hide the latency of dispatch."""
     start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)

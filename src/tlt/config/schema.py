@@ -1,7 +1,7 @@
 """Base of all settings: immutable, no unknown keys, described by docstrings.
 
-Numbers are finite, and so small that arithmetic with them is exact enough. Settings that cost time
-or memory have closer limits of their own.
+Numbers are finite, and small enough for exact arithmetic. Settings that cost time or memory have
+tighter limits.
 """
 
 from __future__ import annotations

@@ -53,15 +53,15 @@ class TaskConfig(Schema):
 
 
 class ToolsConfig(Schema):
-    """The calls of an environment's tools, which run in processes of their own."""
+    """The calls of an environment's tools, which run in separate processes."""
 
     num_workers: int = Field(default=4, ge=1, le=4096)
     """Processes that run tools: calls at the same time."""
     timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_S)
     """Seconds that the calls of a turn may take. The policy reads an error if they take longer."""
     max_turns: int = Field(default=8, ge=1, le=10_000)
-    """Largest number of turns of a response; `sampling.max_tokens` holds for all of them together,
-    with what the tools say."""
+    """Largest number of turns of a response; `sampling.max_tokens` limits all turns and tool
+    answers together."""
     max_turn_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
     """Largest number of tokens of a turn; a longer one ends the response. By default the rest of
     `sampling.max_tokens`."""
@@ -99,9 +99,9 @@ class EvalSetConfig(Schema):
     num_problems: int | None = Field(default=None, ge=1, le=100_000)
     """Problems: the first rows of the file, by default all; of a task by default 64."""
     samples_per_problem: int | None = Field(default=None, ge=1, le=10_000)
-    """Samples of every problem; by default those of `[eval]`."""
+    """Samples of every problem; by default as in `[eval]`."""
     temperature: float | None = Field(default=None, ge=0)
-    """Sampling temperature; by default that of `[eval]`."""
+    """Sampling temperature; by default as in `[eval]`."""
 
 
 class EvalConfig(Schema):
@@ -117,4 +117,4 @@ class EvalConfig(Schema):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of the evaluation; 0 takes the most likely tokens."""
     sets: list[EvalSetConfig] = Field(default_factory=list)
-    """Further sets, with problems and rewards of their own."""
+    """Further sets, each with its own problems and reward."""

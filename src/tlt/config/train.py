@@ -33,7 +33,7 @@ class RunSection(Schema):
     """Write a checkpoint of the last finished RL step when SIGTERM or SIGINT (Ctrl-C) ends the
     run."""
     term_timeout_s: float = Field(default=25.0, gt=0, le=LONGEST_S)
-    """Seconds from SIGTERM or SIGINT to the end of the process, whatever is unfinished then.
+    """Seconds from SIGTERM or SIGINT to the end of the process, even with work unfinished.
     Kubernetes and Slurm kill by default after 30."""
 
 
@@ -77,7 +77,7 @@ class AlgorithmConfig(Schema):
     advantage_over: Literal["group", "step"] = "group"
     """Samples that your own `advantage` function compares. `group`: called with the rewards of one
     group. `step`: called once per RL step with a list of all groups' rewards, and returns a list
-    per group; a learner with devices of its own then waits for the end of the rollout."""
+    per group; a learner with its own devices then waits for the end of the rollout."""
     loss: str = "clipped"
     """Loss of each token. `clipped`: PPO's clipped ratio. `module:function`: your own function,
     called with each token's new and old log-probability and advantage as tensors, and with these
@@ -156,20 +156,20 @@ class AlarmConfig(Schema):
     """Alarm threshold: the mean gap of an update's tokens (`learner/gap_mean`) divided by the
     median of the 20 updates before it."""
     then: Literal["warn", "drop", "stop"] = "drop"
-    """Reaction to an alarm. `warn` trains on the samples all the same. `drop` skips the update,
+    """Reaction to an alarm. `warn` trains on the samples nevertheless. `drop` skips the update,
     repeats the weight sync, and ends the run after five such RL steps in a row. `stop` ends the run
     at once. A dropped update costs one RL step, while an update on samples of another policy cannot
     be undone."""
     recheck_share: float = Field(default=0.02, ge=0, le=1)
     """Share of the finished samples that idle engines generate again without drafts, to compare the
-    tokens; a token that differs and is no near-tie is an alarm. With harvest on, an engine makes
-    one recheck in an idle spell before it is leased. An engine that is alone is never idle, and
-    makes none. 0 turns rechecks off."""
+    tokens; a differing token that is not a near-tie raises an alarm. With harvest on, an engine
+    makes one recheck in an idle spell before it is leased. A single engine is never idle, and makes
+    none. 0 turns rechecks off."""
     recheck_tokens: int = Field(default=256, ge=1)
     """Largest number of tokens that a recheck generates: the beginning of a longer sample."""
     max_lost_steps: int = Field(default=5, ge=0)
-    """RL steps in a row that teach next to nothing before the run ends: no finite gradient, or no
-    reward for more than half of the samples. 0 never ends the run for that."""
+    """RL steps in a row without a usable update before the run ends: no finite gradient, or no
+    reward for more than half of the samples. 0 never ends the run."""
 
 
 class CaptureConfig(Schema):
@@ -180,7 +180,7 @@ class CaptureConfig(Schema):
     by: Literal["engines", "learner"] | None = None
     """Source of the hidden states. `engines`: all samples, while they are generated; needs harvest.
     `learner`: the samples that the learner trains on. By default `engines` when harvest is on, but
-    on emulated GPUs, whose time recording on CPU cores would take, `learner`."""
+    `learner` on emulated GPUs, where recording would take time from emulated engine steps."""
     capacity_gib: float = Field(default=1.0, gt=0)
     """Memory per node for hidden states, in GiB."""
     folder: str = "/dev/shm"
@@ -207,7 +207,7 @@ class PlacementConfig(Schema):
     own devices and compute updates while the tail of the rollout still runs."""
     weights: Literal["auto", "shared_memory", "ipc", "nccl"] = "auto"
     """Transfer of the policy from learner to engines. `auto` takes `ipc` for engines and ranks on
-    the same GPUs, `nccl` for those on GPUs of their own, and `shared_memory` on CPUs."""
+    the same GPUs, `nccl` for separate GPUs, and `shared_memory` on CPUs."""
 
 
 class NodeConfig(Schema):
@@ -217,7 +217,7 @@ class NodeConfig(Schema):
     num_gpus: int | None = Field(default=None, ge=1, examples=[8])
     """GPUs of a node."""
     gpu_gib: float | None = Field(default=None, gt=0, examples=[79])
-    """Memory of one GPU in GiB; 79 for one that is sold as 80 GB."""
+    """Memory of one GPU in GiB; 79 for one sold as 80 GB."""
     host_gib: float | None = Field(default=None, gt=0, examples=[1900])
     """Host memory of a node in GiB."""
 
@@ -250,7 +250,7 @@ class TltConfig(Schema):
     """Train the drafter on idle workers; false leaves the drafter of `engine.drafter` frozen."""
     lr: float | None = Field(default=None, gt=0, le=1, examples=[1e-4])
     """Learning rate of the drafter; by default 1e-4, or 1e-3 for the new drafter of a run without
-    `engine.drafter`. An RL step brings little to learn from: at higher rates a trained drafter
+    `engine.drafter`. One RL step has little training data: at higher rates a trained drafter
     forgets more than it learns."""
     row_tokens: int = Field(default=512, ge=16)
     """Tokens of one optimizer step of the drafter; also the longest part of a sample it trains on.
@@ -262,12 +262,12 @@ class TltConfig(Schema):
     draft_vocab_size: int | None = Field(default=None, ge=16)
     """Size of a new drafter's vocabulary, the tokens that the policy writes most; by default 4,096
     on CPU cores, and on GPUs all tokens, or 32,768 if the policy has more than 65,536. A drafter
-    from `engine.drafter` keeps the size of its own. The tokens follow the policy's text."""
+    from `engine.drafter` keeps its own size. The tokens follow the policy's text."""
     session_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """Seconds of training between evaluations of the drafter; a better drafter is published."""
     held_out_tokens: int = Field(default=1024, ge=16)
-    """Most tokens of held-out samples that evaluate a drafter; where a few of them decide, or time
-    is short, an evaluation takes fewer."""
+    """Largest number of held-out tokens in an evaluation of a drafter; an evaluation takes fewer if
+    they suffice or time is short."""
     min_lease_s: float = Field(default=2.0, ge=0, le=LONGEST_S)
     """Shortest predicted idle time, in seconds, for which a worker is leased."""
     lease_s: float = Field(default=60.0, gt=0, le=LONGEST_S)
@@ -294,13 +294,11 @@ class EmulateConfig(Schema):
     model: ModelName = "qwen2.5-7b"
     """Policy whose times are emulated."""
     dilation: float = Field(default=8.0, ge=1, le=1000)
-    """Seconds that an engine step takes here per second that it takes there. All engines share the
-    CPU cores, so they must mostly wait. A run in which many engine steps take longer than their
-    time says so: raise it."""
+    """Real seconds per emulated second. All engines share the CPU cores, so they must mostly wait.
+    A run reports it if many engine steps take too long: then raise this number."""
     tokens: int = Field(default=1, ge=1, le=1000)
-    """Tokens there that one token here stands for. Responses of small models are short, so weight
-    syncs, swaps, sleep and wake would weigh more than they do there; they take their time divided
-    by this number."""
+    """Emulated tokens per real token. Responses of small models are short, so weight syncs, swaps,
+    sleep and wake would weigh too much; their emulated time is divided by this number."""
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -369,7 +367,7 @@ def transfer(config: TrainConfig) -> Transfer:
     if given not in ("shared_memory", fitting):
         raise ConfigError(
             f"placement.weights = {given!r}: 'ipc' is for engines and ranks that share GPUs, "
-            f"'nccl' for those with GPUs of their own; here {fitting!r} works, or leave it out"
+            f"'nccl' for separate GPUs; here {fitting!r} works, or leave it out"
         )
     return given
 

@@ -185,6 +185,6 @@ def test_a_slow_machine_makes_fewer_steps(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(demo, "LIMIT_S", 1.0)
     code, output, errors = tlt("demo", "--out", str(tmp_path / "d"))
     assert code == 0, errors
-    assert output.count("all that five minutes have room for") == 2
+    assert output.count("as many as fit into five minutes") == 2
     assert "TLT made RL steps" in output
     assert runs.commands[1][6] == f"run.num_steps={demo.STEPS}"
