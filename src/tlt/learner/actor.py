@@ -143,7 +143,7 @@ class LearnerActor:
     def meeting(self, on_one_node: bool) -> str:
         """Return where the ranks meet: a private file, or a free port for those of other nodes.
 
-        Anybody who reaches the port could take part.
+        Any process that reaches the port could take part.
         """
         if on_one_node:
             self._meeting = SharedFolder.make("meeting")
@@ -294,7 +294,8 @@ class LearnerActor:
         return ""
 
     def save_buffer(self, folder: str, earlier: str | None, rl_step: int) -> str:
-        """Write the captured samples, and return nothing, or the reason why they are not there."""
+        """Write the captured samples; return an empty text, or the reason why they were not
+        written."""
         if self._writer is not None:
             self._writer.drain()
             before = Path(earlier) if earlier else None
@@ -331,7 +332,7 @@ class RayRank:
         return await self._answer(self._actor.do.remote(self._number, command.__name__, *args))
 
     async def call_beside(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> T:
-        """Give a command that waits for files, beside training."""
+        """Run a command that waits for files, in parallel to training."""
         beside = getattr(self._actor, command.__name__).options(concurrency_group="io")
         return await self._answer(beside.remote(*args))
 

@@ -17,7 +17,7 @@ from tlt.contracts import Scored
 from tlt.packing import pack
 
 HEAD_CHUNK_TOKENS = 2048
-"""Largest number of tokens whose logits are in memory at once."""
+"""Largest number of tokens whose logits are in memory at a time."""
 WAITING_ROWS = 2
 """Rows whose captured states may wait on the host: one is being stored while the next one is
 computed."""
@@ -53,7 +53,7 @@ class TrainSample:
 class Groups:
     """Collects the samples of an RL step and gives out each group when its last sample is scored.
 
-    With `over_step` an advantage depends on the rewards of all groups, and `rest` gives them out.
+    With `over_step` an advantage depends on the rewards of all groups, and `rest` returns them.
     With `only_signal` groups whose samples all have the advantage 0 are discarded.
     `num_with_signal` counts the complete groups with an advantage that is not 0.
     """
@@ -133,7 +133,7 @@ class Weighting:
     max_tokens: int
 
     def token_weight(self, num_tokens: int) -> float:
-        """Return the weight of each token of a response with so many tokens."""
+        """Return the weight of each token of a response of this length."""
         return 1.0 / max(num_tokens, 1) if self.mean_over == "samples" else 1.0
 
     def denominator(self, lengths: Sequence[int]) -> float:
@@ -150,7 +150,7 @@ Block = list[TrainSample]
 def blocks(samples: Sequence[TrainSample], budget: int) -> list[Block]:
     """Put samples of the same prompt together, as many as the budget holds.
 
-    A sample longer than the budget gets a block of its own.
+    A sample longer than the budget gets its own block.
     """
     found: list[Block] = []
     latest: dict[tuple[int, ...], tuple[Block, int]] = {}

@@ -34,7 +34,7 @@ class RankHandle(Protocol):
         ...
 
     async def call_beside(self, command: Callable[[LearnerActor, *Ts], T], *args: *Ts) -> T:
-        """Give a command that waits for files, beside training."""
+        """Run a command that waits for files, in parallel to training."""
         ...
 
     async def kill(self) -> None:

@@ -26,7 +26,7 @@ PREFIX = "policy.policy."
 """Names of the policy's weights in a checkpoint: its key, and `PackedPolicy.policy`."""
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 CHUNK_BYTES = 1 << 31
-"""Float32 weights that are read at once."""
+"""Bytes of float32 weights to read at a time."""
 
 
 def write_policy(

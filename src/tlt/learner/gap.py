@@ -79,7 +79,7 @@ class GapAlarm:
     def max_gap(self, num_faults: int) -> float:
         """Return the gap from which on the learner must refuse the next updates.
 
-        It must refuse all of them if samples failed their recheck.
+        It must refuse every update if samples failed their recheck.
         """
         if self._config.then == "warn":
             return math.inf
@@ -126,5 +126,5 @@ class GapAlarm:
 
     def _log(self, text: str) -> None:
         then = self._config.then
-        follows = "trained on all the same" if then == "warn" else "no update was made of them"
+        follows = "trained on nevertheless" if then == "warn" else "no update was made from them"
         logger.error("%s; %s (alarm.then = %r)", text, follows, then)

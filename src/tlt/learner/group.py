@@ -186,7 +186,7 @@ class LearnerGroup:
     async def _on_nodes(
         self, command: Callable[[LearnerActor, *Ts], T], args: Callable[[int], tuple[*Ts]]
     ) -> list[T]:
-        """Give a command to the first rank of every node, beside training."""
+        """Run a command on the first rank of every node, in parallel to training."""
         first = [self._nodes.index(node) for node in dict.fromkeys(self._nodes)]
         calls = {
             rank: self._ranks[rank].call_beside(command, *args(number))

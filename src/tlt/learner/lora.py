@@ -52,7 +52,7 @@ def add_adapters(policy: Any, lora: LoraConfig, seed: int) -> None:
 
 @contextmanager
 def without_adapters(policy: nn.Module) -> Iterator[None]:
-    """Compute with the policy as it was before training."""
+    """Compute with the policy from before training."""
     layers: list[Any] = [module for module in policy.modules() if hasattr(module, "set_scale")]
     try:
         for layer in layers:

@@ -24,7 +24,7 @@ from tlt.learner.batch import HEAD_CHUNK_TOKENS, TrainSample
 from tlt.learner.packed_attention import segment_ends, use_packed_attention
 
 ENTROPY_TOKENS = 128
-"""Tokens whose probabilities are in memory at once, to compute their entropy."""
+"""Tokens whose probabilities are in memory at a time, to compute their entropy."""
 
 
 @dataclass(frozen=True, slots=True)

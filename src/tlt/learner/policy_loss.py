@@ -28,7 +28,7 @@ def clipped(
     advantage_T: torch.Tensor,
     settings: AlgorithmConfig,
 ) -> torch.Tensor:
-    """Return the loss of PPO: nothing is learned from a token whose ratio left the range."""
+    """Return the loss of PPO: a token whose ratio left the range has no gradient."""
     ratio_T = (logprob_T - old_logprob_T).exp()
     bounded_T = ratio_T.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -torch.minimum(ratio_T * advantage_T, bounded_T * advantage_T)

@@ -163,7 +163,7 @@ class LearnerRank:
             keeps = self.keep_states is not None and bool(samples)
             output = self._policy(row, with_states=keeps, with_entropy=True)
             if self.keep_states and output.aux_TA is not None and output.final_TH is not None:
-                # Before the backward pass, beside which the states leave the device.
+                # Before the backward pass, during which the states leave the device.
                 self.keep_states(row, output.aux_TA, output.final_TH)
             old_P = output.logprob_P.detach()
             if self._remembers and samples:

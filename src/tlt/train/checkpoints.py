@@ -1,7 +1,7 @@
 """Checkpoints of a run: what they hold, and when they are written.
 
-The RL step stands still only while the learner copies its state, or while the checkpoint before is
-still being written. The rest is written beside the next RL step.
+The RL step waits only while the learner copies its state, or while the previous checkpoint is still
+being written. The rest is written during the next RL step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Checkpoints:
         watch.lap("checkpoint")
 
     def end(self, step: int, in_haste: bool = False) -> None:
-        """Write what `begin` copied, beside the next RL step; in haste, wait for no trainer."""
+        """Write the copy of `begin` during the next RL step; in haste, wait for no trainer."""
         if self._begun is not None:
             self._writing = asyncio.create_task(self._write(self._begun, step, in_haste))
             self._begun = None
@@ -122,7 +122,7 @@ class Checkpoints:
             await self.finish()
 
     async def finish_in_time(self) -> None:
-        """Finish if that takes no longer than `GRACE_S`, whatever goes wrong."""
+        """Finish within `GRACE_S` or give up; ignore errors."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(GRACE_S):
                 await self.finish()

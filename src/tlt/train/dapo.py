@@ -3,7 +3,7 @@
 Dynamic sampling replaces groups without a signal, whose samples all have the same reward, by groups
 of extra problems. `Replacements` starts the next extra problem for each such group, so at its end
 it has started the shortest prefix of the RL step's problems that holds enough groups with a signal.
-That prefix does not depend on the order in which groups are complete: engines, drafts, kills and
+That prefix does not depend on the order in which groups complete: engines, drafts, kills and
 timing change neither the samples of an RL step nor the groups of its update.
 
 Pure. `Rollouts` generates, and `Groups` finds out which groups have a signal.

@@ -1,4 +1,4 @@
-"""The policy of a run at one of its checkpoints, also while the run goes on.
+"""The policy of a run at one of its checkpoints, also while the run continues.
 
 Nothing in the run's folder changes: a checkpoint is only read, and the run may remove it meanwhile.
 """
@@ -21,7 +21,7 @@ from tlt.train.inputs import check_start_policy
 from tlt.train.manifest import verify
 
 ATTEMPTS = 3
-"""Checkpoints that are read before giving up: a fast run soon removes the one that was newest."""
+"""Checkpoints to try before giving up: a fast run soon removes the newest one that was listed."""
 
 
 def export_policy(run: Path, step: int | None, out: Path) -> int:

@@ -62,7 +62,7 @@ def _advice(sizes: Sizes, place: Place) -> str:
 
 
 def _fixed(sizes: Sizes, changes: Changes) -> Changes | None:
-    """Return the changes with those that make every place fit, if there are any."""
+    """Return the changes extended until every place fits, or None."""
     for _ in range(MAX_FIXES):
         tried = sizes.changed(changes)
         place = _too_small(tried)
@@ -79,7 +79,7 @@ def _fixed(sizes: Sizes, changes: Changes) -> Changes | None:
 
 
 def _fixes(sizes: Sizes, place: Place) -> Iterator[Changes]:
-    """Yield settings that leave more room in a place, those that cost least first."""
+    """Yield settings that leave more room in a place, the cheapest first."""
     config, gpu_bytes = sizes.config, sizes.machine.gpu_bytes or 1
     over = place.need - (place.capacity or 0)
     less: Changes = {}

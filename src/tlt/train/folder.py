@@ -94,7 +94,7 @@ class RunFolder:
         for key in sorted({*before, *now}):
             free = any(key == k or key.startswith(f"{k}.") for k in MAY_CHANGE)
             if config.task.path is not None and key in ("eval.every_steps", "eval.num_problems"):
-                free = False  # which rows of a file are trained on follows from what is held out
+                free = False  # the held-out rows decide which rows of a file are trained on
             if not free and before.get(key) != now.get(key):
                 raise ConfigError(
                     f"{key} = {now.get(key)!r}, but the run in {self.path} was started with "
@@ -240,7 +240,7 @@ def is_open(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that is hidden first, so that a crash leaves no half-removed checkpoint."""
+    """Hide a folder, then remove it: a crash leaves no half-removed checkpoint."""
     hidden = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -255,7 +255,7 @@ def step_of(checkpoint: Path) -> int:
 def _why_unsound(checkpoint: Path) -> str:
     """Return what is wrong with a checkpoint; empty if a run can resume from it.
 
-    Captured samples are no reason: the run goes on without those that are damaged.
+    Damaged captured samples do not count: the run continues without them.
     """
     step, damaged = verify(checkpoint)
     for name in [name for name in damaged if name.startswith("buffer-")]:

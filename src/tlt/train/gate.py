@@ -1,9 +1,9 @@
 """A gate before every RL step, at which a benchmark makes several runs take turns (`debug.gate`).
 
-The run sends the number of the RL step that it wants to take, as a line, and waits for a line
-back. It asks once more after its last RL step, so that the benchmark knows when that step ended and
-decides when the run may finish. A waiting run sleeps in the kernel. Without a socket the gate is
-always open.
+The run sends the number of the RL step that it wants to take, as a line, and waits for a line back.
+It asks once more after its last RL step: the benchmark then knows when that step ended, and decides
+when the run may finish. A waiting run sleeps in the kernel. Without a socket the gate is always
+open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files that a run reads, so that a resumed run notices what changed under it.
+"""Digests of the files that a run reads, to notice changes before a resume.
 
 Models that the settings name by an id of the Hub are brought here first. `inputs.json` in the run's
 folder holds a digest of the data, the start policy and the user's own functions. A resumed run with

@@ -92,7 +92,7 @@ def launch(
             folder.set_policy_aside()
             remove_abandoned()
             start_ray(config.pool.num_engines)
-            term.install()  # Ray has a handler of its own
+            term.install()  # Ray installs its own handler
             run = _Run(config, prepared, folder, checkpoint, sinks, show, on_record, term, log)
             asyncio.run(_unless_ended(run.train(resume), term))
         records = read(folder.metrics)
@@ -131,7 +131,7 @@ def _run_log(folder: Path, log: LogSettings | None, command: str) -> Iterator[No
 
 
 async def _unless_ended(work: Coroutine[Any, Any, None], term: Termination) -> None:
-    """Do the work; a signal cancels it while nobody else takes the signal."""
+    """Do the work; a signal cancels it while no other code handles the signal."""
     doing = asyncio.ensure_future(work)
     with term.calling(doing.cancel):
         try:

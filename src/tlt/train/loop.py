@@ -211,7 +211,7 @@ class Training:
     ) -> tuple[list[Scored], list[Scored], Record]:
         """Generate and score the samples of an RL step; complete groups go to the update.
 
-        Return all samples, and those of groups that were not discarded.
+        Return all samples, and the samples of groups that were not discarded.
         """
         config, sampling = self._config, self._config.sampling
         replaces = sampling.max_extra_prompts > 0

@@ -4,7 +4,7 @@ Sizes of tensors follow from the model's shapes. What a device needs besides ten
 the constants below. Places are one GPU in the stages of an RL step, and the host memory of one
 node, the fullest one. `tlt.train.fit` refuses what is too large.
 
-`learner_memory` follows the tensors that `tlt.learner.rank` holds at once in three moments of an
+`learner_memory` follows the tensors that `tlt.learner.rank` holds in three moments of an
 update's later rows, when gradients and optimizer moments are there: the backward pass of the head,
 of a layer, and the reduction of the gradients of embedding and head. The peak is the largest of the
 three. With LoRA no gradient of embedding and head is there; they are gathered instead.

@@ -2,7 +2,7 @@
 
 Colocated: every engine has a bundle, and learner ranks use the engines' bundles and devices in turn
 with them. Ray books the devices to the engine. A rank asks Ray for nothing; its environment names
-its GPU. Separate: ranks have bundles of their own.
+its GPU. Separate: ranks have their own bundles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PlacementPlan:
 
     bundles: tuple[Bundle, ...]
     rank_bundles: tuple[int, ...]
-    """Bundle of each learner rank; colocated, that of its engine."""
+    """Bundle of each learner rank; if colocated, its engine's."""
     colocated: bool
 
 

@@ -97,7 +97,7 @@ enforce_eager = true  # starts at once; false compiles first and is faster later
 max_num_seqs = 64  # requests that an engine runs at once
 
 [pool]
-num_engines = {engines}  # each on devices of its own
+num_engines = {engines}  # each on its own devices
 
 [learner]
 lr = 1e-6
@@ -114,7 +114,7 @@ gpu_memory_utilization = {utilization}  # the engine's share; the learner has th
 max_num_seqs = 64  # requests that an engine runs at once
 
 [pool]
-num_engines = {engines}  # each on devices of its own
+num_engines = {engines}  # each on its own devices
 start_timeout_s = 1800.0
 
 [learner]

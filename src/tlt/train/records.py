@@ -1,7 +1,7 @@
 """What a run writes down about every RL step.
 
-The functions are pure: they make records of numbers that the loop has anyway. `RunLog` is the one
-writer of them all.
+The functions are pure: they make records from numbers that the loop already has. `RunLog` writes
+all records.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Rollouts:
         tools: ToolHost | None = None,
         tool_schemas: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """`tools` calls the environment of a run that has one, whose tools the schemas describe."""
+        """`tools` calls the environment, if the run has one; the schemas describe its tools."""
         self._config = config
         self.chat = chat
         self.pool = pool
@@ -171,7 +171,7 @@ class Rollouts:
     async def _prompts(
         self, problems: Sequence[Problem], dialogues: Dialogues | None
     ) -> list[tuple[int, ...]]:
-        """Return the prompts; report those that are too long, and refuse to have no other."""
+        """Return the prompts; report the ones that are too long, and refuse to run without any."""
         if dialogues is None:
             prompts = [self.chat.prompt(p.question, p.history) for p in problems]
         else:
@@ -224,7 +224,7 @@ class _Batch:
         self._label = label
         self._problems = problems
         self._made = made
-        """Requests of all problems, also of those that may not start."""
+        """Requests of all problems, also of problems that may not start."""
         self._group_size = len(made) // len(problems)
         self._index_of = {request.sample_id: index for index, request in enumerate(made)}
         self._policy_version = policy_version
@@ -259,7 +259,7 @@ class _Batch:
         return sorted(scored, key=lambda s: (s.problem_number, s.place))
 
     def _pending(self) -> list[asyncio.Task[Any]]:
-        """Return what must end before the generation has ended: a score may start more of it."""
+        """Return the tasks that the generation waits for: a score may start more requests."""
         deciding = self._scoring if self._replacements.are_left else []
         return [task for task in (*self._extra, *deciding) if not task.done()]
 
@@ -331,7 +331,7 @@ class _Batch:
         return scored
 
     async def _reward_of(self, number: int, text: str, trajectory: Ended | None) -> Reward:
-        """Return the reward of a text, or that of its environment."""
+        """Return the reward of a text, or its environment's reward."""
         problem, rewards = self._problems[number], self._of.rewards
         if trajectory is None:
             return await rewards.score(problem, text, self._reward)

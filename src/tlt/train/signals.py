@@ -5,8 +5,8 @@
 2. The run then finishes a checkpoint that is being written, and writes one of the last finished RL
    step if `run.checkpoint_on_term` asks for it.
 3. The process ends with 128 + the signal's number: 143 or 130.
-4. After `run.term_timeout_s` the process ends with that code whatever it is doing. A second signal
-   does the same at once. Half-written checkpoints are hidden, and the next start removes them.
+4. After `run.term_timeout_s` the process ends with that code, even with work unfinished. A second
+   signal ends it immediately. Half-written checkpoints are hidden, and the next start removes them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Termination:
             signal.signal(number, handler)
 
     def install(self) -> None:
-        """Take the signals over, also from a library that has handlers of its own."""
+        """Take the signals over, also from a library that installed its own handlers."""
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
@@ -57,7 +57,7 @@ class Termination:
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:
         """Answer a signal by a call in the running event loop, instead of an exception.
 
-        A signal that came before is answered at once.
+        A signal that came earlier is handled immediately.
         """
         loop, outer = asyncio.get_running_loop(), self._callback
         self._callback = lambda: loop.call_soon_threadsafe(callback)
@@ -86,7 +86,7 @@ async def finish_or_abandon(
 ) -> bool:
     """Do the work and return True; return False if it was abandoned because of `stop`.
 
-    Work that may not be abandoned when `stop` is set goes on to its end.
+    Work that must not be abandoned when `stop` is set continues to its end.
     """
     doing, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:

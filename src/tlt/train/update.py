@@ -1,6 +1,6 @@
 """The policy update of an RL step: complete groups go to the learner, and the policy changes.
 
-A learner with devices of its own computes gradients while the rollout's tail still runs. A
+A learner with its own devices computes gradients while the rollout's tail still runs. A
 colocated learner gets the whole batch after the rollout, in a fixed order.
 """
 
@@ -43,7 +43,7 @@ class PolicyUpdate:
         self.version = 0
         """Version of the learner's policy: the number of updates since the run's first step."""
         self.streamed: list[Span] = []
-        """Gradient computations of this RL step that ran beside its rollout."""
+        """Gradient computations of this RL step that ran during its rollout."""
 
     def go_on_from(self, step: int) -> None:
         """Note that the learner holds the policy of this RL step."""
@@ -70,7 +70,7 @@ class PolicyUpdate:
         self._feeding.cancel()
 
     async def _feed(self, step: int) -> list[TrainSample]:
-        """Hand samples to a learner with devices of its own; return those left for `finish`.
+        """Hand samples to a learner with its own devices; return those left for `finish`.
 
         A sample without an advantage teaches nothing unless the loss has a KL term.
         """
