@@ -22,7 +22,7 @@ def test_vllms_parser_reads_the_same_calls_as_ours(tiny: Path) -> None:
         f"Let me see. {call('count', what='b')}\n{call('wait', seconds=2.5)}",
     ):
         assert read(text) == tagged_calls(text), text
-    with pytest.raises(ValueError, match="no tool call that can be read"):
+    with pytest.raises(ValueError, match="tool call cannot be read"):
         read("<tool_call>no JSON</tool_call>")
 
 

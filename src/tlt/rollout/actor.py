@@ -59,7 +59,7 @@ class EngineActor(RolloutEngine):
 _shipped: dict[str, Any] = {}
 """The latest weights in the object store, by the path of their file."""
 _shipping = threading.Lock()
-"""Held by the one thread that puts weights into the object store; those of others wait."""
+"""Held by the thread that puts weights into the object store; other threads wait."""
 
 
 def ship(path: str) -> Any:
@@ -159,7 +159,7 @@ class PolicyRoute:
         return PolicySender(self.backend, rank, host, self, shapes, dtype, weights)
 
     def connect(self, init_infos: Sequence[dict[str, Any]]) -> None:
-        """Connect each engine, with settings of its own."""
+        """Connect each engine with its own settings."""
         self._each(Engine.connect_policy, [(info,) for info in init_infos])
 
     def start(self, shapes: list[tuple[str, list[int]]]) -> None:
@@ -181,14 +181,14 @@ class PolicyRoute:
             logger.warning("%s did not take the policy that was sent: %r", name, error)
 
     def _each(self, command: Callable[[Engine, *Ts], object], args: Sequence[tuple[*Ts]]) -> None:
-        """Call each engine with arguments of its own, and raise the first error."""
+        """Call each engine with its own arguments, and raise the first error."""
         for error in self._failed(command, args).values():
             raise error
 
     def _failed(
         self, command: Callable[[Engine, *Ts], object], args: Sequence[tuple[*Ts]]
     ) -> dict[str, Exception]:
-        """Call each engine with arguments of its own, wait for all, and return their errors."""
+        """Call each engine with its own arguments, wait for all, and return their errors."""
         pairs = zip(self.actors, args, strict=True)
         refs = [getattr(actor, command.__name__).remote(*own) for actor, own in pairs]
         errors = ((name, _error(ref)) for name, ref in zip(self.engines, refs, strict=True))

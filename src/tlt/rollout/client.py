@@ -106,7 +106,7 @@ class Engine(Protocol):
 
 
 class EngineProcess(Protocol):
-    """An engine in a process of its own (`tlt.rollout.actor.RayEngine`)."""
+    """An engine in its own process (`tlt.rollout.actor.RayEngine`)."""
 
     async def start(self) -> dict[str, Any]:
         """Start the engine, and return its report."""
@@ -136,7 +136,7 @@ class LoadListener(Protocol):
     def idle(self, engine: str, for_s: float = math.inf) -> None:
         """Note that an engine has nothing to generate while others still do.
 
-        A trajectory of its own comes back from a tool in about `for_s` seconds.
+        One of the engine's trajectories comes back from a tool in about `for_s` seconds.
         """
         ...
 
@@ -168,7 +168,7 @@ class EngineClient:
         """Whether what the engine has drawn is beyond doubt the policy's."""
 
     def mark_failed(self, why: str, held_policy: bool = True) -> None:
-        """Let all calls fail from now on, so that the pool replaces the engine."""
+        """Let all calls fail from now on: the pool then replaces the engine."""
         self._why = self._why or why
         self.held_policy &= held_policy
         self._failed.set()
@@ -215,7 +215,7 @@ class EngineClient:
             both: set[asyncio.Future[Any]] = {answer, failed}
             await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             # First: the answer of an engine that is being replaced does not count, even if it
-            # comes at the same moment. Its samples may be those of an old policy.
+            # comes at the same moment. Its samples may come from an old policy.
             if not self._failed.is_set():
                 if answer.done():
                     return answer.result()

@@ -1,15 +1,14 @@
 """The pool's decisions about which engine generates what, without engines, clocks or I/O.
 
 Requests wait in one queue, first come, first served. The next one goes to the engine that it
-prefers, if that has a free slot, else to the least loaded one.
-An engine holds at most as many requests as it has slots, which it runs at once, plus a few
-prefetched ones, which hide the latency of a submission. When the queue is empty, the dispatcher
-recalls requests that wait behind a loaded engine's slots for an engine with a free slot. Work per
-event is O(log engines).
+prefers, if that has a free slot, else to the least loaded one. An engine holds at most one running
+request per slot, plus a few prefetched requests, which hide the latency of a submission. When the
+queue is empty, the dispatcher recalls requests that wait behind a loaded engine's slots for an
+engine with a free slot. Work per event is O(log engines).
 
 Every sample has one owner at a time, and only its owner can finish it. A lost engine's samples go
-back to the front of the queue, with the text that is known of them. So the pool delivers each
-submitted sample exactly once.
+back to the front of the queue, with their known text. So the pool delivers each submitted sample
+exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tlt.contracts import SampleRequest, Text
 from tlt.errors import EngineError
 
 CONTINUED_ATTEMPTS = 2
-"""Attempts after which a sample's text is no longer continued: engines may die of it."""
+"""Attempts after which a sample's text is no longer continued: it may be what kills engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class _Work:
     attempts: int = 0
     owner: str | None = None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
-    """The response as far as it is known."""
+    """The known part of the response."""
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     policy_version: int = 0
     """Version of the policy that drew it."""
@@ -67,7 +66,7 @@ class _Work:
             self.policy_version = text.policy_version
 
     def keep(self, size: int) -> None:
-        """Begin the next attempt with so many tokens of the response."""
+        """Begin the next attempt with the first `size` tokens of the response."""
         size = max(0, size)
         del self.token_ids[size:], self.logprobs[size:]
         begun = Text(tuple(self.token_ids), tuple(self.logprobs), self.policy_version)

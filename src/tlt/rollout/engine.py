@@ -106,7 +106,7 @@ class RolloutEngine(EngineLoop):
             self.between_steps(self.core.wake)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all earlier prompts and samples, so that a measurement starts from nothing."""
+        """Forget all earlier prompts and samples, to start a measurement from nothing."""
         self.between_steps(self.core.forget)
 
     # --- strategy and weights -----------------------------------------------------------------

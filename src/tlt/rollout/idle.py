@@ -47,7 +47,7 @@ class IdleTime:
         """Samples that are generated again, and the engine of each."""
 
     def offer(self, names: Iterable[str]) -> None:
-        """Let each of these engines that is idle make a recheck; else offer its device."""
+        """Let each idle engine of these make a recheck, or else offer its device."""
         for name in names:
             if not self._is_idle(name):
                 continue

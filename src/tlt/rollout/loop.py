@@ -6,8 +6,8 @@ steps.
 
 Invariants: a request is either queued here (and can be withdrawn), in flight in the core, or
 finished. Each submitted request ends as exactly one `Sample`, unless it is withdrawn. The policy
-changes only while nothing is in flight, so that every sample comes from one policy. A recheck
-(`recheck`) is not a request: it runs only while there is neither request nor command.
+changes only while nothing is in flight: every sample comes from one policy. A recheck (`recheck`)
+is not a request: it runs only while the engine has neither request nor command.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class EngineLoop:
         return taken
 
     def held(self) -> list[str]:
-        """Return the ids of all requests that will still end here, or whose sample is here."""
+        """Return the ids of all requests queued or running here, or with a sample to take."""
         with self._lock:
             queued = (request.sample_id for request, _ in self._queue)
             return [*queued, *self._in_flight, *(s.sample_id for s in self._finished)]
@@ -312,7 +312,7 @@ class EngineLoop:
                 if isinstance(error, Exception) and not isinstance(error, WeightMismatch):
                     future.set_exception(error)
                     continue
-                self._fail(error)  # before anybody hears of it and submits more
+                self._fail(error)  # before a caller learns of it and submits more
                 future.set_exception(error)
                 raise  # not one engine step more
         self._turn_started_s = self._clock()
@@ -386,7 +386,7 @@ class EngineLoop:
         self._drop_commands(error if isinstance(error, WeightMismatch) else left)
 
     def _drop_commands(self, error: Exception) -> None:
-        """Let everybody whose command is queued hear that it never runs."""
+        """Fail every queued command: it will never run."""
         with self._lock:
             commands = list(self._commands)
             self._commands.clear()

@@ -87,7 +87,7 @@ class RolloutPool:
         self.num_kept_tokens = 0
         """Tokens of lost engines that other engines continue, and need not draw again."""
         self._unsent: set[str] = set()
-        """Samples whose engine is still to wake up and take them."""
+        """Samples whose engine must still wake up and take them."""
         self.num_broken = 0
         """Samples that ended by abort or error, and that the pool generated again."""
 
@@ -165,9 +165,9 @@ class RolloutPool:
     async def call_all(
         self, command: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """Give all engines a command at once; return the answers of those that did not fail.
+        """Send all engines a command; return the answers of the engines that did not fail.
 
-        An engine that fails is replaced. If all refuse the command, and none of them is gone, the
+        An engine that fails is replaced. If all refuse the command, and no engine is gone, the
         command is wrong.
         """
         clients = list(self._clients.values())
@@ -349,7 +349,7 @@ class RolloutPool:
                 progress.compare(name, self._dispatcher.held_by(name) - self._unsent, held)
 
     async def _lost(self, name: str, client: EngineClient, error: Exception) -> None:
-        # Not of an engine that failed by itself, or whose policy is in doubt.
+        # Keep no text of an engine that failed by itself, or whose policy is in doubt.
         keep_texts = isinstance(error, EngineGone) and client.held_policy
         try:
             requeued = self._dispatcher.engine_lost(name, keep_texts)
@@ -391,7 +391,7 @@ class RolloutPool:
     # --- carrying out decisions ---------------------------------------------------------------
 
     async def _deliver(self, name: str, samples: Sequence[Sample]) -> None:
-        """Deliver whole samples, and requeue those that the engine broke off."""
+        """Deliver whole samples, and requeue samples that the engine broke off."""
         broken = [s.sample_id for s in samples if s.finish_reason not in WHOLE]
         try:
             self.num_broken += len(self._dispatcher.failed(name, broken))

@@ -1,15 +1,14 @@
 """Rechecks: a share of the finished samples is generated again without drafts, and compared.
 
 With keyed sampling (`keyed`) both must have the same tokens: a sample's seed and the policy decide
-them, whatever was drafted, whichever engine generates them. Engines whose arithmetic depends on the
-batch may part where two tokens are nearly tied. Anything else is a fault: speculation, or the
-engine, changed a sample.
+them, with any drafts and on any engine. Engines whose arithmetic depends on the batch may differ at
+near-ties. Anything else is a fault: speculation, or the engine, changed a sample.
 
 A recheck uses idle time only. The pool offers one to an engine that has nothing left to generate
-while others have. Where harvest uses idle time too, an engine makes one recheck and is then free
-to be leased. The engine ends a recheck at once when it gets a request or a command, or when
-the rollout ends; such a recheck is counted, and is not a fault. A recheck goes past the
-dispatcher, so its tokens reach neither rewards nor learner, and the engine does not count them.
+while others have. Where harvest uses idle time too, an engine makes one recheck and is then free to
+be leased. The engine ends a recheck when it gets a request or a command, or when the rollout ends;
+such a recheck is counted, and is not a fault. A recheck bypasses the dispatcher, so its tokens
+reach neither rewards nor learner, and the engine does not count them.
 
 Pure: `Rechecks` decides which samples are generated again, and what a difference means.
 """

@@ -24,8 +24,8 @@ CONFIG_KEY = "tlt"
 BEGUN = "tlt_begun"
 """Key in a request's `extra_args`: how many tokens of its response are at the end of its prompt."""
 RECORDED_CACHES = 2
-"""KV caches whose tokens fit into the recorder of hidden states: requests that were preempted and
-prompts of ended requests have states, too."""
+"""Size of the recorder of hidden states in KV caches: preempted requests and prompts of ended
+requests have states, too."""
 WAITING_STEPS = 2
 """Largest engine steps whose hidden states may wait on the host for the recorder."""
 _HERE = "tlt.vllm"
@@ -69,7 +69,7 @@ def num_begun(sampling_params: Any) -> int:
 def drafters(config: EngineConfig) -> list[DrafterName]:
     """Return the drafters of a strategy whose spec names no arms.
 
-    N-grams draft beside the draft model: it may be new and know nothing yet. On the V1 runner they
+    N-grams draft beside the draft model, which may be new and untrained. On the V1 runner they
     would cost every engine step its asynchronous scheduling, so there the draft model is alone on
     GPUs. On V2 an n-gram arm costs only the engine steps that use it (`tlt.vllm.ngram.v2`).
     """

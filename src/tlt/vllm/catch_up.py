@@ -154,8 +154,8 @@ def sequences(
 ) -> Iterator[tuple[Missed, Any, Any]]:
     """Yield taken rows in parts, as sequences of the rows of one request.
 
-    Beside each part come the owner of each of its sequences, and where each begins, followed by the
-    number of rows. No sequence has more than `max_rows` rows, no part more than `max_sequences`.
+    With each part come the owner and the start of each of its sequences, then the number of rows.
+    No sequence has more than `max_rows` rows, no part more than `max_sequences`.
     """
     owner_T = missed.owner_T
     first_T = np.searchsorted(owner_T, owner_T)  # first row of the same request

@@ -246,8 +246,8 @@ def is_at_least(major: int, minor: int) -> bool:
 def counts_drafts() -> bool:
     """Return whether V2 speculators are told how many tokens to draft.
 
-    Those of vLLM 0.31 always draft the most. They are built before the states of requests, and V2
-    has no n-gram speculator.
+    Speculators of vLLM 0.31 always draft the most. They are built before the states of requests,
+    and V2 has no n-gram speculator.
     """
     return is_at_least(0, 32)
 

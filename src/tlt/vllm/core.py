@@ -68,7 +68,7 @@ class VllmCore:
         self._asleep: set[str] = set()
         """The parts of the device's memory that are given away, by vLLM's tags of sleep."""
         self._has_policy = True
-        """Whether the policy is whole: not dropped by sleep, nor loaded in part."""
+        """Whether the policy is complete: neither dropped by sleep nor loaded in part."""
         self.captured_samples = 0
         self.dropped_samples = 0
         self.policy_mismatches = 0
@@ -128,7 +128,8 @@ class VllmCore:
     def report(self) -> dict[str, Any]:
         """Ask every worker about itself, and return the report of the first one.
 
-        Refuse an engine whose plug-in is not active. Log one that samples wrongly with drafts.
+        Refuse an engine whose plug-in is not active. Log an error if it samples wrongly with
+        drafts.
         """
         reports = self.llm.collective_rpc("tlt_report", args=(self.max_draft_tokens > 0,))
         for report in reports:
@@ -222,8 +223,8 @@ class VllmCore:
     def gained(self) -> list[tuple[str, int, tuple[int, ...], tuple[float, ...]]]:
         """Return the tokens that running requests have drawn since the last call.
 
-        Without those that another engine could not continue: it must draw the same noise, and
-        settings such as stop texts look at the whole response.
+        Samples that another engine could not continue are left out: it must draw the same noise,
+        and settings such as stop texts need the whole response.
         """
         from tlt.vllm import compat
 

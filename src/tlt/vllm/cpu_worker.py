@@ -41,7 +41,7 @@ class CPURunnerV1(RunnerV1):
 
     def end_step(self) -> None:
         # vLLM made a generator for every request with a seed. The keyed sampler needs none, and
-        # vLLM 0.32 fails on a generator whose request still has a part of its prompt to come.
+        # vLLM 0.32 fails on a generator of a request whose prompt is not read to its end.
         self.runner.input_batch.generators.clear()
 
 
@@ -49,8 +49,8 @@ class CPURunnerV1(RunnerV1):
 def _groups_shared() -> Iterator[None]:
     """Let the groups of a worker that is alone be one: gloo wakes up 100 times a second for each.
 
-    vLLM makes thirteen, and all that they hold is this worker. It also destroys each of them; from
-    then on, a group that is gone is left alone.
+    vLLM makes thirteen, and each holds only this worker. vLLM also destroys each of them; from then
+    on, a destroyed group is left alone.
     """
     made: dict[Any, Any] = {}
     new_group, destroy = dist.new_group, dist.destroy_process_group

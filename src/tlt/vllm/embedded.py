@@ -1,8 +1,8 @@
 """The worker's half of the switch: an engine of a program that knows nothing of TLT.
 
-Such a program asks for no report, so the worker makes the self-test itself. And it loads its policy
-in ways of its own, so no file says what the policy should be: a drafter swap compares the policy
-with itself, before and after.
+Such a program asks for no report, so the worker runs the self-test itself. The program loads its
+policy in its own way, so no file says what the policy should be: a drafter swap compares the policy
+before and after.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EmbeddedWorker:
     # --- weights ------------------------------------------------------------------------------
 
     def tlt_swap_drafter(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Load new drafter weights in one call, and prove that the policy stayed as it was.
+        """Load new drafter weights in one call, and prove that the policy did not change.
 
         Weights that do not fit change nothing. The program's weight transfer is not involved.
         """
@@ -107,9 +107,9 @@ class EmbeddedWorker:
     def tlt_policy_changed(self) -> None:
         """Note a policy that the program loaded.
 
-        On CPUs vLLM leaves a head that is tied to the embedding as it was: it is packed anew here.
-        The drafter takes over embedding and head where its checkpoint has none. Without this call,
-        drafts are worse until the next swap, and samples come from that old head.
+        On CPUs vLLM does not renew a head that is tied to the embedding: it is packed again here.
+        The drafter takes the policy's embedding and head if its checkpoint has none. Without this
+        call, drafts are worse until the next swap, and samples come from that old head.
         """
         compat.repack_tied_heads(self.get_model())  # type: ignore[attr-defined]
         self._renew_drafter()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the experts of a layer hold, read from vLLM's form of them.
+"""The weights of a layer's experts, read from vLLM's layout.
 
 vLLM stacks the matrices of all experts: gate and up projection in `w13_weight`, down projection in
 `w2_weight`. Its CPU kernels read a packed copy, in which the numbers of each expert have other

@@ -7,10 +7,10 @@ before anything is drafted, and a draft token is accepted if it equals the token
 of a sample do not depend on drafts, on the batch, or on the engine.
 
 Noise for every token of a vocabulary would take longer than the draw needs. So tokens are taken in
-blocks of 64: first the block is drawn by its sum of probabilities, with noise of its own, then the
+blocks of 64: first the block is drawn by its sum of probabilities, with separate noise, then the
 token within the block. The result is distributed as p.
 
-The sums of a row are taken in a fixed order, whatever the number of rows.
+The sums of a row are taken in the same order for any number of rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SLACK = 1.0 + 1e-9  # more than rounding
 
 
 def compiled(function: Any) -> Any:
-    """Compile a function, and cache the machine code beside the source if that is writable.
+    """Compile a function, and cache the machine code next to the source if that folder is writable.
 
     A product and a sum may become one instruction. Everything else is computed as written, so that
     a row's result depends on the row alone.
@@ -117,7 +117,7 @@ def _noise(key: int, position: int, purpose: int, index: int) -> float:
 def _exp(z: Any) -> Any:
     """Return the exponential of a number from `_LOWEST` to 0, to 2 units in the last place.
 
-    In plain arithmetic, because then the compiler computes 8 or 16 of them at once.
+    Plain arithmetic lets the compiler compute 8 or 16 values in one instruction.
     """
     shifted = z * _LOG2_E + _ROUND
     power = shifted - _ROUND
@@ -259,9 +259,9 @@ def draw_rows(
         keys: [B], the seeds of the samples.
         positions: [B], the place of each request's first row in its response.
         inverse: [B], 1 / temperature; 0 takes the largest logit.
-        logprobs_of: `NOTHING`, or the distribution whose log-probabilities are written: the raw
+        logprobs_of: `NOTHING`, or the distribution whose log-probabilities to write: the raw
             logits, or the logits at the request's temperature.
-        tokens: [B, K+1], where a request's tokens go; the rest stays as it is.
+        tokens: [B, K+1], where a request's tokens go; the rest is not written.
         logprobs: [B, K+1].
         ranks: [B, K+1].
     """

@@ -2,8 +2,8 @@
 
 The checks are pure functions of plain settings. The rule is an allow-list: a setting that is not
 known to keep the distribution of samples is refused, with the reason and a value that works. With
-speculation off (no drafter, no n-gram arm), every setting of vLLM is allowed, but for those that
-make it run code of others: they need a permission.
+speculation off (no drafter, no n-gram arm), every vLLM setting is allowed, except those that run
+code of others: they need permission.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def check_code(config: EngineConfig) -> None:
     if found := code_arguments(config.engine_args):
         key, value = found[0]
         raise ConfigError(
-            f"engine_args.{key} = {value!r} makes vLLM run Python code that neither vLLM nor TLT "
-            "brings along, with your privileges; remove it, or, if you trust that code, set "
+            f"engine_args.{key} = {value!r} makes vLLM run Python code from outside vLLM and TLT "
+            "with your privileges; remove it, or, if you trust that code, set "
             "engine.allow_code = true (`tlt drafter bench --allow-code`)"
         )
 
@@ -221,7 +221,7 @@ def _check_speculative_config(speculative: Mapping[str, Any], on_v2: bool) -> No
 
 
 def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
-    """Refuse wrong sampling settings, and those that speculation would not honour."""
+    """Refuse wrong sampling settings, and settings that speculation would not honour."""
     if sampling.max_tokens < 1:
         raise ConfigError(f"sampling.max_tokens = {sampling.max_tokens}; at least 1")
     if not 0 <= sampling.temperature <= MAX_TEMPERATURE:
@@ -245,7 +245,7 @@ def check_sampling(sampling: SamplingSpec, speculating: bool) -> None:
 def check_params(changed: Mapping[str, Any]) -> None:
     """Refuse a request of another program, by its parameters of vLLM that differ from the default.
 
-    vLLM gives the samples of `n` > 1 requests of their own, so `n` is fine here.
+    vLLM makes a request of each sample if `n` > 1, so `n` is fine here.
     """
     for key, value in changed.items():
         if key in PLAIN_PARAMS or key.startswith("_"):

@@ -28,7 +28,7 @@ def register() -> None:
 
     from tlt.vllm import compat
 
-    log_engine()  # vLLM's workers are processes of their own
+    log_engine()  # vLLM's workers are separate processes
     compat.apply()
     if not active:
         for backend, (module, name) in _CLASSES.items():
@@ -43,7 +43,7 @@ def register() -> None:
 def probe() -> dict[str, Any]:
     """Load vLLM as an engine process does; return its device, versions, fixes and faults.
 
-    vLLM keeps what it patches, so that this belongs into a process of its own.
+    vLLM keeps its patches, so call this in a separate process.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch

@@ -58,8 +58,8 @@ class PolicyVerifier:
     def expect(self, source: Path) -> list[str]:
         """Expect the policy that was just loaded from a folder or a file in shared memory.
 
-        Return the names of tensors that differ from the source. A tensor that was compared with the
-        learner's before counts as differing if that is no longer possible.
+        Return the names of tensors that differ from the source. A tensor that an earlier call
+        compared with the learner's counts as differing if this call cannot.
         """
         self._source = source
         return self._expect(*self._given()) if self._whole else self._expect(0, {})
@@ -70,7 +70,7 @@ class PolicyVerifier:
         return self._expect(seed, given) if self._whole else self._expect(0, {})
 
     def expect_present(self) -> None:
-        """Expect the policy as it is now, which another program may have loaded."""
+        """Expect the present policy, which another program may have loaded."""
         self._source = Path()
         self._compared = set()
         self._expect(0, {})
@@ -177,7 +177,7 @@ def _expert_names(layer: Any, name: str, given: Mapping[str, Fingerprint]) -> li
     """Return the checkpoint's names of the matrices in a stack of experts, in their order."""
     if not experts.is_readable(layer):
         return []
-    *path, _, stack = name.split(".")  # vLLM has a module of its own around the experts
+    *path, _, stack = name.split(".")  # vLLM wraps the experts in a module
     prefix = ".".join(path)
     if f"{prefix}.{experts.TOGETHER[stack]}" in given:
         return [f"{prefix}.{experts.TOGETHER[stack]}"]
@@ -190,7 +190,7 @@ def _expert_names(layer: Any, name: str, given: Mapping[str, Fingerprint]) -> li
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint: those that its index names, if it has an index."""
+    """Return the files of a checkpoint: the files in its index, if it has an index."""
     if (folder / INDEX).exists():
         shards = json.loads((folder / INDEX).read_text())["weight_map"].values()
         return sorted({folder / shard for shard in shards})

@@ -5,14 +5,14 @@ drafter, and the final one, from which the logits follow. The recorder copies th
 engine step. When a sample ends, they form a `Captured`. So the drafter learns from all samples,
 even those of groups without a signal, while the rest of the rollout still runs.
 
-The engine's thread only starts a copy of the rows of its step, in bfloat16 and on a GPU on a stream
-of their own. A thread of the recorder does the rest, in the order of the calls. It knows positions
-from the copy, because vLLM's V2 runner knows them only on the device.
+The engine's thread only starts a copy of the rows of its step, in bfloat16 and on a GPU in a
+separate stream. A thread of the recorder does the rest, in the order of the calls. It knows
+positions from the copy, because vLLM's V2 runner knows them only on the device.
 
 States lie in slots of one pool, whose size is the recorder's budget. Recomputed positions (after a
-rejected draft or a preemption) take the slots they had, so the recorder need not know which tokens
-were accepted. A request that hits the prefix cache reuses the states of the request that filled it;
-the recorder keeps the states of prompts until the policy changes. When the pool is full, the oldest
+rejected draft or a preemption) reuse their slots, so the recorder need not know which tokens were
+accepted. A request that hits the prefix cache reuses the states of the request that filled it; the
+recorder keeps the states of prompts until the policy changes. When the pool is full, the oldest
 prompts of ended requests make room, then the requests with the fewest tokens: their samples are
 lost. No engine step reads the last token of a sample, and no draft is learned from it.
 
@@ -79,7 +79,7 @@ class StateRecorder:
         self._table_shape = max_requests + 1, max_len
         self._max_waiting = max_waiting
         self._num_given = self._num_done = 0
-        """Rows given to the thread, and those that it is done with: one writer each."""
+        """Rows given to the thread, and rows it has finished: one writer each."""
         self._clear()
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="tlt-recorder", daemon=True).start()
@@ -129,7 +129,7 @@ class StateRecorder:
         self._queue.put(partial(self._take, request_id, token_ids, window, then))
 
     def drop(self, request_ids: Collection[str]) -> None:
-        """Drop the states of responses. Later requests may need those of their prompts."""
+        """Drop the states of responses. Later requests may need the states of their prompts."""
         if request_ids:
             self._queue.put(partial(self._drop, tuple(request_ids)))
 
@@ -173,7 +173,7 @@ class StateRecorder:
 
     def _begin(self, request_id: str, token_ids: Sequence[int], first: int, num_begun: int) -> None:
         known = request_id in self._running or not self._free_rows or not self.works
-        # One that comes back from preemption, and was given up before, may go on in its response.
+        # A request given up before its preemption may come back in the middle of its response.
         if known or first > len(token_ids):
             return
         blocks = _digests(token_ids, self._block_size)
@@ -232,7 +232,7 @@ class StateRecorder:
                 self._end(reading, reading.num_prompt if reading.prefixes else 0)
 
     def _end(self, reading: Reading, num_kept: int) -> None:
-        """Free the slots of a request, but for those of its first positions."""
+        """Free the slots of a request except its first positions."""
         row, slot_P = reading.row, reading.kept_P
         if row:
             slot_P = self._slot_RP[row, : self._end_R[row]].copy()
@@ -303,7 +303,8 @@ class StateRecorder:
 
 
 def _digests(token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Return a digest of each prefix of whole blocks: of the one before, and the next block."""
+    """Return a digest of each prefix of whole blocks, made from the previous digest and the next
+    block."""
     tokens: Any = np.array(token_ids, np.int32)
     digests = [b""]
     for end in range(block_size, len(tokens) + 1, block_size):

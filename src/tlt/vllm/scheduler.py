@@ -52,7 +52,7 @@ class _Adaptive:
         settings = self.vllm_config.additional_config[CONFIG_KEY]  # type: ignore[attr-defined]
         self.controller = DraftController(build_strategy(settings["strategy"]), time.perf_counter)
         self.node = Node.of(settings.get("emulate"))
-        """The emulated node, whose times engine steps take; None takes this machine as it is."""
+        """The emulated node, which decides how long engine steps take; None emulates nothing."""
         # Engine steps end in the order in which they were scheduled.
         self._records: deque[StepRecord] = deque()
         self._is_embedded = settings.get("embedded", False)

@@ -1,7 +1,7 @@
 """vLLM's own weight transfer from GPU to GPU: the learner's half, and the engines'.
 
 The backend `tlt_ipc` is for colocated engines: a learner rank on the same GPU shares its tensors by
-CUDA IPC. `tlt_nccl` is for engines with GPUs of their own, on any node: rank 0 of the learner
+CUDA IPC. `tlt_nccl` is for engines on separate GPUs, on any node: rank 0 of the learner
 broadcasts.
 
 vLLM's trainer engines drive the transfer: connect, start, update chunk by chunk, finish. They call
@@ -43,7 +43,7 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class Links(Protocol):
-    """Calls to all engines of a route at once."""
+    """Calls to all engines of a route."""
 
     @property
     def num_workers(self) -> tuple[int, ...]:
@@ -100,7 +100,8 @@ class TransferClient:
         self.version = 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect the engines. Each has ranks of its own in the group: vLLM counts within one."""
+        """Connect the engines. Each has its own ranks in the group: vLLM counts within one
+        engine."""
         first, infos = init_info.get("rank_offset", 0), []
         for num_workers in self._links.num_workers:
             own = {"rank_offset": first} if "rank_offset" in init_info else {}

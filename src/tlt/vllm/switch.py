@@ -1,10 +1,10 @@
 """One switch for any program that uses vLLM: the environment variable `TLT_CONFIG`.
 
 The variable names a TOML file, or holds `key=value` settings, or both: a file and changes to it.
-The keys are those of `[engine]` that say how an engine drafts (`SwitchConfig`). The rest of an
-engine is the program's: this module takes the program's arguments of vLLM, and returns the ones to
-change. It refuses arguments that TLT cannot work with, and leaves engines alone that are TLT's own
-or that generate nothing. `tlt.vllm.wiring` is the half that touches vLLM.
+The keys are the part of `[engine]` that says how an engine drafts (`SwitchConfig`). The program
+decides the rest: this module takes the program's vLLM arguments, and returns the ones to change. It
+refuses arguments that TLT cannot work with, and leaves engines alone that are TLT's own or that
+generate nothing. `tlt.vllm.wiring` is the half that touches vLLM.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def wire(
     extra = given.get("additional_config") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError(
-            f"{VARIABLE}: additional_config = {repr(extra)[:60]} should be a dict, so that TLT can "
+            f"{VARIABLE}: additional_config = {repr(extra)[:60]} must be a dict, because TLT must "
             "add its strategy; e.g. {}"
         )
     if CONFIG_KEY in extra:
@@ -91,7 +91,7 @@ def wire(
     _check_program(given)
     drafter = _drafter_folder(settings, model)
     if not on_gpu:
-        # vLLM schedules synchronously on CPUs, whatever the program asks for.
+        # vLLM always schedules synchronously on CPUs.
         given = {key: value for key, value in given.items() if key != "async_scheduling"}
     config = _engine_config(settings, drafter, given, on_gpu)
     args = engine_args(config)
@@ -156,7 +156,7 @@ def _check_program(given: Mapping[str, Any]) -> None:
     for key in ("watermark_config", "diffusion_config"):
         if key in given:
             raise LossyError(
-                f"{VARIABLE}: {key} changes how vLLM samples, and TLT has a sampler of its own; "
+                f"{VARIABLE}: {key} changes how vLLM samples, and TLT brings its own sampler; "
                 f"leave {key} out, or start the program without {VARIABLE}"
             )
 

@@ -27,7 +27,7 @@ def vllm_reader(name: str, model: str) -> Callable[[str], list[tuple[str, dict[s
         found = parser.extract_tool_calls(text, request)
         mark = getattr(parser, "tool_call_start_token", None)
         if not found.tools_called and mark and mark in text:
-            raise ValueError("this is no tool call that can be read")
+            raise ValueError("this tool call cannot be read")
         return [(c.function.name, json.loads(c.function.arguments)) for c in found.tool_calls]
 
     return read

@@ -42,7 +42,7 @@ def install() -> None:
         if wired is not None:
             for key, value in wired.changes.items():
                 setattr(self, key, _as_config(key, value))
-            # A logger outside of vLLM's name would not show up beside vLLM's own lines.
+            # A logger outside vLLM's namespace would not show up among vLLM's lines.
             init_logger("vllm.tlt").info(wired.message)
         return create(self, *args, **kwargs)
 
@@ -86,12 +86,12 @@ def _as_config(key: str, value: Any) -> Any:
 
 
 def _check_requests() -> None:
-    """Refuse requests whose sampling parameters do not work with drafts, as vLLM takes them."""
+    """Refuse requests whose sampling parameters do not work with drafts when vLLM gets them."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
     class RefusedRequest(VLLMValidationError, ConfigError):
-        """A user's mistake for TLT, and for vLLM, whose servers answer others with 500."""
+        """A user's mistake for TLT and for vLLM, whose servers answer other errors with 500."""
 
     verify = SamplingParams.verify
 
@@ -162,10 +162,10 @@ def _default_params() -> Any:
 # --- the arms in vLLM's own metrics -------------------------------------------------------------
 #
 # The scheduler counts in the engine's process; vLLM's metrics are in the process of the program.
-# The counts travel with vLLM's statistics of each engine step, whose classes have no field for
-# others. They use a dict of counts by name that every vLLM has, of LoRA adapters: `attach` writes
-# them there, and `take` removes them again before vLLM's loggers see the dict. Can go when vLLM
-# lets a scheduler add statistics. With vLLM's statistics off (`disable_log_stats`, the default of
+# The counts travel with vLLM's statistics of each engine step, whose classes have no free field.
+# They use a dict that every vLLM has, the counts of LoRA adapters by name: `attach` writes them
+# there, and `take` removes them again before vLLM's loggers see the dict. Can go when vLLM lets a
+# scheduler add statistics. With vLLM's statistics off (`disable_log_stats`, the default of
 # `vllm.LLM`), nothing is counted.
 
 COUNTERS = {
@@ -234,7 +234,7 @@ def _count_arms() -> None:
 
 
 def _count(manager: Any, found: dict[tuple[str, str], int], engine_idx: int) -> None:
-    """Add counts to the counters beside those of vLLM's Prometheus logger, if it has one."""
+    """Add counts to TLT's counters in vLLM's Prometheus logger, if it has one."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     for logger in manager.stat_loggers:

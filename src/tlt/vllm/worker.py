@@ -1,4 +1,4 @@
-"""The worker of GPU engines, and the part of it that `cpu_worker` shares.
+"""The worker of GPU engines, and the part that it shares with `cpu_worker`.
 
 The worker records states, loads and watches weights, and reports on itself. What differs between
 vLLM's model runners is in `v1.runner` and `v2.runner`. This module must not import vLLM's CPU
@@ -132,8 +132,8 @@ class AdaptiveWorker(EmbeddedWorker):
     def tlt_capture(self, settings: dict[str, Any]) -> None:
         """Store the hidden states of all later samples in the buffer of this node.
 
-        All tensor-parallel ranks compute the same states. One rank stores them. It keeps those of
-        `RECORDED_CACHES` times as many tokens as the KV cache holds.
+        All tensor-parallel ranks compute the same states. One rank stores them. It keeps the states
+        of `RECORDED_CACHES` times as many tokens as the KV cache holds.
         """
         if get_tensor_model_parallel_rank() > 0:
             return
@@ -158,7 +158,7 @@ class AdaptiveWorker(EmbeddedWorker):
     def tlt_keep_states(
         self, request_id: str, sample_id: str | None, rl_step: int, token_ids: list[int]
     ) -> tuple[int, int]:
-        """Store the states of an ended sample, or drop those of a request without `sample_id`.
+        """Store the states of an ended sample, or drop the states of a request without `sample_id`.
 
         Return the numbers of samples stored and lost so far.
         """
@@ -173,7 +173,7 @@ class AdaptiveWorker(EmbeddedWorker):
         return self._writer.num_written, self._writer.num_dropped
 
     def _store(self, sample_id: str, rl_step: int, captured: Captured | None) -> None:
-        """Store a sample, in the recorder's thread; count one whose states are missing."""
+        """Store a sample in the recorder's thread; count a sample whose states are missing."""
         assert self._writer is not None
         if captured is None:
             self._writer.missing(sample_id)
@@ -213,8 +213,8 @@ class AdaptiveWorker(EmbeddedWorker):
     def tlt_update_weights(self, update_info: dict[str, Any], draft: bool) -> dict[str, Any]:
         """Load new weights in one call, so that no engine step runs before they are complete.
 
-        Afterwards compare the policy with the learner's, and load a policy that differs again.
-        Return the tensors that differed, those that still do, and the seconds of the comparison.
+        Then compare the policy with the learner's, and reload it if it differs. Return the tensors
+        that differed, the tensors that still do, and the seconds of the comparison.
         """
         if draft and self.is_embedded:
             return self.tlt_swap_drafter(update_info)
@@ -263,7 +263,8 @@ class AdaptiveWorker(EmbeddedWorker):
     def tlt_finish_policy(self, seed: int, fingerprints: dict[str, Fingerprint]) -> dict[str, Any]:
         """Finish an update, and compare the policy with the learner's.
 
-        There is no file to load a policy that differs again: the engine must be replaced.
+        A policy that differs cannot be reloaded, because there is no file: the engine must be
+        replaced.
         """
         self.finish_weight_update()
         return self._compared(seed, fingerprints)

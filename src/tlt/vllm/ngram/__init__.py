@@ -1,6 +1,6 @@
 """Drafts from n-grams: the texts of recent samples, and lookups in them on V1 and V2.
 
-The imports are late: vLLM's start-up on CPU walks all loaded modules, and fails on those of numba.
+The imports are late: vLLM's start-up on CPU walks all loaded modules, and fails on numba's.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Storage: a ring buffer holds the last `capacity` tokens of all samples, in the o
 were learned. Two links per token connect the tokens of one sample. Tables map the hash of the last
 n tokens to the place of the token that followed them most recently, for a few lengths n, within a
 prompt and overall. Entries are never deleted. Instead a lookup compares the tokens it finds with
-those it looked for, so an entry whose tokens were overwritten finds nothing. Learning and lookup
-therefore take a constant number of memory accesses. A token takes about 70 bytes.
+the tokens it looks for, so an overwritten entry finds nothing. Learning and lookup therefore take a
+constant number of memory accesses. A token takes about 70 bytes.
 
 Why not a library: the suffix trees of `arctic-inference` (vLLM's method "suffix") were tried on 256
 samples of SmolLM2 (`benchmarks/history.py`).
@@ -51,7 +51,7 @@ class History:
             lengths.add(max_match)
             max_match //= 2
         self._lengths = np.array(sorted(lengths))
-        # At least two places per token, so that few entries collide.
+        # At least two places per token: few entries collide.
         num_places = 1 << max(16, (2 * capacity - 1).bit_length())
         self._tables: Any = np.zeros((len(lengths), 2, num_places), dtype=np.int32)
         self._num_learned = 0
@@ -107,7 +107,7 @@ class History:
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drop a request that has ended, without learning the rest of it."""
+        """Drop a request that has ended, without learning its last tokens."""
         self._running.pop(request_id, None)
 
     def clear(self) -> None:
@@ -148,9 +148,9 @@ def _checksum(prompt: Any) -> int:
 class HistoryLookup(Lookup):
     """Drafts from all recent samples; the subclasses know the texts of vLLM's two runners.
 
-    Every call to draft first learns all tokens since the previous call. Ended requests are learned
-    too, so that the history also holds requests that ran while another arm drafted. A new policy
-    does not clear the history: the samples of the previous policy are still the best guess.
+    Every call to draft first learns all tokens since the previous call. It learns ended requests
+    too, also those that ran while another arm drafted. A new policy does not clear the history: the
+    samples of the previous policy are still the best guess.
     """
 
     def __init__(self, ngram: dict[str, int]) -> None:

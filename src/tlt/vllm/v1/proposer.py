@@ -1,4 +1,4 @@
-"""Proposers whose drafter can be switched from step to step.
+"""Proposers whose drafter can change from one engine step to the next.
 
 vLLM builds one proposer per engine. `SwitchingProposer` is its EAGLE proposer; when the arm of an
 engine step has another drafter, the drafts come from a `Lookup` (`tlt.vllm.runner`). In engines
@@ -74,7 +74,7 @@ class SwitchingProposer(EagleProposer):
 
     @contextmanager
     def _keeping(self, owner: torch.nn.Module, name: str) -> Iterator[None]:
-        """Keep the drafter's own module, whatever vLLM decides meanwhile (`compat`)."""
+        """Keep the drafter's own module even if vLLM replaces it meanwhile (`compat`)."""
         own = getattr(owner, name)
         yield
         if not compat.skips("sharing"):

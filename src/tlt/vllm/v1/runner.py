@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner, the one of CPU engines, as TLT's worker sees it."""
+"""vLLM's V1 model runner, used on CPUs, as TLT's worker sees it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunnerV1(Runner):
 
     @property
     def is_keyed(self) -> bool:
-        """Whether seed and policy alone decide a sample, whatever was drafted."""
+        """Whether seed and policy alone decide a sample, with any drafts."""
         return isinstance(self.runner.sampler, sampler.KeyedSampler)
 
     def sampling_faults(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The keyed sampler of CPU engines: same seed, same tokens, whatever was drafted.
+"""The keyed sampler of CPU engines: same seed, same tokens, with any drafts.
 
 `tlt.vllm.keyed` says how a token is drawn.
 
@@ -11,7 +11,7 @@ Noise shared between drafts and policy would be wrong under vLLM's rule. So both
 together: `install` puts both into a runner.
 
 vLLM applies its own settings (top-k, top-p, penalties, ...) to the logits before the draw. Without
-any of them, one pass over each row that is reached does everything.
+such settings, one pass over each row that is reached does everything.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def draw_processed(
     """Draw tokens only, from logits that vLLM has processed, without and with their temperature.
 
     Settings that exclude tokens do so at the temperature. The draw is from the logits without it,
-    as in a batch that has no such settings: so both decide a tie alike.
+    as in a batch without such settings, so both decide a tie in the same way.
     """
     sampling = replace(sampling, max_num_logprobs=None)
     if not all(map(_only_excludes, sampling.logitsprocs.argmax_invariant)):

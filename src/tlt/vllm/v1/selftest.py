@@ -2,7 +2,7 @@
 
 The test runs the sampler of this process on a small known distribution, and compares frequencies:
 the keyed sampler of CPU engines, or the rejection sampler of vLLM's V1 runner as installed here.
-The keyed one must also draw the same tokens whatever was drafted. The test takes tens of
+The keyed sampler must also draw the same tokens with any drafts. The test takes tens of
 milliseconds, and runs in every worker before the first request. An engine that fails it may decode
 greedily, but never sample with drafts. `v2.selftest` is the test for vLLM's V2 runner.
 """

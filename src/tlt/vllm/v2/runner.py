@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner, the one of GPU engines, as TLT's worker sees it.
+"""vLLM's V2 model runner, used on GPUs, as TLT's worker sees it.
 
 V2 builds its speculator together with the runner, and its sampler when it loads the policy. Under
 asynchronous scheduling the host runs one engine step ahead of the device and never learns how many
@@ -126,7 +126,7 @@ class RunnerV2(Runner):
 
     @property
     def is_keyed(self) -> bool:
-        """Whether seed and policy alone decide a sample, whatever was drafted."""
+        """Whether seed and policy alone decide a sample, with any drafts."""
         return sampler_v2.is_keyed(self.runner)
 
     def sampling_faults(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The keyed sampler on vLLM's V2 runner: same seed, same tokens, whatever was drafted.
+"""The keyed sampler on vLLM's V2 runner: same seed, same tokens, with any drafts.
 
 V2 is the runner of GPUs. Without drafts it already draws as `tlt.vllm.keyed` says: a token is
 `argmax(logits + g)`, and the Gumbel noise g is a function of (seed, position, token). Its rejection
@@ -8,7 +8,7 @@ Here the rows of drafts pass through the very function that draws without drafts
 the position of their request. A draft is accepted exactly if it is the token drawn. So the drafts,
 their probabilities and their number decide how many tokens an engine step yields, and nothing else.
 
-The noise is vLLM's, and not that of CPU engines: V1 and V2 draw different samples. The key of a
+The noise is vLLM's, not the noise of CPU engines: V1 and V2 draw different samples. The key of a
 draw is the position of the last token before it, in prompt and response, which is the same with and
 without drafts, in chunks, and after a preemption.
 
@@ -152,7 +152,7 @@ def accept(
         width: columns of the result; no request has more rows.
 
     Returns:
-        Tokens [B, width], and the number of them that count [B]; what follows them has no meaning.
+        Tokens [B, width], and how many of them count [B]; the rest has no meaning.
     """
     row_BK = row_ends[:-1, None] + torch.arange(width, device=row_ends.device)
     exists_BK = row_BK < row_ends[1:, None]
@@ -164,7 +164,7 @@ def accept(
 
 
 def _fix_top_p() -> None:
-    """Let one kernel apply top-p, whatever the number of rows.
+    """Let one kernel apply top-p for any number of rows.
 
     Up to 64 rows, vLLM splits a row between programs, and their number depends on the number of
     rows. A sum of probabilities near top-p, or two equal logits, could then keep a token in a batch

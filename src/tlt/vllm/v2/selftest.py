@@ -3,8 +3,8 @@
 The test hands the kind of rejection sampler that runs in this process rows with a small known
 distribution. An engine with drafts draws a token that no accepted draft has decided in a later
 step, without drafts: so does the test. Every token must then follow the distribution. The keyed
-sampler must also draw the tokens of the plain path, whatever was drafted, and accept each draft
-that equals them.
+sampler must also draw the tokens of the plain path with any drafts, and accept each draft that
+equals them.
 
 V2's noise is a function of seed, position and token, so the test leaves no random state changed.
 
@@ -88,7 +88,7 @@ def _make_sampler(device: torch.device, use_fp64_gumbel: bool = False) -> Any:
 
 
 class _Rows:
-    """Requests with known logits, in slots of a sampler of their own."""
+    """Requests with known logits, in slots of a separate sampler."""
 
     def __init__(self, runner: Any, top_p: float) -> None:
         device = runner.device

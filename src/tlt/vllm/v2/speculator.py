@@ -1,7 +1,7 @@
-"""Speculators of vLLM's V2 runner whose drafter can be switched from step to step.
+"""Speculators of vLLM's V2 runner whose drafter can change from one engine step to the next.
 
 vLLM builds one speculator per engine. `SwitchingSpeculator` is its EAGLE speculator, and a subclass
-because vLLM's runner checks the type. `drafter` names who drafts in the current engine step; vLLM
+because vLLM's runner checks the type. `drafter` names the drafter of the current engine step; vLLM
 passes the number of drafts. The drafts stay on the device: vLLM's scheduler knows only their
 number.
 
@@ -67,7 +67,7 @@ class SwitchingSpeculator(EagleSpeculator):
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)
-        # Own builders, so that catch-up changes no buffer that a CUDA graph reads.
+        # Separate builders: catch-up must change no buffer that a CUDA graph reads.
         self._catch_up_groups, _, _ = init_attn_backend(
             self.kv_cache_config,
             self.attn_vllm_config,
@@ -163,7 +163,8 @@ class SwitchingSpeculator(EagleSpeculator):
         )
 
     def _write_logits(self, slot_B: torch.Tensor, draft_BK: torch.Tensor) -> None:
-        """Give drafts of a lookup one-hot logits where vLLM keeps those of the draft model."""
+        """Write one-hot logits for the drafts of a lookup, where vLLM keeps the draft model's
+        logits."""
         if self.draft_logits is None:
             return
         logits_BKV = self.draft_logits.new_full((*draft_BK.shape, self.vocab_size), -torch.inf)
@@ -210,7 +211,7 @@ class SwitchingSpeculator(EagleSpeculator):
         token_T = batch.input_ids[:num_tokens].roll(-1)
         token_T[last_B.long()] = last_sampled[batch.idx_mapping, 0].to(token_T.dtype)
         row_T = torch.arange(num_tokens, device=self.device)
-        # All of these are copies, as they must be: vLLM reuses its tensors in the next engine step.
+        # All of these must be copies: vLLM reuses its tensors in the next engine step.
         position_T = batch.positions[:num_tokens].where(row_T <= last_B[owner_T], -1)
         state_TA = torch.cat([state[:num_tokens] for state in aux_hidden_states], -1)
         kept = position_T, token_T, state_TA
