@@ -20,10 +20,11 @@ import torch
 DRAFT_NOISE = 0.85
 """Share of the policy's noise that a drafter draws with: `argmax(log q + share * g)`.
 
-That is a draw with all of the noise from a q whose logits are as much larger. A drafter that knows
-the policy little drafts best with less of the noise, because its q is flatter than p; 0.85 is
-within 1% of the best share after 40 s and after five minutes of training (`benchmarks/losses.py`,
-`distance.py`). No share changes any sample, because the policy's draw does not depend on drafts."""
+That is a draw with all of the noise from a q whose logits are `1 / share` times as large. A drafter
+that knows little of the policy drafts best with less of the noise, because its q is flatter than p;
+0.85 is within 1% of the best share after 40 s and after five minutes of training
+(`benchmarks/losses.py`, `distance.py`). No share changes any sample, because the policy's draw does
+not depend on drafts."""
 LIKELIEST = 32
 """Likeliest tokens of the policy that are told apart."""
 _LEAST = 1e-8
@@ -44,6 +45,6 @@ def joint_log_chances(log_p_nK: torch.Tensor, log_q_nK: torch.Tensor) -> torch.T
 
 def _with_others(log_nK: torch.Tensor) -> torch.Tensor:
     """Append the log-probability of all other tokens."""
-    log_nK = log_nK.clamp_min(-80.0)  # a difference of two infinities is no number
+    log_nK = log_nK.clamp_min(-80.0)  # the difference of two infinities is not a number
     others_n = (1 - log_nK.exp().sum(-1)).clamp_min(_LEAST).log()
     return torch.cat([log_nK, others_n[..., None]], -1)

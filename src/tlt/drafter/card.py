@@ -1,7 +1,6 @@
 """The model card of an exported drafter, written from its provenance.
 
-The card states what a run has recorded, and no other figure. What nobody measured is said to be
-not measured.
+The card states only what a run has recorded, and says "not measured" for the rest.
 """
 
 from __future__ import annotations

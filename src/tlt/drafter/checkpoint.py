@@ -100,7 +100,7 @@ def read_drafter(
         ) from error
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from error
-    except Exception as error:  # whatever the libraries say to a damaged file
+    except Exception as error:  # any error that the libraries raise for a damaged file
         raise _damaged(folder, error) from error
     return config, state
 
@@ -120,7 +120,7 @@ def _sort_vocabulary(config: Eagle3Config, state: dict[str, torch.Tensor]) -> No
 
 
 def read_moments(folder: Path) -> dict[str, torch.Tensor] | None:
-    """Return the optimizer's state beside a drafter, for `DrafterTrainer.take_moments`."""
+    """Return the optimizer's state stored with a drafter, for `DrafterTrainer.take_moments`."""
     try:
         if (folder / MOMENTS).exists():
             return load_file(folder / MOMENTS)
@@ -128,14 +128,14 @@ def read_moments(folder: Path) -> dict[str, torch.Tensor] | None:
             return None
         tensors = load_file(folder / TRAINER)
         step = json.loads((folder / STATE).read_text())["progress"]["step"]
-    except Exception as error:  # whatever the libraries say to a damaged file
+    except Exception as error:  # any error that the libraries raise for a damaged file
         raise _damaged(folder, error) from error
     moments = {name: t for name, t in tensors.items() if name.startswith("optimizer.")}
     return moments | {"d2t": tensors["drafter.d2t"], "step": torch.tensor(step)}
 
 
 def write_moments(moments: dict[str, torch.Tensor] | None, folder: Path) -> None:
-    """Write the optimizer's state beside a drafter, for `read_moments`; None removes an old one."""
+    """Write the optimizer's state into a drafter's folder; None removes an old one."""
     if moments is None:
         (folder / MOMENTS).unlink(missing_ok=True)
         return
@@ -265,7 +265,7 @@ class VersionStore:
 
 
 def _remove(version: Path) -> None:
-    """Remove a version. It is hidden first, so that a crash leaves no half-removed version."""
+    """Hide a version, then remove it: a crash leaves no half-removed version."""
     hidden = version.with_name(f".{version.name}")
     version.rename(hidden)
     shutil.rmtree(hidden)

@@ -1,9 +1,9 @@
 """Evaluates drafters: expected acceptance length on held-out samples.
 
-The policy's side of an evaluation is half of the work and the same for every drafter, so that
-`prepare_windows` computes it once and `evaluate` reuses it. `compare` says which of two drafters
-is better on the same windows; held-out samples change as the policy moves, so that acceptance
-lengths of different times do not compare.
+The policy's side of an evaluation is half of the work and the same for every drafter:
+`prepare_windows` computes it once and `evaluate` reuses it. `compare` says which of two drafters is
+better on the same windows. Held-out samples change as the policy moves, so acceptance lengths of
+different times cannot be compared.
 
 Shapes: V vocabulary, D draft vocabulary, K likeliest tokens, H hidden, C chains, n positions.
 """

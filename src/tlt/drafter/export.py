@@ -10,7 +10,7 @@ The speculators format names that model itself:
     vllm serve FOLDER
 
 Both are read again (`tlt.drafter.checkpoint`), and an export from one to the other changes no
-weight. `card` describes the drafter for people who find it.
+weight. `card` describes the drafter for its users.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ExportPlan:
     """Draft length to serve with; by default what the drafter was trained for."""
     card: bool = False
     moments: bool = False
-    """Whether to add the optimizer's state, to go on training from."""
+    """Whether to add the optimizer's state, to continue training from it."""
 
 
 def export(plan: ExportPlan) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Samples packed into a row, the drafter's passes over it, and the policy's logits.
 
-Training and evaluation share these computations, so that both round alike. Each pass can be
+Training and evaluation share these computations, so both round in the same way. Each pass can be
 interrupted: `check_stop` raises `Interrupted` in the forward or in the backward pass.
 
 Shapes: V vocabulary, H hidden, T positions of a row, A fused states (3H), C chains, n positions.

@@ -1,8 +1,8 @@
 """Ranks that train one drafter together: each learns its share of the rows of an optimizer step.
 
-Gradients add up in the order of the rows, whichever rank computed them. The sum is that of one rank
-which learns the same rows, bit for bit. Every rank then makes the same optimizer step, so that all
-hold the same weights.
+Gradients add up in the order of the rows, on any number of ranks. One rank that learns the same
+rows gets the same sum, bit for bit. Every rank then makes the same optimizer step, so all hold the
+same weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OneRank:
         """Add the gradients of one row of every rank."""
 
     def finish(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Set the tensors to the sum of all that was added."""
+        """Set the tensors to the sum of everything added."""
 
 
 class Ranks(OneRank):
@@ -40,7 +40,7 @@ class Ranks(OneRank):
         """This rank's part of the sum: parameters are cut into as many parts as there are ranks."""
 
     def agree(self, *values: float) -> list[float]:
-        assert values, "nobody waits for the sum of nothing"
+        assert values, "a sum of no values cannot be agreed on"
         own = torch.tensor(values, dtype=torch.float64)
         shared = (own if self.rank == 0 else torch.zeros_like(own)).to(self._device)
         dist.all_reduce(shared)

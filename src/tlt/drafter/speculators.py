@@ -1,8 +1,8 @@
 """The speculators format, in which drafters are published: its config and its names of tensors.
 
-A folder of this format names the model that it drafts for, so that `vllm serve FOLDER` alone
-serves both, and the `speculators` library of the vLLM project loads it. Inside TLT a drafter has
-the plain layout of `eagle3.config`; this module translates both ways. Tensors stay as they are.
+A folder of this format names the model that it drafts for: `vllm serve FOLDER` serves both, and the
+vLLM project's `speculators` library loads it. Inside TLT a drafter has the plain layout of
+`eagle3.config`; this module translates both ways. Tensors stay as they are.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 One optimizer step learns a packed row or a few: bounded work, after which the state is whole. A
 session asks before every pass of the drafter, forward and backward, whether to stop. It then
-discards the unfinished optimizer step, so that a session that resumes later reaches the very same
-weights as one that never stopped. Ranks may share the rows of a step (`ranks`); nothing interrupts
-those in the middle of a step.
+discards the unfinished optimizer step: a session that resumes later reaches the same weights as one
+that never stopped. Ranks may share the rows of a step (`ranks`); nothing interrupts those in the
+middle of a step.
 
 The policy's head and embedding are not trained here; `follow` takes the new ones after every
 policy update. `evaluation` decides whether new weights are better than the published ones.
@@ -88,7 +88,7 @@ class DrafterTrainer:
             drafter, head_VH, embedding_VH, settings.num_draft_tokens, settings.bfloat16
         )
         self.step = 0
-        """Optimizer steps, also those of earlier processes."""
+        """Optimizer steps, including those of earlier processes."""
         self.tokens_seen = 0
         """Tokens trained on since this process began."""
         self.optimizer = torch.optim.AdamW(
@@ -107,7 +107,7 @@ class DrafterTrainer:
         self._use_draft_head()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Continue from other weights of this drafter, with the optimizer as it is."""
+        """Continue from other weights of this drafter, with the same optimizer state."""
         self.drafter.load_state_dict(weights)
         self._mean = None
         self._use_draft_head()
@@ -204,7 +204,7 @@ class DrafterTrainer:
         return self._row(chosen) if chosen else None
 
     def _draw_rows(self, source: SampleSource) -> list[Row]:
-        """Draw the rows of an optimizer step, and return those of this rank.
+        """Draw the rows of an optimizer step, and return this rank's.
 
         Each rank draws all rows, from the same random numbers: reading a sample only maps it.
         """
@@ -245,7 +245,7 @@ class DrafterTrainer:
     def micro_step(
         self, *rows: Row, lr_scale: float = 1.0, should_stop: ShouldStop = lambda: False
     ) -> float:
-        """Learn rows, and those of the other ranks, in one optimizer step; return their loss."""
+        """Learn these rows and the other ranks' in one optimizer step; return the loss."""
         self.optimizer.zero_grad()
         mean_loss = torch.zeros((), device=self.passes.device)
         for row in rows:
@@ -357,7 +357,7 @@ class HostCopies:
 
     The memory of a tensor that went to the GPU is kept, pinned, for its way back: a copy to pinned
     memory is several times as fast as one to memory that is allocated for it. Pinning takes time,
-    so it happens on the way to the GPU, where nobody waits.
+    so it happens on the way to the GPU, where nothing waits.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The draft vocabulary: which of the policy's tokens a drafter may propose.
 
-A small vocabulary makes every draft pass cheaper. Tokens outside it are never drafted, so that it
-has to cover what the policy writes. The policy's text moves as the policy learns: `drifted` finds
-a vocabulary that covers enough more to be worth the change, and `replace` installs it.
+A small vocabulary makes every draft pass cheaper. Tokens outside it are never drafted, so it has to
+cover what the policy writes. The policy's text moves as the policy learns: `drifted` finds a
+vocabulary that covers enough more to be worth the change, and `replace` installs it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class TrainerPlace:
 
 
 class TrainerActor(HarvestTrainer):
-    """A trainer in a process of its own. `end` and the export run in threads beside training."""
+    """A trainer in a separate process. `end` and the export run in threads in parallel to
+    training."""
 
     def __init__(
         self, settings: HarvestTrainerSettings, cores: tuple[int, ...], on_gpu: bool, name: str
@@ -156,7 +157,7 @@ class RayTrainer:
         return blob
 
     async def optimizer_state(self) -> Any:
-        # Behind training, not beside it: the optimizer must not be in the middle of its step.
+        # After training, not in parallel: the optimizer must not be in the middle of its step.
         return await self._call(TrainerActor.optimizer_state_packed)
 
     async def release(self) -> None:

@@ -102,7 +102,7 @@ class Version:
     """A drafter for the engines."""
 
     number: int
-    """Number of drafters published in this run and in those that it resumes."""
+    """Number of drafters published in this run, counted across resumes."""
     weights: Weights
     length: float
     """Expected tokens per draft on held-out samples."""

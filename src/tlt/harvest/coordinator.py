@@ -1,10 +1,10 @@
-"""The coordinator talks to trainers and to whoever owns the workers. asyncio; no Ray, no torch.
+"""The coordinator talks to trainers and to the owner of the workers. asyncio; no Ray, no torch.
 
-`Leases` decides who may train, `Rounds` what the trainers do. The coordinator passes events to
-both, and carries out their actions. A call of a trainer that fails costs that trainer: another
-process takes its place. Any other exception is a bug, after which the state cannot be trusted. It
-goes to `on_failure`, the coordinator kills all trainers, and every worker is free for good. No
-method raises it.
+`Leases` decides which workers may train, `Rounds` what the trainers do. The coordinator passes
+events to both, and carries out their actions. A call of a trainer that fails costs that trainer:
+another process takes its place. Any other exception is a bug, after which the state cannot be
+trusted. It goes to `on_failure`, the coordinator kills all trainers, and every worker is free for
+good. No method raises it.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class Coordinator:
             await held.member.trainer.end(held.lease)
 
     def _kill(self, action: Kill) -> None:
-        """Kill the process that has the lease, whoever has taken its place since.
+        """Kill the process that had this lease, even if another has taken its place since.
 
         Its unanswered call then fails, and that ends the lease.
         """

@@ -28,7 +28,7 @@ class TailForecast:
         self._num_samples, self._started_s, self._ends = num_samples, now_s, []
 
     def grew(self, num_samples: int) -> None:
-        """Note that the rollout has so many samples more than it began with."""
+        """Note that `num_samples` samples joined the running rollout."""
         self._num_samples += num_samples
 
     def finished(self, num_samples: int, now_s: float) -> None:

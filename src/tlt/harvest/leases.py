@@ -1,4 +1,4 @@
-"""Who may train the drafter, and until when. Pure: the caller passes the time.
+"""Which workers may train the drafter, and until when. Pure: the caller passes the time.
 
 A worker is an engine's place in the cluster: its cores or GPUs. A worker is
 
@@ -36,14 +36,14 @@ class LeaseSettings:
     """When a worker is leased, for how long, and how a trainer is stopped."""
 
     min_s: float
-    """Shortest expected idle time for which a worker is leased. One that has been idle for so long
-    is leased whatever was expected: in a heavy tail, what has lasted will go on lasting."""
+    """Shortest expected idle time for which a worker is leased. A worker that has already been idle
+    for so long is leased in any case: in a heavy tail, a long idle time tends to last."""
     lease_s: float
     """Seconds after which a lease ends by itself; a worker that is still idle gets another."""
     stop_timeout_s: float
     """Seconds after which a trainer that has not stopped is killed."""
     max_leases: int
-    """Most leases at once: more than a few trainers teach each other little."""
+    """Largest number of leases at a time: trainers beyond a few add little."""
     resend_s: float = 0.5
     """Seconds between two reminders to a trainer that does not answer."""
 
@@ -219,7 +219,7 @@ class Leases:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def actions(self, now_s: float) -> list[Action]:
-        """Return what to do now. Call it after every event, and carry out all of it."""
+        """Return what to do now. Call it after every event, and carry out every action."""
         while self.enabled and self._idle and self._num_leases < self._settings.max_leases:
             name, _ = self._idle.popitem(last=False)
             worker = self._workers[name]
@@ -298,7 +298,7 @@ def stop_timeout_s(num_parameters: int, embed_and_head_bytes: int, on_gpu: bool)
     """Return the seconds that a trainer may take to stop before it is killed.
 
     A lease may be called back while the trainer still moves in, so the time covers both ways.
-    `embed_and_head_bytes` are those of the policy's head and embedding, which only move in.
+    `embed_and_head_bytes` counts the policy's head and embedding, which only move in.
     """
     if not on_gpu:
         return STOP_S

@@ -37,7 +37,7 @@ def make_drafter(
 ) -> Path:
     """Write a new drafter, which drafts nothing right until it is trained; return its folder.
 
-    `size` is that of its vocabulary; None takes the default of the device.
+    `size` is its vocabulary's; None takes the device's default.
     """
     from transformers import AutoConfig
 

@@ -61,7 +61,7 @@ class Tally:
 class Member:
     """A trainer's process beside a worker, and the versions of weights that it has.
 
-    A call that fails costs the process, so the versions of what was sent count as received.
+    A failed call costs the process, so weights that were sent count as received.
     """
 
     worker: str
@@ -176,7 +176,7 @@ class Rounds:
         self.tally = Tally()
 
     def actions(self) -> list[RoundAction]:
-        """Return what to do now. Call it after every event, and carry out all of it."""
+        """Return what to do now. Call it after every event, and carry out every action."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -227,7 +227,7 @@ class Rounds:
         return weights
 
     def trained(self, held: Held, trained: Trained, seconds: float, now_s: float) -> None:
-        """Note a result, after so many seconds of training."""
+        """Note a result, after `seconds` of training."""
         current = held.round
         assert current is not None
         self._count(trained, seconds)
@@ -370,7 +370,7 @@ class Rounds:
         self._evaluation_left_s += EVALUATED_SHARE * (now_s - current.started_s)
         results = {held: r for held, r in current.results.items() if held in current.waiting}
         if not results:
-            # All were called back in the middle: the one that got furthest keeps its weights.
+            # All were called back in the middle: the trainer that got furthest keeps its weights.
             if current.results:
                 furthest = max(current.results, key=lambda held: current.results[held].num_tokens)
                 self._set_head(furthest.member)
@@ -393,7 +393,7 @@ class Rounds:
         self._continue(current, now_s)
 
     def _continue(self, current: _Round, now_s: float) -> None:
-        """Let all that waited for the end of a round join the next."""
+        """Let all waiting trainers join the next round."""
         waiting, current.waiting = current.waiting, {}
         for held in waiting:
             held.round = None

@@ -1,10 +1,10 @@
 """Harvest in a run: the implementation of `contract.RunHarvest` that trains.
 
 `HarvestSession` tells the coordinator which engines are idle, puts engines on GPUs to sleep and
-wakes them, and hands published drafters to the engines. Whatever happens here, the run continues:
-an error inside harvest, a worker that does not come back in time, or a drafter that the engines
-refuse turns harvest off for the rest of the run, with one log line. Its trainers are killed, and
-every worker is free.
+wakes them, and hands published drafters to the engines. The run continues after any fault here: an
+error inside harvest, a worker that does not come back in time, or a drafter that the engines refuse
+turns harvest off for the rest of the run, with one log line. Its trainers are killed, and every
+worker is free.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class HarvestSession(RunHarvest):
         """Durations of the last updates during which trainers could work."""
         self._update_since_s: float | None = None
         self._asleep: set[str] = set()
-        """Engines whose memory is the trainers'."""
+        """Sleeping engines, whose memory the trainers may use."""
         self._moving: dict[str, asyncio.Lock] = {}
         """Held while an engine falls asleep or wakes."""
         self._published: tuple[int, Mapping[str, torch.Tensor] | None] = first_version, None
-        """Version and weights of the drafter that engines have, which a thread may be writing; no
-        weights are those that the run began with."""
+        """Version and weights of the drafter that engines have, which a thread may be writing;
+        without weights, the drafter that the run began with."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._swapping = asyncio.Lock()
         self._rollout = asyncio.Event()
@@ -208,7 +208,7 @@ class HarvestSession(RunHarvest):
         self._release_max_s = max(self._release_max_s, now_s() - started_s)
 
     def update_started(self) -> None:
-        """Let trainers work during the update if the learner has devices of its own."""
+        """Let trainers work during the update if the learner has its own devices."""
         if self._colocated:
             return
         self._update_since_s = now_s()
@@ -273,7 +273,7 @@ class HarvestSession(RunHarvest):
         }
 
     def alarm(self, drafts: int, accepted: int) -> None:
-        """Warn of a drafter whose drafts are hardly accepted, even if the strategy avoids it."""
+        """Warn of a drafter whose drafts are rarely accepted, even if the strategy avoids it."""
         length = 1 + accepted / max(1, drafts)
         if drafts >= ALARM_DRAFTS and length < ALARM_LENGTH:
             self._alarms += 1
@@ -311,7 +311,7 @@ class HarvestSession(RunHarvest):
     # --- life ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start trainers beside all engines, which have nothing to do yet."""
+        """Start trainers beside all engines, before there is work."""
         self._started = True
         for worker in self.workers:
             self.coordinator.join(worker)

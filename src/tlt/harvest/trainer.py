@@ -37,7 +37,7 @@ DRAFTER_LR, NEW_DRAFTER_LR = 1e-4, 1e-3
 AVERAGED_STEPS, NEW_AVERAGED_STEPS = 32, 4
 """Learning rate and averaged steps of trained drafters, and of new ones, which learn more."""
 HELD_OUT_WINDOW = 256
-"""Tokens of a held-out sample that are evaluated at once: a pass over them is soon over."""
+"""Tokens of a held-out sample in one evaluation pass; few, so the pass is short."""
 BETTER = 1.0
 """Standard errors by which a drafter must be better to be published. Training mostly helps:
 publishing a drafter that only seems better costs less than keeping back one that is better."""
@@ -71,7 +71,7 @@ class HarvestTrainerSettings:
     untrained: bool = False
     """Whether the drafter is new: its vocabulary is then chosen from the policy's samples."""
     emulate: dict[str, Any] | None = None
-    """The GPU to emulate, as `EmulateConfig`; None takes this machine as it is."""
+    """The GPU to emulate, as `EmulateConfig`; None emulates nothing."""
     log: LogSettings | None = None
     """Where trainers log; None leaves logging alone."""
 
@@ -187,7 +187,7 @@ class HarvestTrainer:
         published: Weights | None = None,
         policy: Weights | None = None,
     ) -> None:
-        """Go on from `base`, compare with `published`, follow `policy`; None leaves it as it is."""
+        """Continue from `base`, compare with `published`, follow `policy`; None changes nothing."""
         if policy is not None:
             # With a new policy came new samples: evaluate on those.
             self._forget_held_out()
@@ -267,7 +267,7 @@ class HarvestTrainer:
         own_weight: float,
         seconds: float,
     ) -> bool:
-        """Average with the others' weights, if that is no worse on held-out samples."""
+        """Average with the others' weights, unless the average is worse on held-out samples."""
         alone = _Scored(self.export())
         merged = averaged([(alone.weights, own_weight), *others])
         if merged is None:
@@ -284,7 +284,7 @@ class HarvestTrainer:
         return taken
 
     def export(self) -> dict[str, torch.Tensor]:
-        """Return the drafter's weights; during work, those that the work began with."""
+        """Return the drafter's weights; during work, the weights from its start."""
         weights = self._at_start or self._trainer.mean_weights()
         return {name: tensor.cpu() for name, tensor in weights.items()}
 

@@ -11,8 +11,8 @@ Writers take turns at making room: each one reserves a hidden file of its sample
 at the same time. A writer holds a lock on its hidden file, which the kernel drops when the writer
 dies. The bytes of all files, hidden ones included, never exceed the capacity. To make room, the
 buffer evicts the samples with the fewest learned tokens first, and a sample of an earlier RL step
-counts for less. A session in the middle of a rollout thus finds the long samples of the previous
-RL step beside the short samples of the current one. Training draws by the same worth.
+counts for less. A session in the middle of a rollout thus finds the previous RL step's long samples
+and the current one's short samples. Training draws by the same worth.
 
 A sample's targets are its last hidden states times the policy's head, and trainers have only the
 head of the current policy. Samples more than `MAX_AGE_STEPS` RL steps old are worth nothing: no
@@ -128,7 +128,7 @@ def _digest(sample_id: str, rl_step: int) -> str:
 
 
 def _newest_first(entry: Entry) -> tuple[int, str]:
-    """Sort by RL step, then by hash, so that every RL step offers samples of all lengths."""
+    """Sort by RL step, then by hash: every RL step then offers samples of all lengths."""
     return -entry.rl_step, entry.name[-16 - len(SUFFIX) :]
 
 
@@ -204,7 +204,7 @@ class SampleBuffer:
                     shutil.copy(self._folder / entry.name, folder / entry.name)
 
     def restore_from(self, folder: Path | None) -> None:
-        """Replace all samples by those of a copy, or by none when there is no copy."""
+        """Replace all samples by a copy's, or by none without a copy."""
         self.clear()
         with self._making_room():
             for file in folder.glob(f"*{SUFFIX}") if folder else ():
@@ -260,8 +260,8 @@ class SampleBuffer:
     def window(
         self, sample_id: str, rl_step: int, num_tokens: int, first_learned: int
     ) -> tuple[int, int]:
-        """Return where in a sample the window is: anywhere in a long response, so that all depths
-        are learned."""
+        """Return where in a sample the window is: anywhere in a long response, to learn all
+        depths."""
         size = self.settings.max_sample_tokens
         last = max(0, num_tokens - size)
         # The prompt may take at most half of the window.
@@ -276,7 +276,7 @@ class SampleBuffer:
         return [Entry.parse(name) for name in self._names() if name[0] != "."]
 
     def _recent(self) -> dict[Entry, float]:
-        """Return the worth of each sample whose states go with the head of the current policy."""
+        """Return the worth of each sample whose states fit the current policy's head."""
         entries = self.entries()
         latest = max((entry.rl_step for entry in entries), default=0)
         return {e: e.worth(latest) for e in entries if latest - e.rl_step <= MAX_AGE_STEPS}

@@ -19,7 +19,7 @@ class Offer:
 
     num_tokens: int
     weight: float
-    """Chance of being drawn, relative to that of the other samples."""
+    """Chance of being drawn, relative to other samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Captured:
         final_TH: torch.Tensor,
         first_position: int = 0,
     ) -> Captured:
-        """Combine a sample with its hidden states, which may be those of a window."""
+        """Combine a sample with its hidden states, or with the states of a window."""
         part = slice(first_position, first_position + len(aux_TA))
         token_ids = torch.tensor([*prompt_ids, *response_ids][part])
         mask = torch.arange(len(prompt_ids) + len(response_ids))[part] >= len(prompt_ids)
@@ -56,7 +56,7 @@ class Captured:
 
     @property
     def num_chains(self) -> int:
-        """Number of draft chains: positions whose token after next is learned."""
+        """Number of draft chains: positions whose token after the next one is learned."""
         return int(self.loss_mask_T[2:].sum())
 
     @property
@@ -95,7 +95,7 @@ class Captured:
 
 
 class HostCopy:
-    """Tensors on their way to the host, beside the work of their device. A CPU's stay as they are.
+    """Tensors on their way to the host, while their device works. CPU tensors are not copied.
 
     The copy begins when the device has computed the tensors, and work that was queued after them
     does not delay it.

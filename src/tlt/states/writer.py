@@ -1,4 +1,4 @@
-"""Stores captured states in the node's buffer, beside the work that computed them.
+"""Stores captured states in the node's buffer, in parallel to the work that computed them.
 
 States wait in host memory until a thread has stored them. What may wait is bounded: beyond the
 bound the writer drops states rather than slow the work down.
@@ -44,7 +44,7 @@ class Stored:
 
 @dataclass(slots=True)
 class _Memory:
-    """What samples wait in. The last of them frees it."""
+    """Memory of waiting samples. The last sample frees it."""
 
     num_bytes: int
     num_samples: int = 1
@@ -54,7 +54,7 @@ class StateWriter:
     """Writes to the node's buffer in threads; drops states when they fall behind."""
 
     def __init__(self, buffer: SampleBuffer, waiting_rows: int = 0) -> None:
-        """Let as many bytes wait as so many of the largest row have, if rows are written."""
+        """Let at most the bytes of `waiting_rows` of the largest rows wait, if rows are written."""
         self.buffer = buffer
         self.num_written = 0
         self.num_dropped = 0
@@ -83,11 +83,11 @@ class StateWriter:
         aux_TA: torch.Tensor,
         final_TH: torch.Tensor,
     ) -> None:
-        """Hand over the samples of a packed row, whose states are copied beside later work.
+        """Hand over the samples of a packed row; their states are copied during later work.
 
-        `unshare_E` is the index into the row of every token of every sample, one sample after
-        another; None where the row has them in this order. If there is no room for the row, the
-        longest samples wait with the window that the buffer keeps, and the rest are dropped.
+        `unshare_E` is the row index of every token of every sample, one sample after another; None
+        if the row has them in this order. If there is no room for the row, the longest samples wait
+        with the window that the buffer keeps, and the rest are dropped.
         """
         row = _Memory(aux_TA.nbytes + final_TH.nbytes, len(texts))
         self._largest_row = max(self._largest_row, row.num_bytes)
@@ -114,7 +114,7 @@ class StateWriter:
     def _copy(
         self, tensors: Callable[[], list[torch.Tensor]], memory: _Memory, texts: Sequence[Text]
     ) -> HostCopy | None:
-        """Start a copy of tensors; if there is no memory for it, the update goes on without."""
+        """Start a copy of tensors; if memory is short, the update continues without it."""
         try:
             return HostCopy(tensors())
         except RuntimeError:  # torch has no memory, on the device or the host
@@ -182,7 +182,7 @@ class StateWriter:
 def _gather(
     rows: slice, unshare_E: torch.Tensor | None, *tensors: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return copies of rows, so that those of the other rows can be freed."""
+    """Return copies of rows, so the memory of other rows can be freed."""
     return [
         tensor[rows].clone() if unshare_E is None else tensor[unshare_E[rows]] for tensor in tensors
     ]
@@ -191,7 +191,7 @@ def _gather(
 def _put_together(
     copy: HostCopy, text: Text, begin: int, end: int, first_position: int = 0
 ) -> Captured:
-    """Return a sample whose states are those of a range of a copy; wait for the copy."""
+    """Return a sample with the states of a range of a copy; wait for the copy."""
     aux_TA, final_TH, *unshare = copy.wait()
     part: slice | torch.Tensor = unshare[0][begin:end] if unshare else slice(begin, end)
     return Captured.of(text[1], text[2], aux_TA[part], final_TH[part], first_position)

@@ -5,6 +5,6 @@ Start with `spec`: it names the kinds of strategies, builds them, and holds the 
 bandit of the TLT paper. `controller` runs a strategy step by step inside the scheduler. `graphs`
 plans the CUDA graphs of all arms.
 
-No module here imports torch, vLLM or Ray, so that the engine's scheduler, the simulator and the
-tests all run the very same decisions.
+No module here imports torch, vLLM or Ray: the engine's scheduler, the simulator and the tests all
+run the same decisions.
 """

@@ -127,7 +127,7 @@ class Acceptance:
     def drafted_share(self) -> float:
         """Share of the asked tokens that are drafted.
 
-        A model drafts all that it is asked for, and a lookup without a match none.
+        A model drafts as many tokens as asked for, a lookup without a match none.
         """
         return self._drafted / self._offered if self._offered > 0 else 1.0
 
@@ -140,8 +140,8 @@ class Acceptance:
     def optimistic_tokens(self, usual: bool = False, in_use: int = 0) -> Gained:
         """Return the same, with optimism.
 
-        Drafts of the length in use share their first positions with longer and shorter drafts, so
-        that there is no optimism about these positions.
+        Drafts of the length in use share their first positions with longer and shorter drafts:
+        these positions get no optimism.
         """
         chances = self._chances or self._estimate()
         gained = self._optimistic.get((usual, in_use))

@@ -3,9 +3,9 @@
     tokens per second = decodes x tokens gained per request / seconds of the step
 
 Both halves are learned while the engine works (`acceptance`, `step_time`). All draft lengths of a
-drafter share its acceptance, and all batch sizes share the step times, so that few arms ever need
-a trial. A trial is a few engine steps spent on an arm to learn about it. Four rules keep the
-strategy calm and safe:
+drafter share its acceptance, and all batch sizes share the step times, so few arms ever need a
+trial. A trial is a few engine steps spent on an arm to learn about it. Four rules keep the strategy
+calm and safe:
 
 - **Hysteresis and dwell.** The strategy changes the arm only for a gain of more than `margin`,
   keeps an arm for some steps, and changes at most `switches_per_s` times a second.
@@ -18,8 +18,8 @@ strategy calm and safe:
   use gets a trial after its retry interval. Each failed trial doubles the interval, and a change of
   acceptance resets it. Drafts that do not fit the remembered acceptance replace it.
 
-There is no clock but the seconds that steps report, and no random choice: the same reports give
-the same decisions.
+The only clock is the seconds that steps report, and nothing is random: the same reports give the
+same decisions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Spent:
 
 @dataclass(slots=True, eq=False)
 class _Candidate:
-    """An arm, and what the strategy expects of it at the batch size of the latest choice."""
+    """An arm, and its expected gain at the batch size of the latest choice."""
 
     arm: Arm
     time: ArmTime
@@ -272,7 +272,7 @@ class Adaptive:
     ) -> list[tuple[float, _Candidate]]:
         """Return the ratio of each arm's optimistic rate to the best arm's rate.
 
-        There is no optimism about draft positions that the best arm also verifies. Optimism about
+        Draft positions that the best arm also verifies get no optimism. Optimism about
         acceptance ends once the acceptance of a drafter is known and another drafter is in use:
         only due trials remain. Otherwise optimism would rise wherever text is hard for the drafter
         in use, and such text is hard for all drafters. Optimism about the step time remains until

@@ -7,9 +7,9 @@ reward at this very batch size or, with probability epsilon, a random arm. The r
 step is its tokens per second, with the arm's median tokens per request over all batch sizes in
 place of the step's own.
 
-The figures are those of the release (github.com/mit-han-lab/fastrl, commit bce3df7) as its trainer
-runs it. The window is the default of its server: the trainer sets none, so the bandit's own default
-of 1,000 has no effect.
+The figures come from the release (github.com/mit-han-lab/fastrl, commit bce3df7) as its trainer
+runs it. The window is its server's default: the trainer sets none, so the bandit's own default of
+1,000 has no effect.
 
 Three things differ from the release. A chosen arm stays for two engine steps, because vLLM verifies
 drafts one engine step later. Any number of draft lengths, of chains, is dealt out evenly to the

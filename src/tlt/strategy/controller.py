@@ -1,9 +1,9 @@
 """Runs a strategy step by step: asks for arms, and reports acceptances and step times.
 
 The scheduler calls `schedule_started`, `step_scheduled` and `step_finished`. The rest is here,
-without vLLM, so that tests can run it with a fake clock. Credit is the delicate part: the arm of
-step t proposed the drafts that step t+1 verifies. Under asynchronous scheduling, step t+1 is
-scheduled before step t has finished, so that each step carries its own record.
+without vLLM, and tests run it with a fake clock. Credit is the delicate part: the arm of step t
+proposed the drafts that step t+1 verifies. Under asynchronous scheduling, step t+1 is scheduled
+before step t has finished, so each step carries its own record.
 """
 
 from __future__ import annotations

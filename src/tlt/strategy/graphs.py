@@ -10,27 +10,27 @@ vLLM 0.32 uses the list as follows, by its source. `tests/graph_model.py` says t
 
 - Piecewise graphs (attention left out) exist once per size and serve any batch up to that size.
   They also serve steps that prefill.
-- Full graphs of decodes exist per query length. Its V2 runner, the default on GPUs, captures
-  each size, rounded up to a multiple of the query length, for *every* draft length in
+- Full graphs of decodes exist per query length. Its V2 runner, the default on GPUs, captures each
+  size, rounded up to a multiple of the query length, for *every* draft length in
   `num_speculative_tokens_per_batch_size`, up to `max_num_seqs` requests and the largest size. So
   their number is sizes times draft lengths: few sizes matter more than the buckets of a strategy.
   Draft lengths that the schedule does not name get none, neither for verification nor for the
-  drafter's own loop: `draft_schedule` names them all. A table of `max_num_seqs` entries has
-  room for as many lengths; the longest win.
+  drafter's own loop: `draft_schedule` names them all. A table of `max_num_seqs` entries has room
+  for as many lengths; the longest ones win.
 - vLLM considers only the full graphs of the next larger token count. If none of them has the
   batch's query length, the step takes a piecewise graph although a larger full graph fits.
   Sizes that are multiples of all query lengths never miss. So a few draft lengths whose query
   lengths have a small common multiple, such as K = 0, 1, 3, 7, beat many.
 - The drafter's passes after the first have one token a request, and full graphs only up to
-  `max_num_seqs` tokens; hence that size is always in the list.
+  `max_num_seqs` tokens; so that size is always in the list.
 - The V1 runner has full graphs of one query length only, and vLLM replaces them by piecewise
   graphs when the draft length changes at run time. The same list of sizes serves the V1 runner.
 - Attention backends that cannot capture batches of several tokens a request make vLLM fall back
   to piecewise graphs on its own.
 
 A draft is verified one step after its arm was chosen. Requests that prefilled in between have
-joined by then, so that a step can be larger than its arm's bucket. A step beyond the largest size
-runs without a graph, slower but correct.
+joined by then, so a step can be larger than its arm's bucket. A step beyond the largest size runs
+without a graph, slower but correct.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def complete_strategy(
 def trained_draft_tokens(spec: StrategySpec, on_gpu: bool) -> int:
     """Return the draft length to train a drafter for that this strategy uses.
 
-    Engines on GPUs use long drafts, so that is the longest one there. On CPU cores every further
+    On GPUs, whose engines use long drafts, it is the longest one. On CPU cores every further
     pass of the training takes long, and few drafts are accepted that far.
     """
     if not on_gpu:

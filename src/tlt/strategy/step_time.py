@@ -37,8 +37,8 @@ class StepTime:
     PACE_WINDOW, PACE_STEPS = 24.0, 12.0
     """Engine steps over which the pace is averaged, and steps that an arm needs to contribute."""
     JUMP, JUMP_STEPS = 1.5, 3
-    """Ratio to the expected time that tells of the machine, not of a well-known arm; and such steps
-    in a row after which the pace follows at once."""
+    """Ratio to a well-known arm's expected time above which the machine has changed, not the arm;
+    and the number of such steps in a row after which the pace follows immediately."""
     SOLVE_EVERY = 4
     """Engine steps between two solutions of the fit, once it has seen some dozens."""
     ROWS, PREFILL = 64.0, 512.0
@@ -161,7 +161,7 @@ class StepTime:
 
         They are 1, decodes, drafts to verify, prefilled tokens, and per drafter: on, passes, rows
         of all passes. Their scales are the prior: a cost that several inputs could explain goes
-        mostly to the largest input, so that slow large batches do not make small ones look slow.
+        mostly to the largest input, so slow large batches do not make small ones look slow.
         """
         rows, passes = num_decodes / self.ROWS, arm.num_draft_tokens
         inputs = [(0, 1.0), (1, rows), (2, num_draft_tokens / self.ROWS)]
@@ -282,7 +282,7 @@ class _Cell:
     draft_tokens: float = 0.0
     num_decodes: float = 0.0
     ratio: float = 1.0
-    """Ratio of the seconds to those of the fit alone."""
+    """Ratio of the seconds to the fit's."""
     solved: int = -1
     """Number of the solution that `ratio` comes from."""
 
@@ -295,8 +295,8 @@ class ArmTime:
     cells: dict[int, _Cell] = field(default_factory=dict)
     """The arm's timed steps by bucket of batch sizes; empty if it was never timed."""
     solved: int = -1
-    """Number of the solution that the fitted seconds come from: those of any step, per decode, and
-    per draft token to verify."""
+    """Number of the solution behind the fitted seconds: per step, per decode, and per draft token
+    to verify."""
     fixed_s: float = 0.0
     decode_s: float = 0.0
     draft_token_s: float = 0.0
@@ -308,7 +308,7 @@ class ArmTime:
 
 @lru_cache(4096)
 def _around(num_decodes: int) -> tuple[tuple[int, float], ...]:
-    """Return a batch size's bucket and the two beside it, each with its nearness."""
+    """Return a batch size's bucket and its two neighbours, each with its nearness."""
     bucket = batch_bucket(num_decodes)
     return (
         (bucket, 1.0),

@@ -25,7 +25,7 @@ CPU_DRAFT_VOCABULARY = 4096
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Rotary embedding whose long waves are stretched, as Llama 3.1 has it."""
+    """Rotary embedding with stretched long waves, as in Llama 3.1."""
 
     factor: float
     low_freq_factor: float
@@ -54,7 +54,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
     """Whether one norm covers all fused states before they are fused (drafters of gpt-oss)."""
     fc_norm: bool = False
-    """Whether each fused state has a norm of its own before they are fused."""
+    """Whether each state has its own norm before the states are fused."""
     norm_output: bool = False
     """Whether a pass hands its normed state to the next pass instead of the plain one."""
     qk_norm: bool = False
@@ -165,7 +165,7 @@ class Eagle3Config:
 
 
 def _said(config: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a drafter, which some keep in a section of its own."""
+    """Return a setting of a drafter; some drafters keep it in a section."""
     return config.get(name) or (config.get("eagle_config") or {}).get(name)
 
 
@@ -230,7 +230,7 @@ def harvest_draft_vocabulary(vocab_size: int, on_gpu: bool) -> int:
 def default_draft_vocabulary(vocab_size: int) -> int:
     """Return the size of a new drafter's vocabulary: all tokens, unless the policy has many.
 
-    The head is most of a drafter with a large vocabulary, and rare tokens are hardly ever drafted.
+    The head is most of a drafter with a large vocabulary, and rare tokens are almost never drafted.
     """
     return DRAFT_VOCABULARY if vocab_size > LARGE_VOCABULARY else vocab_size
 

@@ -6,8 +6,8 @@ size, A fused target states (3H).
 A draft chain that starts at position s predicts tokens s+2, s+3, ...: pass 0 takes the fused target
 state of s and the embedding of token s+1; pass j takes the drafter's own un-normed output of pass
 j-1 and the embedding of token s+1+j, at position s+j. In attention, pass j sees pass 0 of all
-positions up to s (the true states) and its own chain's later passes. `unroll` computes that for
-all chains of a row at once. Positions where no chain starts give keys and values, nothing else.
+positions up to s (the true states) and its own chain's later passes. `unroll` computes that for all
+chains of a row together. Positions where no chain starts give keys and values, nothing else.
 `unrolled_loss` compares the passes with the policy's own distributions.
 """
 
@@ -27,7 +27,8 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 STEP_DECAY = 0.8
 """Weight of each pass in the loss, relative to the pass before it."""
 QUERY_BLOCK = 256
-"""Queries attended at once. It bounds the memory of scores and skips keys that no query sees."""
+"""Queries of one attention block. It bounds the memory of scores and skips keys that no query
+sees."""
 
 
 class RMSNorm(nn.Module):
@@ -79,8 +80,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attend from the chains of a row.
 
-        `row` holds the keys and values of pass 0 of each sample, `later` those of the chains' own
-        later passes, by block.
+        `row` holds the keys and values of pass 0 of each sample, `later` the keys and values of the
+        chains' own later passes, by block.
         """
         scale = self.config.head_dim**-0.5
         query = self.queries(x_C2H, position_C) * scale
@@ -185,7 +186,7 @@ class Layer(nn.Module):
 class Eagle3Drafter(nn.Module):
     """Trainable part of the drafter; the token embedding is the target's and stays outside.
 
-    Parameter names are those of the checkpoint vLLM loads.
+    Parameter names are the names in the checkpoint that vLLM loads.
     """
 
     d2t: torch.Tensor
