@@ -1,8 +1,8 @@
 """Ray for commands: the cluster that `RAY_ADDRESS` names, or a new one on this machine.
 
-A new one is for this machine alone: all its processes, and those that they start, listen on
-127.0.0.1, and Ray asks for a token that only this user can read. Whoever reaches Ray with its token
-runs code as its user.
+A new cluster serves only this machine: its processes, and the processes they start, listen on
+127.0.0.1, and Ray asks for a token that only this user can read. Anyone who reaches Ray with its
+token runs code as its user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cores for engines: each engine claims its own, and the kernel frees those of a dead process.
+"""Cores for engines: each engine claims its own, and the kernel frees the cores of a dead process.
 
 A claim is a lock on a small file, held by the process. The kernel drops the lock however the
 process ends, so the cores of a killed engine are free for its successor without any clean-up. Each

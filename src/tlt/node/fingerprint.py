@@ -10,7 +10,7 @@ those engines read the matrix itself.
 A fingerprint is two sums over hashes of the values: a plain one, and one weighted by row and
 column. The fingerprint of a fused matrix follows from the fingerprints of its parts. Rows of zeros
 that pad a matrix add nothing. A seed selects the columns. Every version of the weights has another
-seed, so that in the long run every column is checked.
+seed, so in the long run every column is checked.
 
 Shapes: R rows, n selected columns.
 """

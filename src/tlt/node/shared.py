@@ -1,4 +1,4 @@
-"""Folders in shared memory that belong to one user and live as long as somebody uses them.
+"""Folders in shared memory that belong to one user and live as long as a process uses them.
 
     /dev/shm/tlt-1000/                         one folder per user, mode 0700
         first-3f9a21c05b7e-samples/            the buffer of captured samples of a run
@@ -7,7 +7,7 @@
 A name begins with the run's id, which is new at every start: two runs never share a folder, even
 where both have the same `run.out` (two containers). Every process that uses a folder holds a shared
 lock on it. The kernel drops the lock however the process ends, and knows no process ids: a process
-in another pid namespace counts as well. A folder that nobody holds is abandoned, and the next
+in another pid namespace counts as well. A folder that no process holds is abandoned, and the next
 process that makes one removes it.
 
 No function here follows a symbolic link, or uses a folder that another user could change.
@@ -73,14 +73,14 @@ class SharedFolder:
 
     @classmethod
     def make(cls, kind: str, memory: Path = MEMORY) -> SharedFolder:
-        """Make a new folder among those of this user."""
+        """Make a new folder for this user."""
         return cls.join(user_folder(memory) / f"{run_id()}-{kind}-{secrets.token_hex(4)}")
 
     @classmethod
     def join(cls, path: Path, must_exist: bool = False) -> SharedFolder:
         """Hold a folder; make it unless it exists, private to this user.
 
-        Remove abandoned ones beside it first.
+        Remove abandoned folders next to it first.
         """
         memory = path.parent.parent
         if not must_exist and path.parent == user_folder(memory):
@@ -107,7 +107,7 @@ class SharedFolder:
                 os.close(descriptor)
 
     def remove(self) -> None:
-        """Remove the folder and all that it holds, whoever else holds it."""
+        """Remove the folder and its content, even if other processes hold it."""
         if self._release.alive:
             shutil.rmtree(self.path, ignore_errors=True)
             self._release()
@@ -168,12 +168,12 @@ def _opened_parent(path: Path, must_exist: bool) -> Iterator[int]:
         owners = {0, os.geteuid()} | ({_UNKNOWN_UID} if is_sticky else set())
         if found.st_uid not in owners:
             raise ConfigError(
-                f"{parent} belongs to user {found.st_uid}, who could change what is kept there; "
-                "have it removed, or use a folder of your own"
+                f"{parent} belongs to user {found.st_uid}, who could change its content; "
+                "have it removed, or use your own folder"
             )
         if found.st_mode & stat.S_IWOTH and not is_sticky:
             raise ConfigError(
-                f"{parent} can be changed by all users, who could replace what is kept there; "
+                f"{parent} can be changed by all users, who could replace its content; "
                 f"chmod +t {parent}, or use a folder that has this bit, such as /dev/shm"
             )
         yield descriptor

@@ -1,6 +1,6 @@
 """Weights in shared memory, through which a trainer hands them to the engines of its node.
 
-The trainer writes one file per version, in a folder of its own (`tlt.node.shared`): a JSON header
+The trainer writes one file per version, in a separate folder (`tlt.node.shared`): a JSON header
 with the name, dtype, shape and offset of each tensor, then the raw bytes. Every engine worker of
 the node maps the file and loads from it, so one copy serves all workers. Only the file's name, the
 `manifest()`, travels through Ray. The owner removes the file when the engines are done; an open
@@ -117,7 +117,7 @@ class SharedWeights:
 def file_bytes(path: str) -> Any:
     """Return the bytes of a file in shared memory as a numpy array over its pages.
 
-    Ray ships an array as it is, out of band. It would pickle tensors, with a copy of each.
+    Ray ships an array unchanged, out of band. It would pickle tensors, with a copy of each.
     """
     return torch.frombuffer(_mapped(path), dtype=torch.uint8).numpy()
 
@@ -163,12 +163,12 @@ def _open(path: str) -> tuple[mmap.mmap, dict[str, Any], int]:
 
 
 def check_weights(path: str, folder: Path, whole: bool) -> None:
-    """Refuse weights in a file whose names or shapes are not those of the model in `folder`."""
+    """Refuse weights in a file whose names or shapes differ from the model in `folder`."""
     check_shapes(((name, list(t.shape)) for name, t in read_weights(path)), folder, whole)
 
 
 def check_shapes(shapes: Iterable[tuple[str, list[int]]], folder: Path, whole: bool) -> None:
-    """Refuse weights whose names or shapes are not those of the model in `folder`.
+    """Refuse weights whose names or shapes differ from the model in `folder`.
 
     With `whole`, refuse an incomplete set too: vLLM would leave the missing part of a fused matrix
     uninitialized.

@@ -26,7 +26,7 @@ A call is a line such as <tool_call>{{"name": "...", "arguments": {{...}}}}</too
 your turn, and you get the answer."""
 """What a model reads of its tools if its chat template does not say it."""
 TURN, ANSWER = "TURN-OF-THE-POLICY", "ANSWER-OF-A-TOOL"
-"""Texts that are found again in what a template makes of them."""
+"""Texts to find again in a template's output."""
 
 
 class Chat:
@@ -144,7 +144,7 @@ class Chat:
         return self._rendered(messages).split(TURN, 1)[1]
 
     def _cut(self, text: str, limit: int) -> str:
-        """Return a text that ends no turn, of so many tokens."""
+        """Return a text of at most `limit` tokens that ends no turn."""
         for special in self.tokenizer.all_special_tokens:
             text = text.replace(special, f"{special[0]} {special[1:]}")
         tokens = self._encode(text)
@@ -160,7 +160,7 @@ class Chat:
         return prompt + self.turn(solution), len(prompt)
 
     def turn(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a turn of the policy, with the one that ends it."""
+        """Return the tokens of a turn of the policy, with its end token."""
         return (*self._encode(text), self.tokenizer.eos_token_id)
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from tlt.tasks.file import read_problems
 
 Row = Mapping[str, Any]
 Extract = Literal["all", "boxed", "hashes"]
-"""Which part of a column is the answer: all of it, the last \\boxed{}, or what follows ####."""
+"""Which part of a column is the answer: everything, the last \\boxed{}, or the text after ####."""
 
 GSM8K = "openai/gsm8k"
 MATH = "EleutherAI/hendrycks_math"
@@ -60,7 +60,7 @@ def from_hub(dataset: str, configs: Iterable[str | None], split: str) -> Iterato
     for config in configs:
         try:
             rows = load(dataset, config, split=split)
-        except Exception as error:  # whatever the network, the Hub and the library say
+        except Exception as error:  # any error of the network, the Hub or the library
             raise ConfigError(_why(dataset, config, split, error)) from error
         yield from rows
 

@@ -24,7 +24,7 @@ COLUMNS = {
 }
 """Names of the columns of a file, the most usual first."""
 ROLES = ("system", "user", "assistant")
-"""Who may have written a message."""
+"""Authors of messages."""
 MESSAGES = '[{"role": "user", "content": "What is 2 + 2?"}]'
 
 Row = tuple[str, Mapping[str, Any]]
@@ -60,7 +60,7 @@ def _problems(path: Path, rows: Iterable[Row], config: TaskConfig) -> list[Probl
             problem_id = _text(_column(row, "id_key", config.id_key, place), config.id_key, place)
         if problem_id in seen:
             raise ConfigError(
-                f"{place}: {config.id_key} {problem_id!r} is also that of {seen[problem_id]}; "
+                f"{place}: {config.id_key} {problem_id!r} is also the id of {seen[problem_id]}; "
                 "give each row its own, or leave out task.id_key"
             )
         seen[problem_id] = where

@@ -1,8 +1,8 @@
 """The held-out sets of a run, and the estimate of pass@k.
 
 A set is problems that no RL step gets, the reward that scores them, and how they are sampled. A run
-has the set of its own task (`eval.num_problems`) and those of `eval.sets`. A sample is right if its
-reward is `RIGHT` or more.
+has a set of its own task (`eval.num_problems`) and the sets of `eval.sets`. A sample is right if
+its reward is `RIGHT` or more.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _end_with(parent: int, outlive: bool) -> None:
     while os.getppid() == parent:
         time.sleep(1.0)
     if outlive:
-        _busy.acquire()  # a call that runs has a time limit of its own
+        _busy.acquire()  # a running call has its own time limit
     os._exit(1)
 
 

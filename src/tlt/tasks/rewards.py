@@ -76,7 +76,8 @@ class RewardPool:
         return self.checked(problem, value, what)
 
     def checked(self, problem: Problem, value: float | None, what: str) -> Reward:
-        """Return a reward, or why it is none: `what` is the error, or what is not a number."""
+        """Return a reward, or why there is none: `what` is the error, or the value that is not a
+        number."""
         if value is None:
             return self._fault("error", problem, what)
         if not math.isfinite(value):

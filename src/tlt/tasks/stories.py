@@ -2,9 +2,8 @@
 
 `tell` writes a problem of any number of events and its worked solution. The question is terse. The
 solution retells each event in other words, with how many things come or go and the count after it.
-Every sentence is drawn from many phrasings with names, things and times of their own, so a text
-seldom repeats another: what comes next follows from its meaning, and hardly from the last few
-words.
+Every sentence is drawn from many phrasings with varying names, things and times, so texts rarely
+repeat: the next words follow from the meaning, not from the last few words.
 
 `gym` offers these problems as the task `word_problems`.
 """
