@@ -27,7 +27,7 @@ MAX_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with a run, or slow in it: what was measured, and what to change."""
+    """A fault or a bottleneck of a run: what was measured, and what to change."""
 
     kind: str
     says: str
@@ -90,7 +90,7 @@ class HealthWatch:
         self._in_a_row = 0
 
     def observe(self, record: Record) -> None:
-        """Log what is wrong with an RL step, and raise if that is so for too long."""
+        """Log what is wrong with an RL step, and raise if it stays wrong for too long."""
         found = list(signs([record]))
         for sign in found:
             logger.warning("%s %s", sign.says, sign.change)

@@ -1,6 +1,6 @@
 """What a run is doing now, for its terminal and for `tlt watch` (`live.json` in its folder).
 
-The driver knows all of it anyway, so the live view costs the engines nothing.
+The driver already knows everything shown, so the live view costs the engines nothing.
 """
 
 from __future__ import annotations

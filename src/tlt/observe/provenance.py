@@ -1,4 +1,4 @@
-"""Where a result comes from: what was run, on which code, when, and on which machine.
+"""Where a result comes from: the command, the code, the time and the machine.
 
 Every file of results carries this record under the key "provenance", and every figure in the
 documentation is rendered together with it (`benchmarks/figures.py`).
@@ -38,7 +38,7 @@ def commit(source: Path = Path(__file__)) -> str | None:
     """
     inside = str(source.parent)
     if _git("-C", inside, "ls-files", "--error-unmatch", source.name) is None:
-        return None  # installed, perhaps below somebody else's checkout
+        return None  # installed, perhaps below another project's checkout
     head = _git("-C", inside, "rev-parse", "HEAD")
     top = _git("-C", inside, "rev-parse", "--show-toplevel")
     if not head or not top:
@@ -48,7 +48,7 @@ def commit(source: Path = Path(__file__)) -> str | None:
 
 
 def cpu() -> dict[str, Any]:
-    """Return the CPU's model name, those of `CPU_FEATURES` it has, and the number of cores."""
+    """Return the CPU's model name, its `CPU_FEATURES`, and the number of cores."""
     return {
         "model": cpu_model(),
         "features": [feature for feature in CPU_FEATURES if feature in cpu_flags()],

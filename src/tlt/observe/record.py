@@ -2,9 +2,9 @@
 
 A line is on disk when `append` returns. A killed writer leaves at most one torn last line; readers
 skip it and the next writer drops it. A resumed run calls `rewind` with the RL step it continues
-from, so that no RL step is recorded twice. Values that are not finite are written as Python's json
-does (`NaN`), so that a diverged run is visible. Readers refuse a file that no run has written, with
-a `ConfigError` that names the line.
+from: no RL step is recorded twice. Values that are not finite are written as Python's json does
+(`NaN`): a diverged run stays visible. Readers refuse a file that no run has written, with a
+`ConfigError` that names the line.
 """
 
 from __future__ import annotations

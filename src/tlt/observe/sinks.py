@@ -1,7 +1,7 @@
 """Where metrics go besides the run's own file: TensorBoard, Weights & Biases, Prometheus.
 
 A sink that cannot be opened is a mistake in the settings and stops the run before it starts. A sink
-that fails later is logged and dropped; the run goes on, and `metrics.jsonl` has every metric. The
+that fails later is logged and dropped; the run continues, and `metrics.jsonl` has every metric. The
 libraries are optional and imported when a sink is opened.
 """
 
@@ -37,7 +37,7 @@ class Sink(Protocol):
         """Send the record of an RL step, and samples of it where the sink shows text."""
 
     def close(self) -> None:
-        """Send what is left, and release all resources."""
+        """Send the rest, and release all resources."""
 
 
 class TensorBoardSink:
@@ -79,7 +79,7 @@ class TensorBoardSink:
 class WandbSink:
     """A W&B run, with the settings as its config and a table of samples for every RL step.
 
-    Its id is kept in `run_dir`, so that a resumed run continues it.
+    Its id is kept in `run_dir`, for a resumed run to continue it.
 
     W&B cannot delete records: RL steps that a resumed run repeats appear twice, at the same place
     of the `step` axis. Output, code and git state are not uploaded. W&B sends in the background,
@@ -205,7 +205,7 @@ def open_sinks(
 ) -> list[Sink]:
     """Open the sinks of the settings. `resume_step` is the last valid RL step; 0 for a new run.
 
-    `settings` are those of the run, for sinks that show them.
+    `settings` are the run's, for sinks that show them.
     """
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if config.tensorboard:

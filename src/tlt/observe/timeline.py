@@ -1,10 +1,10 @@
 """A run's timeline: `timeline.json`, Chrome trace events that https://ui.perfetto.dev opens.
 
-The trace has one row for the run's stages, one for every worker, and one for a learner with devices
-of its own. A graph shows the running requests of every engine. Every moment of an RL step has
-exactly one state in each row. The file holds one line per RL step: a resumed run drops the last
-lines, and a file that has grown too large loses its oldest ones. The trace format allows a missing
-last bracket, so the file is valid after every line.
+The trace has one row for the run's stages, one for every worker, and one for a learner with its own
+devices. A graph shows the running requests of every engine. Every moment of an RL step has exactly
+one state in each row. The file holds one line per RL step: a resumed run drops the last lines, and
+a file that has grown too large loses its oldest ones. The trace format allows a missing last
+bracket, so the file is valid after every line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def step_timeline(
 ) -> StepTimeline:
     """Return the timeline of an RL step, with a state for every moment of every worker.
 
-    `updates` are the spans of a learner with devices of its own; None if workers update the policy.
+    `updates` are the spans of a learner with its own devices; None if workers update the policy.
     `tools` are the times in which trajectories of a worker waited for tools.
     """
     whole = _whole(start_s, end_s, stages)
@@ -99,7 +99,7 @@ def _state_in(stage: str, learner_has_own_devices: bool) -> State:
 
 
 def max_engine_spans(num_engines: int) -> int:
-    """Return the most spans that each of so many engines may report for an RL step."""
+    """Return the most spans that each of `num_engines` engines may report for an RL step."""
     return max(MIN_ENGINE_SPANS, MAX_STEP_SPANS // max(1, num_engines))
 
 

@@ -35,7 +35,7 @@ def charts_of(views: Sequence[RunView]) -> list[dict[str, Chart]]:
 
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
-    """Return the charts that show all runs at once."""
+    """Return the charts that show all runs together."""
     seconds, rewards = {}, {}
     for view, colour in zip(views, RUNS, strict=False):
         seconds[view.name] = Line(_points(view, "time/step_s"), colour)
@@ -56,7 +56,7 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
 
 
 def _labelled(chart: Chart, label: str) -> Chart:
-    """Return a chart that says on its axis what was emulated, if anything was."""
+    """Return a chart whose axis names the emulated hardware, if any."""
     if not label:
         return chart
     return replace(chart, x=replace(chart.x, label=f"{chart.x.label} ({label})"))
@@ -231,7 +231,7 @@ def _over_steps(
 def training_picture(report: dict[str, Any]) -> str:
     """Draw the acceptance length during training, and acceptance by position before and after.
 
-    `report` is that of `tlt drafter train`.
+    `report` comes from `tlt drafter train`.
     """
     temperatures = list(report["acceptance"]["after"])
     palette = dict(zip(temperatures, COLOURS, strict=False))

@@ -26,7 +26,7 @@ EVEN = 2.0
 MIN_DRAFTS = 100
 """Fewest drafts that say something about a drafter."""
 WEAK_LENGTH = 1.4
-"""Acceptance length of a draft model below which drafting hardly ever pays."""
+"""Acceptance length of a draft model below which drafting rarely pays."""
 GAIN = 1.03
 """Smallest speed-up that makes speculation worth its cost."""
 MIN_COMPARED_S = 0.3
@@ -171,7 +171,7 @@ def _tail(view: RunView) -> Iterator[Finding]:
             "no_tail",
             f"Responses have similar lengths (median {found['median']:.0f}, longest "
             f"{found['longest']:.0f} tokens): all engines finish at about the same time, with "
-            "full batches to the end. There is no tail to shorten.",
+            "full batches to the end. No tail is left to shorten.",
             "Speculation pays at small batches: run more engines with fewer requests each, or "
             "allow more tokens for hard problems (sampling.max_tokens).",
             0.2 * rollout,
@@ -210,8 +210,8 @@ def _drafter(view: RunView) -> Iterator[Finding]:
             advice = "Set debug.publish_drafters = true: engines then get what idle workers train."
         yield Finding(
             "weak_drafter",
-            f"The drafter is too weak: its acceptance length is {length:.2f} tokens per draft, of "
-            "which one comes without it.",
+            f"The drafter is too weak: its acceptance length is {length:.2f} tokens per draft, and "
+            "one of them is the policy's own.",
             f"{advice} Or start from a drafter trained for this policy: run `tlt drafter train` "
             "and set engine.drafter.",
             0.05 + 0.4 * _shares(view)["rollout"] * used,
@@ -235,7 +235,7 @@ def _hardware(view: RunView) -> Iterator[Finding]:
             compared_s += of["seconds"]
             made += of["tokens"]
             plainly += of["seconds"] * plain["tokens"] / plain["seconds"]
-    # Where speculation pays, an adaptive strategy hardly ever decodes plainly: no comparison.
+    # Where speculation pays, an adaptive strategy rarely decodes plainly: no comparison.
     if compared_s < max(MIN_COMPARED_S, speculating_s / 2):
         return
     if made < GAIN * plainly:

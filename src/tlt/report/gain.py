@@ -1,7 +1,7 @@
 """How much faster one run is than another, whether that is more than noise, and what made it.
 
-Pure: computed from two `RunView`s of runs with the same work. Both runs must have generated with
-the same lengths and seeds, so that their RL steps are pairs.
+Pure: computed from two `RunView`s of runs with the same work. Both runs must have the same lengths
+and seeds: then their RL steps are pairs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def gain(base: RunView, other: RunView) -> Gain | None:
 
 
 def compare(base: RunView, other: RunView) -> dict[str, Any]:
-    """Return how many times as fast the other run is, and what is the same, ready for JSON.
+    """Return the other run's speed-up, and what both runs have in common, ready for JSON.
 
     `whole` is over all RL steps that both have.
     """

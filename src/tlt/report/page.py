@@ -54,7 +54,7 @@ def as_json(views: Sequence[RunView]) -> str:
 
 
 def as_html(views: Sequence[RunView], page: Path | None = None) -> str:
-    """Return the page: what several runs gained, what was not real, findings, then each run.
+    """Return the page: gains of several runs, what was emulated or forced, findings, then each run.
 
     `page` is the file to write it to, from which links lead to the runs' timelines.
     """
@@ -158,7 +158,7 @@ def _facts(base: RunView, other: RunView, found: Mapping[str, Any]) -> Iterator[
     if of := found["samples"]["compared"]:
         yield (
             f"{found['samples']['same']} of {of}",
-            "samples identical, of those that both runs kept",
+            "samples identical, of the samples that both runs kept",
         )
     if found["same_reward"]:
         yield "identical", "reward in every RL step"

@@ -1,7 +1,7 @@
 """Charts as values, and the functions that draw them as SVG. Pure.
 
 A `Chart` says what to show, in the units of its axes; `draw` alone knows about pixels. Text and
-lines of a page follow the reader's light or dark theme; those of a file suit both.
+lines in a page follow the reader's light or dark theme; in a file they suit both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GAP = 24  # between the charts of a sheet
 LETTER = 6.3  # width of a letter
 MAX_DOTS = 40  # points of a longer line are not marked
 
-INK = "currentColor"  # that of text: dark on a light page, light on a dark one
+INK = "currentColor"  # the text's colour: dark on a light page, light on a dark one
 STYLE = (
     "svg{color:#3c434b}text{font:11px system-ui,sans-serif;fill:currentColor}"
     "line{stroke:currentColor}.rule{opacity:.15}.axis{opacity:.6}.mark{stroke-dasharray:3 3}"
@@ -61,7 +61,7 @@ class Axis:
     high: float = -math.inf
     log: bool = False
     numbers_from: float = -math.inf
-    """Smallest value with a number beside it."""
+    """Smallest value with a number on the axis."""
     names: Mapping[float, str] = field(default_factory=dict)
     """Names that stand at values instead of numbers."""
 
@@ -73,7 +73,7 @@ class Axis:
         return (value - low) / ((high - low) or 1.0)
 
     def labels(self, about: int) -> Mapping[float, str]:
-        """Return what to write at which values: the names, or about so many round numbers."""
+        """Return the labels by value: the names, or about `about` round numbers."""
         low = max(self.low, self.numbers_from)
         values = log_ticks(low, self.high) if self.log else ticks(low, self.high, about)
         return self.names or {value: number(value) for value in values}
@@ -243,7 +243,7 @@ def _legend(chart: Chart) -> tuple[list[Element], int]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Return about so many round numbers from low to high."""
+    """Return about `about` round numbers from low to high."""
     if not high > low:
         return [low]
     rough = (high - low) / about

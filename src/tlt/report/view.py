@@ -96,9 +96,9 @@ def _run_in(folder: Path) -> Path | None:
 
 
 def same_samples(base: RunView, other: RunView) -> dict[str, int]:
-    """Count the samples that both runs kept, and those whose texts, lengths and rewards are equal.
+    """Count the samples that both runs kept, and the ones with equal texts, lengths and rewards.
 
-    A run keeps the same samples of a step in whichever order they ended (`metrics.keep_samples`).
+    A run keeps the same samples of an RL step, in any order of their ends (`metrics.keep_samples`).
     """
     found = {"compared": 0, "same": 0}
     if base.folder is None or other.folder is None:

@@ -1,7 +1,7 @@
 """The result of simulated runs: as numbers, in words, and how far to trust it. Pure.
 
-What an answer assumes, and where the simulator was compared with measurements, stands beside every
-answer. Those figures are the ones of `benchmarks/results`; a test compares them.
+Every answer names its assumptions, and where the simulator was compared with measurements. Those
+figures come from `benchmarks/results`; a test compares them.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ def in_words(found: Figures, fixed_arm: str = "the fixed arm", from_nothing: boo
     if "harvest" in of:
         words.append(f"Harvest's part of that is {of['harvest']['end_to_end']:.2f}x.")
     elif from_nothing and "tlt" in found:
-        words.append("All of it is harvest's part: the run begins without a drafter.")
+        words.append("The whole gain comes from harvest: the run begins without a drafter.")
     if share < 0.5:
         words.append(f"Rollouts are a small part: i{most} Look at the learner.")
     elif idle_share < 0.1:
-        words.append("Engines are hardly ever idle: the tail is short.")
+        words.append("Engines are rarely idle: the tail is short.")
     elif gained["rollout"] < 1.2:
         words.append("Speculation gains little: batches are large, or drafts are rarely accepted.")
     else:
@@ -174,7 +174,7 @@ def few_samples(samples: int, group_size: int, num_engines: int) -> list[str]:
     enough = math.ceil(MIN_SAMPLES * num_engines / group_size)
     return [
         f"{samples:,} samples per RL step are {samples / num_engines:.2g} for each of "
-        f"{num_engines:,} engines, and the speed-up is that of nearly empty engines; e.g. "
+        f"{num_engines:,} engines, so the speed-up holds for nearly empty engines; e.g. "
         f"workload.prompts_per_step={enough}, or cluster.num_engines="
         f"{max(1, samples // MIN_SAMPLES)}"
     ]
@@ -191,7 +191,7 @@ def _assumptions(config: ScenarioConfig, cluster: Cluster, workload: Workload) -
         machine = f"engine steps, acceptance and learner as in the runs {found.source}"
     rates = {name: rates[0] for name, rates in cluster.drafting.rates.items()}
     accepted = ", ".join(f"{name} {rate:.0%}" for name, rate in rates.items()) or "none"
-    new = ", that of a new drafter" if begins_without_drafter(config) else ""
+    new = ", as for a new drafter" if begins_without_drafter(config) else ""
     lengths = (
         f"lengths with a median of {sizes.median:,.0f} tokens, {sizes.p95:,.0f} at 95%, at most "
         f"{sizes.longest:,}"

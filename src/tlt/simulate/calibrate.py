@@ -36,7 +36,7 @@ MAX_POSITIONS = 16
 MIN_DRIFT_STEPS = 6
 """RL steps with drafts that a run needs to measure how acceptance drifts."""
 START_STEPS = 3
-"""RL steps whose mean is the acceptance at the start."""
+"""First RL steps, whose mean acceptance is the acceptance at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Calibration:
 
 
 def _checked(figures: dict[str, Any]) -> Calibration:
-    """Raise a `ValueError` if a machine of these figures would take no time, or for ever."""
+    """Raise a `ValueError` if a machine with these figures would take no time, or infinite time."""
     try:
         return TypeAdapter(Calibration).validate_python(figures)
     except ValidationError as error:
@@ -258,7 +258,7 @@ def training(runs: Sequence[Sequence[Record]]) -> Training:
     The acceptance rate is the share of drafts whose first token was accepted. The model expresses
     it as a power of the rate at the start. Every policy update adds the same amount to that power,
     and training lowers it towards a best power. Runs that use a draft model in fewer than
-    `MIN_DRIFT_STEPS` RL steps are left out; without others the drift is that of `profiles.py`.
+    `MIN_DRIFT_STEPS` RL steps are left out; if none is left, `profiles.py` gives the drift.
     """
     found = Training(drift=DRIFT)
     curves = [curve for curve in map(_powers, runs) if len(curve) >= MIN_DRIFT_STEPS]

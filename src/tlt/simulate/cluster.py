@@ -82,7 +82,7 @@ class Cluster:
     engine_deaths_per_hour: float
     engine_start_s: float
     slots: int = 256
-    """Requests that an engine runs at once."""
+    """Requests that an engine runs at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Skill:
 
 
 class SimTrainer:
-    """A trainer beside an engine, without anything to compute."""
+    """A trainer beside an engine, which computes nothing."""
 
     def __init__(self, run: Simulation, worker: str) -> None:
         self._run = run

@@ -1,7 +1,7 @@
 """Published speed-ups of RL steps by speculation, and what the simulator finds for each of them.
 
-The figures are those of `benchmarks/published.py`, which names the assumptions of each case; a test
-compares them with its results.
+The figures come from `benchmarks/published.py`, which names the assumptions of each case; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CASES = (
 def nearest(model: str, gpus_per_engine: int, nodes: int) -> list[Case]:
     """Return the nearest cases: first by size of the model, then by GPUs per engine, then by nodes.
 
-    Models whose sizes differ by less than a factor of 1.4 are of one size.
+    Models whose sizes differ by less than a factor of 1.4 count as the same size.
     """
 
     def distance(case: Case) -> tuple[float, ...]:

@@ -32,7 +32,7 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
     """
     if num_gpus is not None and "cluster.num_engines" in map(_key, changes):
         raise ConfigError(
-            "--gpus and cluster.num_engines both say how many engines there are; give one of them"
+            "--gpus and cluster.num_engines both set the number of engines; give one of them"
         )
     recipe = None
     if "policy" in tree or "sampling" in tree:
@@ -56,7 +56,7 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
         return found
     if found["modes"] == NGRAMS:
         raise ConfigError(
-            f"{where} drafts by n-grams only, and how many of those a policy accepts is not "
+            f"{where} drafts by n-grams only, and a policy's acceptance of these is not "
             "known without a run; give the result of `tlt simulate calibrate` as "
             "cluster.calibration=calibration.json, or a drafter's folder as engine.drafter"
         )
@@ -66,7 +66,7 @@ def scenario_tree(tree: Tree, changes: Sequence[str], where: str, num_gpus: int 
         found.pop("static_drafter")
     if "model" not in found["cluster"]:
         raise ConfigError(
-            f"{where}: policy.model = {recipe.policy.model!r} is none of the modelled policies "
+            f"{where}: policy.model = {recipe.policy.model!r} is not a modelled policy "
             f"({', '.join(MODELS)}); measure a run of it with `tlt simulate calibrate` and give "
             "cluster.calibration=calibration.json, or name a similar one, e.g. "
             "cluster.model=qwen2.5-7b"

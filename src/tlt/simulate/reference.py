@@ -8,10 +8,10 @@ from tlt.simulate.scenario import ScenarioConfig
 
 HEADER = """# Scenario
 
-All settings of `tlt simulate`, for those who model a cluster with the [simulator](simulator.md).
-Settings under `scenario` stand at the top of the TOML file, all others under a heading such as
-`[cluster]`. `tlt simulate cluster.num_engines=64` changes a setting for one simulation. Unknown
-keys are refused. A section `[tlt]` is that of [a run](configuration.md#tlt): `session_s`,
+All settings of `tlt simulate`, to model a cluster with the [simulator](simulator.md). Settings
+under `scenario` stand at the top of the TOML file, all others under a heading such as `[cluster]`.
+`tlt simulate cluster.num_engines=64` changes a setting for one simulation. Unknown keys are
+refused. The section `[tlt]` is the same as in [a run](configuration.md#tlt): `session_s`,
 `lease_s`, `min_lease_s`, `stop_timeout_s` and `max_trainers` change harvest here, too.
 
 This page is generated from the schema in `src/tlt/simulate/scenario.py`

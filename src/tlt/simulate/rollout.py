@@ -139,7 +139,7 @@ class Rollout:
         self.most = max(map(len, self._running))
         """Largest number of requests that run on one engine."""
         self.longest = [max(running)[0] for running in self._running if running]
-        """Longest response of those that start first, by engine."""
+        """Longest response among the first to start, by engine."""
 
     def play(self, row_s: Any, context_s: Any, prompt_tokens: float) -> tuple[Any, Any]:
         """Return the engine of every request, and when it ends.

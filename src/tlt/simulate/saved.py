@@ -1,11 +1,12 @@
-"""What drafts saved in a run, by the cost model of its own engine steps.
+"""The time that drafts saved in a run, by a cost model of its engine steps.
 
 The model is fitted to the run's timeline. It says how much longer plain decoding of the same
-tokens, with as many requests, would have taken. All else takes what it took: prompts, and whatever
-a rollout does besides engine steps. The slowest engine ends a rollout, so it is what counts.
+tokens, with as many requests, would have taken. Everything else takes as long as measured: prompts,
+and the rollout's work besides engine steps. The slowest engine ends a rollout, so only that engine
+counts.
 
-Where drafts pay, a run hardly ever decodes plainly. The few draft lengths that its strategy uses do
-not tell what drafting costs: fits to measured pairs were off by up to half. There only a bound is
+Where drafts pay, a run rarely decodes plainly. The few draft lengths that its strategy uses do not
+show the cost of drafting: fits to measured pairs were off by up to half. There only a bound is
 known: a plain engine step takes no longer than one with drafts.
 """
 
@@ -19,7 +20,7 @@ from tlt.simulate.calibrate import Decoded, decoded, observations
 from tlt.timing.model import EngineModel, fit
 
 MIN_PLAIN_S = 1.0
-"""Fewest seconds of plain decoding that the model of it is fitted to."""
+"""Fewest seconds of plain decoding to fit the model to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Saved:
     measured_s: float
     plain_s: float
     is_bound: bool
-    """Whether plain decoding takes at most `plain_s`: the run has too little of it to model it."""
+    """Whether `plain_s` is only an upper bound, because the run has too little plain decoding."""
 
     @property
     def gain(self) -> float:

@@ -34,7 +34,8 @@ SEARCH_STEPS = 2
 SEARCH_SHARES = (1 / 6, 1 / 2, 5 / 6)
 """Where in a run with much drift the best fixed arm is sought."""
 MUCH_DRIFT = 0.1
-"""Drift over a run, as a power of acceptance rates, up to which its start stands for all of it."""
+"""Drift over a run, as a power of acceptance rates, up to which the start stands for the whole
+run."""
 MAX_SAMPLES = 10_000_000
 """Samples of an RL step above which a simulation would take hours."""
 
@@ -56,7 +57,7 @@ class ClusterConfig(Schema):
     """Transfer of the policy from learner to engines, as `placement.weights` of a run; used without
     `calibration`."""
     slots: int = Field(default=256, ge=1, le=100_000)
-    """Requests that an engine runs at once (vLLM's `max_num_seqs`)."""
+    """Requests that an engine runs at the same time (vLLM's `max_num_seqs`)."""
     engine_deaths_per_hour: float = Field(default=0.0, ge=0, le=3600)
     """Failures of one engine per hour."""
     engine_start_s: float = Field(default=120.0, ge=0, le=LONGEST_S)
@@ -274,7 +275,7 @@ def mode_of(name: str, config: ScenarioConfig, drafting: Drafting) -> Mode:
 
 
 def _check_rates(config: ScenarioConfig, drafting: Drafting) -> None:
-    """Refuse modes whose acceptance nobody measured."""
+    """Refuse modes whose acceptance was never measured."""
     fixed = "static" in config.modes and config.static_drafter == "ngram"
     if ("ngram" in config.modes or fixed) and "ngram" not in drafting.rates:
         raise ConfigError(
@@ -290,7 +291,7 @@ def _check_rates(config: ScenarioConfig, drafting: Drafting) -> None:
 
 
 def completed(config: ScenarioConfig) -> ScenarioConfig:
-    """Return the scenario with the arm of its `static` mode: the fastest of those it may use."""
+    """Return the scenario with the arm of its `static` mode: the fastest arm it may use."""
     cluster, workload = cluster_of(config), workload_of(config)
     _check_rates(config, cluster.drafting)
     drafters = [config.static_drafter] if config.static_drafter else list(cluster.drafting.rates)
