@@ -4,5 +4,5 @@
 own, and writes every answer to the `journal` before it is used. `dialogue` turns a sample's turns
 and the environment's answers into one text, which engines continue. `scoring` calls rewards that
 look at the environment. `openenv` makes environments of servers. `vllm.tool_calls` reads the calls
-of other models than those that write JSON between tags.
+of models that do not write JSON between tags.
 """

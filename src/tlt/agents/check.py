@@ -50,8 +50,8 @@ async def try_environment(config: TrainConfig, chat: Chat, problem: Problem) -> 
         except Fault as fault:
             raise ConfigError(
                 f"task.environment = {name!r} does not take the first problem ({fault.kind}): "
-                f"{fault}; reset gets its columns, and what it leaves in the object must be one "
-                "that pickle takes: keep connections and open files out of it"
+                f"{fault}; reset gets its columns, and pickle must take the object after it: "
+                "keep connections and open files out"
             ) from fault
         finally:
             host.close()

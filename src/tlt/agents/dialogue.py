@@ -2,9 +2,9 @@
 
 Each turn of the policy is a request like any other, whose prompt is everything before it: question,
 earlier turns, answers of tools. Its seed follows from the sample's and from the number of the turn,
-so a trajectory is a function of seed, policy and answers, whatever was drafted and wherever it was
-generated. At its end the turns and answers become one sample, in which the answers are marked: the
-learner learns nothing from their tokens.
+so a trajectory is a function of seed, policy and answers, with any drafts and on any engine. At its
+end the turns and answers become one sample, in which the answers are marked: the learner learns
+nothing from their tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Trajectory:
-    """A sample under way: the first turn's request, and what was said since."""
+    """An unfinished sample: the first turn's request, and the turns and answers since."""
 
     request: SampleRequest
     state: bytes

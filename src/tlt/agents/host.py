@@ -1,7 +1,7 @@
 """Tool processes: they call environments, each call within a time limit, and keep the journal.
 
 A tool that hangs or dies costs its trajectory an answer: the policy reads an error instead. A call
-whose driver was killed ends all the same, and leaves its answer in the journal.
+whose driver was killed still ends, and leaves its answer in the journal.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 An answer is written before it is used. A run that was killed generates its trajectories again,
 token for token, and finds the answers here: no tool is called twice for one turn. A process that is
-about to call holds a lock and leaves a mark. Whoever finds the mark waits for the lock. If there is
-still no answer then, the process died with the call, and the trajectory reads that the answer was
-lost.
+about to call holds a lock and leaves a mark. A process that finds the mark waits for the lock. If
+there is still no answer then, the process died with the call, and the trajectory reads that the
+answer was lost.
 
-The files hold pickled environments, and belong to whoever started the run.
+The files hold pickled environments, and belong to the run's user.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def answered_once(path: Path, state: bytes, work: Callable[[], Answer]) -> Answe
 
 
 def kept(path: Path, work: Callable[[], Answer]) -> Answer:
-    """Return the answer in the journal, or that of work which may be done twice."""
+    """Return the answer in the journal, or the answer of work that may be done twice."""
     return read(path) or settle(path, work())
 
 
@@ -62,7 +62,7 @@ def lost(state: bytes, why: str = LOST) -> Answer:
 
 
 def settle(path: Path, answer: Answer) -> Answer:
-    """Write an answer unless there is one, and return the one that is there."""
+    """Write an answer unless the journal has one, and return the journal's."""
     said = asdict(answer) | {"state": base64.b64encode(answer.state).decode()}
     written = path.with_suffix(f".{os.getpid()}")
     written.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Environments on OpenEnv servers, over their WebSocket, without OpenEnv's own package.
 
-A `Session` is a value like any environment: what was asked and answered since its `reset`. The
-connection belongs to one call of a tool process. The next call opens a session of its own and
-repeats the actions before it goes on. The server must answer them as before, else the call fails:
-so give `reset` a seed, and keep what actions do inside their session.
+A `Session` is a value like any environment: the questions and answers since its `reset`. The
+connection belongs to one call of a tool process. The next call opens a new session and repeats the
+actions before it continues. The server must answer them as before, else the call fails: so give
+`reset` a seed, and keep what actions do inside their session.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _result(data: dict[str, Any]) -> Result:
 
 
 class _Served:
-    """An environment whose tools a server has; `reward` sums the rewards of the steps."""
+    """An environment whose tools a server runs; `reward` sums the rewards of the steps."""
 
     url: str
     reward: float | None = None
@@ -166,7 +166,7 @@ def served(url: str, key: str = "task.environment") -> Any:
     try:
         try:
             tools = session.step({"type": "list_tools"}).observation["tools"]
-        except (RuntimeError, LookupError):  # an environment with actions of its own
+        except (RuntimeError, LookupError):  # an environment with its own actions
             is_mcp = False
             with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=CONNECT_S) as page:
                 schema = json.load(page)["action"]

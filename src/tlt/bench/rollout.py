@@ -1,11 +1,11 @@
 """`tlt drafter bench`: one workload in several modes, interleaved and repeated.
 
 A mode is a strategy on engines set up for it. Engines of `off` load no drafter, engines of
-`ngram:K` look n-grams up, and engines of `eagle3:K` and `tail:K@B` load the drafter; so
-do engines of `adaptive` and `beg_mab` if there is a drafter. All engines stay up, and only one mode
-works at a time. The modes take turns within each repeat, so that a slow minute of the machine hits
-all of them. A first, short round warms every engine up and is not counted. Strategies that learn
-start from nothing in every run.
+`ngram:K` look n-grams up, and engines of `eagle3:K` and `tail:K@B` load the drafter; so do engines
+of `adaptive` and `beg_mab` if there is a drafter. All engines stay up, and only one mode works at a
+time. The modes take turns within each repeat: a slow minute of the machine then hits all of them. A
+first, short round warms every engine up and is not counted. Strategies that learn start from
+nothing in every run.
 
 The result includes the times of engine steps, for replays of strategies, and the decisions of each
 mode's last run.
@@ -207,7 +207,7 @@ async def _rollout(
     mode: str,
     on_done: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Return the metrics of a rollout, and those of its responses if they are natural."""
+    """Return the metrics of a rollout, and of its responses if they are natural."""
     work = requests(plan, lengths, repeat, mode)
     before = await pool.stats()
     samples: list[Sample] = []

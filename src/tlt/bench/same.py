@@ -1,8 +1,8 @@
 """`tlt verify`: the same samples with and without drafts, compared token by token.
 
 Two engines generate the same prompts with the same seeds. One engine cannot draft, and the other
-one drafts. The first mode is plain decoding of all samples at once; every other mode must draw
-its tokens. A difference is examined with logits of its own: two tokens are nearly tied if the
+one drafts. The first mode is plain decoding of all samples together; every other mode must draw its
+tokens. A difference is examined with separately computed logits: two tokens are nearly tied if the
 rounding of the logits decides between them.
 """
 
@@ -59,7 +59,7 @@ class Plan:
     num_gpus: int = 0
     """GPUs that each engine is tensor-parallel over; the two engines share them."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM that override those of this module; None leaves one to vLLM."""
+    """vLLM arguments that override this module's; None leaves an argument to vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Outcome:
 
 
 def modes(num_samples: int, has_drafter: bool) -> tuple[Mode, ...]:
-    """Return the modes to compare; the first one is plain decoding of all samples at once."""
+    """Return the modes to compare; the first one is plain decoding of all samples together."""
     off = {"kind": "off"}
     drafting = {"ngram:4": _fixed("ngram", 4)}
     drafting |= {"eagle3:3": _fixed("eagle3", 3)} if has_drafter else {}
@@ -117,9 +117,9 @@ def _fixed(drafter: str, num_draft_tokens: int) -> dict[str, Any]:
 
 
 def engine_config(plan: Plan, drafts: bool) -> EngineConfig:
-    """Return the engine that drafts, or the one that cannot."""
+    """Return the config of the engine that drafts, or of the one that cannot."""
     longest = max(map(len, plan.prompts)) + plan.sampling.max_tokens + LONGEST_DRAFT + 1
-    # Each engine gets a core of its own, unless there is only one.
+    # Each engine gets its own core, unless there is only one.
     alone = len(os.sched_getaffinity(0)) < 2
     args: dict[str, Any] = {
         "dtype": plan.dtype,
@@ -142,7 +142,7 @@ def engine_config(plan: Plan, drafts: bool) -> EngineConfig:
 
 
 def requests(plan: Plan) -> list[SampleRequest]:
-    """Return a request per prompt, each with a seed of its own."""
+    """Return a request per prompt, each with its own seed."""
     rng = random.Random(plan.seed)
     return [
         SampleRequest(str(index), prompt, replace(plan.sampling, seed=rng.getrandbits(63)))
@@ -245,7 +245,7 @@ def examine(
 ) -> list[Difference | None]:
     """Return the differences, each with whether its two tokens are nearly tied.
 
-    A draw of a GPU engine is not examined: its noise is vLLM's, and not that of `keyed`.
+    A draw of a GPU engine is not examined: its noise is vLLM's, not `keyed`'s.
     """
     import torch
     from transformers import AutoModelForCausalLM

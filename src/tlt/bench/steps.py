@@ -16,7 +16,7 @@ MIN_STEPS = 15
 def step_table(reports: Iterable[StepReport]) -> dict[str, Any]:
     """Return median step times by arm and batch size, and acceptance by drafter and position.
 
-    Only steady engine steps count: those that verify and draft with one arm, without prefills.
+    Only steady engine steps count: they verify and draft with one arm, without prefills.
     """
     times: dict[Arm, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     seen: dict[str, Counter[int]] = defaultdict(Counter)

@@ -1,7 +1,7 @@
 """The response lengths of a benchmark: from a file, drawn, or natural.
 
 Fixed lengths make all modes do exactly the same work. They come from a file or from a log-normal
-distribution with a tail like that of reasoning models: most responses are short, a few very long.
+distribution with a tail like reasoning models': most responses are short, a few very long.
 Natural responses end by themselves. They have the same seeds in all modes, so in float32 all modes
 generate the same text.
 """

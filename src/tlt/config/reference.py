@@ -13,7 +13,7 @@ from tlt.config.train import TrainConfig
 
 HEADER = """# Configuration
 
-All settings of `tlt train`, for those who write a run's TOML file. Unknown keys are refused.
+All settings of `tlt train`, as a run's TOML file holds them. Unknown keys are refused.
 `tlt train run.toml learner.lr=1e-6` changes a setting for one run. `tlt train run.toml --check`
 checks all settings, the model and the data, and starts nothing.
 

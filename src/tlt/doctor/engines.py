@@ -32,7 +32,7 @@ class Place:
     """Where a check runs: the models and the device of its engines."""
 
     folder: Path
-    """Folder with `policy`, its `drafter`, and whatever a check writes."""
+    """Folder with `policy`, its `drafter`, and the files of a check."""
     num_gpus: int
     """GPUs of this machine; 0 runs all checks on CPU engines."""
 

@@ -1,8 +1,8 @@
-"""Calls a function in a process group of its own, under a time limit.
+"""Calls a function in a separate process group, under a time limit.
 
-Whatever the function does (raise, abort, hang, leave processes behind), the caller gets a result
-and a device without leftovers. A function that hangs is told to print the stacks of all its threads
-and engines before it is killed.
+The function may raise, abort, hang or leave processes behind: the caller gets a result and a device
+without leftovers. A function that hangs is told to print the stacks of all its threads and engines
+before it is killed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> Result:
-    """Call a function in a process of its own, and kill the process after `limit_s` seconds.
+    """Call a function in a separate process, and kill the process after `limit_s` seconds.
 
     The function returns facts, or raises if something is wrong. Its docstring is the claim.
     """
@@ -123,7 +123,7 @@ def answer(folder: str) -> None:
         function, arguments = pickle.loads((Path(folder) / "call").read_bytes())
         found = {"status": "passed", "notes": function(*arguments)}
     except BaseException as error:
-        # The process ends here, so that the report gets every kind of error.
+        # The process ends here, and the report gets every kind of error.
         said = f"{type(error).__name__}: {error}"
         found = {"status": "failed", "error": said, "trace": traceback.format_exc()}
     partial = Path(folder) / "partial"

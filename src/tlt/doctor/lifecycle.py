@@ -109,7 +109,7 @@ def policy_update(place: Place) -> dict[str, Any]:
 
 
 def continued(place: Place) -> dict[str, Any]:
-    """Samples that another engine began go on with the same tokens."""
+    """Samples that another engine began continue with the same tokens."""
     requests = work(24, 64)
     with started(engine_config(place)) as engine:
         expected = tokens_of(engine, requests)
@@ -160,7 +160,7 @@ def _free_bytes(place: Place) -> int:
 
 
 def states(place: Place) -> dict[str, Any]:
-    """The hidden states that an engine records are those of the policy."""
+    """The hidden states that an engine records are the policy's."""
     import torch
 
     from tlt.drafter.checkpoint import load_drafter
@@ -172,7 +172,7 @@ def states(place: Place) -> dict[str, Any]:
     with started(engine_config(place, capture=asdict(settings))) as engine:
         responses = tokens_of(engine, requests)
         buffer = SampleBuffer(settings)
-        deadline_s = time.monotonic() + 30  # a thread stores states beside the engine's work
+        deadline_s = time.monotonic() + 30  # a thread stores states while the engine works
         while len(buffer.entries()) < len(requests) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         kept = [buffer.read(entry.name) for entry in buffer.entries()]

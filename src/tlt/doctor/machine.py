@@ -170,7 +170,7 @@ def why_no_gpu(torch: dict[str, Any]) -> str:
     if "error" in torch:
         cause = f"torch does not start: {torch['error']}"
     elif not shutil.which("nvidia-smi"):
-        cause = "nvidia-smi is not there, so this machine has no NVIDIA driver"
+        cause = "nvidia-smi was not found, so this machine has no NVIDIA driver"
         fix = "run it on a GPU node; in a container, start that with --gpus all"
     elif not torch["cuda"] and not torch["hip"]:
         cause = f"torch {torch['torch']} is a build for CPUs"

@@ -1,7 +1,7 @@
 """All checks of engines on a device, and their report: a JSON file, written after every check.
 
-On GPUs the kernels choose the order of a sum by the size of a batch, so that two batches may round
-a near-tie differently. Checks that compare all tokens therefore run with vLLM's batch-invariant
+On GPUs the kernels choose the order of a sum by the size of a batch, so two batches may round a
+near-tie differently. Checks that compare all tokens therefore run with vLLM's batch-invariant
 kernels, which promise nothing about drafts (`docs/lossless.md`). Greedy differences on a GPU are
 examined: those at near-ties pass, and the report has them. The check `bfloat16` runs the kernels of
 a real run.
@@ -25,14 +25,14 @@ from tlt.errors import ConfigError
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 FORMAT = 2
 ALL_S = 3000.0
-"""Seconds for all checks, so that the whole report takes less than an hour."""
+"""Seconds for all checks: the whole report takes less than an hour."""
 LEAST_S = 120.0
 """Seconds that every check gets, however long the checks before it hung."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A function that shows, with engines of its own, that its docstring is true of a device."""
+    """A function that shows, with its own engines, that its docstring is true of a device."""
 
     function: Callable[[Place], dict[str, Any]]
     min_gpus: int = 0
@@ -46,7 +46,7 @@ class Check:
         return self.function.__name__
 
     def run(self, place: Place, limit_s: float, skip: str = "") -> Result:
-        """Run the check in a process of its own; skip it for a reason, or with too few GPUs."""
+        """Run the check in a separate process; skip it for a reason, or with too few GPUs."""
         if place.num_gpus < self.min_gpus:
             skip = f"needs {self.min_gpus} GPUs, found {place.num_gpus}"
         if skip:
@@ -76,7 +76,7 @@ CHECKS = (
 
 
 def chosen(names: Sequence[str]) -> tuple[Check, ...]:
-    """Return the checks of these names; all of them for no names."""
+    """Return the checks of these names; without names, all checks."""
     known = [check.name for check in CHECKS]
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]} is not a check; one of {', '.join(known)}")
@@ -107,7 +107,7 @@ def run_checks(
             kept_s = LEAST_S * (len(checks) - len(results))
             left_s = max(LEAST_S, ends_s - time.monotonic() - kept_s)
             is_lacking = results and results[0].is_bad
-            skip = "there are no models to run it with" if is_lacking else ""
+            skip = "its models could not be made" if is_lacking else ""
             results.append(check.run(place, min(limit_s, left_s), skip))
             write(out, facts, results)
             show(check, results[-1])

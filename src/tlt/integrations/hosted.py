@@ -1,7 +1,7 @@
 """A `vllm.LLM` of another program, built under `TLT_CONFIG` in the process of its trainer.
 
 `HostedEngine` does for such an engine what `VllmCore` does for TLT's own: it stores the hidden
-states of every sample that ends, loads policies and drafters, and refuses to go on with a policy
+states of every sample that ends, loads policies and drafters, and refuses to continue with a policy
 that is not the trainer's.
 """
 
@@ -114,7 +114,7 @@ class HostedEngine:
         self.controller.drafter_version = version
 
     def _judge(self, reports: list[dict[str, Any]], what: str) -> None:
-        """Refuse to go on with a policy that is not the trainer's."""
+        """Refuse to continue with a policy that is not the trainer's."""
         differed = sorted({name for report in reports for name in report["differed"]})
         if any(report["still"] for report in reports):
             raise WeightMismatch(

@@ -1,8 +1,8 @@
 """Harvest on the engines of another framework, each of which is served by a Ray actor.
 
 The framework says when a rollout begins and ends, and when it has loaded a policy. `ReplicaHarvest`
-sees from the load of the replicas which of them are idle, and lends those to TLT's harvest. It runs
-in a thread of its own, because the framework's trainer does not know asyncio.
+sees from the replicas' load which ones are idle, and lends them to TLT's harvest. It runs in a
+separate thread, because the framework's trainer does not use asyncio.
 """
 
 from __future__ import annotations
@@ -172,14 +172,14 @@ class LoadWatch:
         self._engines = engines
         self._clock = clock
         self._most = self._left = 0
-        """Most requests at once so far, and those left when the load was last seen."""
+        """Largest number of requests so far, and the number left at the last look at the load."""
         self._idle: set[str] = set()
         self._seen_s = clock()
         self.idle_s = 0.0
         """Replica seconds without a request, while others had some."""
 
     async def see(self, load: Sequence[int]) -> None:
-        """Compare the requests of each replica with those of the last time."""
+        """Compare the requests of each replica with the last time."""
         total, now_s = sum(load), self._clock()
         self.idle_s += len(self._idle) * (now_s - self._seen_s)
         self._seen_s = now_s
@@ -211,7 +211,7 @@ class Whereabouts:
 class Replicas:
     """Replicas as harvest sees them: Ray actors with `collective_rpc`, as verl's servers are.
 
-    `collective_rpc` of verl returns nothing. So what is to be known comes by `__ray_call__`.
+    verl's `collective_rpc` returns nothing, so answers come through `__ray_call__`.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ __all__ = ["CaptureConfig", "TLTCallback", "TltConfig", "new_drafter"]
 logger = logging.getLogger(__name__)
 
 FOLDER = "drafter"
-"""Folder of the drafter beside a saved model."""
+"""Folder of the drafter in a saved model's folder."""
 
 
 class TLTCallback(TrainerCallback):
@@ -179,7 +179,7 @@ class TLTCallback(TrainerCallback):
         except FloatingPointError as error:
             logger.warning("%s", error)
         except Exception:
-            logger.exception("the drafter is no longer trained; the run continues")
+            logger.exception("the drafter's training has failed and stopped; the run continues")
             self._is_off = True
 
     def _evaluate(self) -> None:
@@ -207,7 +207,7 @@ class TLTCallback(TrainerCallback):
         self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / FOLDER, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the drafter beside the model that `save_model` writes."""
+        """Save the drafter into the folder of the model that `save_model` writes."""
         self._save(Path(args.output_dir) / FOLDER, state)
 
     def _save(self, folder: Path, state: Any) -> None:
@@ -229,7 +229,7 @@ def _generation_of(trainer: Any) -> Any:
     if generation.tensor_parallel_size > 1:
         raise ConfigError(
             f"vllm_tensor_parallel_size = {generation.tensor_parallel_size}: every process trains "
-            "a drafter of its own, and the parts of one engine need the same; use 1"
+            "its own drafter, and the parts of one engine need the same one; use 1"
         )
     return generation
 

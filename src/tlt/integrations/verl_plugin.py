@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def after_import(name: str, call: Callable[[ModuleType], object]) -> None:
-    """Call a function with a module once the module has been imported, by whoever wants it."""
+    """Call a function with a module once any code has imported the module."""
     sys.meta_path.insert(0, _Waiting(name, call))
 
 

@@ -1,8 +1,8 @@
 """The worker's half of TLT inside verl: what happens when verl loads a policy into an engine.
 
-verl loads the policy through a worker extension of its own, about which vLLM's ways to load a
-policy know nothing. This extension tells TLT's worker of it, and keeps the policy's embedding and
-head for the drafter's trainers.
+verl loads the policy through its own worker extension, which bypasses vLLM's ways to load a policy.
+This extension tells TLT's worker of the load, and keeps the policy's embedding and head for the
+drafter's trainers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class WorkerExtension(vLLMColocateWorkerExtension):
         self._folder = SharedFolder.join(self._file.parent)
 
     def update_weights_from_ipc(self, *args: Any, **kwargs: Any) -> None:
-        """Load a policy as verl does, and tell TLT's worker of it."""
+        """Load a policy as verl does, and tell TLT's worker."""
         self._embed_and_head = None if self._file is None else {}
         super().update_weights_from_ipc(*args, **kwargs)
         if self._file is not None and self._embed_and_head:

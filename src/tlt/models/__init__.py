@@ -1,4 +1,4 @@
-"""Make model folders offline, for laptops and tests, and check those that others made.
+"""Make model folders offline, for laptops and tests, and check folders from elsewhere.
 
 A setting that names a model takes any local folder in Hugging Face format.
 """

@@ -73,7 +73,7 @@ def is_outline(folder: Path) -> bool:
 
 
 def read_settings(folder: Path, key: str, way_out: str) -> dict[str, Any]:
-    """Return the config.json of a model, whose sizes are sizes."""
+    """Return the config.json of a model, with its sizes checked."""
     model = _read_json(folder / "config.json", key, way_out)
     for name in SIZE_KEYS:
         size = model.get(name)

@@ -64,7 +64,7 @@ def local_folder(name: str | Path, key: str, files: tuple[str, ...] = FILES) -> 
     except errors.HFValidationError as error:
         why = f"it cannot be an id of the Hub ({error}); name a folder, or an id such as "
         why += "Qwen/Qwen3-8B"
-    except Exception as error:  # whatever the network says
+    except Exception as error:  # any error of the network
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         why = f"the Hub cannot be reached ({said}); name a folder, or run `hf download {repo_id}` "
         why += "where there is a network"

@@ -2,8 +2,8 @@
 
 `make` writes the policy that this package holds in bfloat16. It copies names, keeps the count in
 most short stories, and ends its responses by itself. `untrained` writes the policy's random start.
-These commands train the random start anew on the same data, for as many optimizer steps. The policy
-of the package had the learning rate restarted after 1200 of them, so its weights differ:
+These commands train the random start again on the same data, for as many optimizer steps. The
+package's policy had its learning rate restarted after 1200 of them, so its weights differ:
 
     tlt models words --untrained --out models/words-start
     tlt models sft --model models/words-start --out models/words --task word_problems \\

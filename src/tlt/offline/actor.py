@@ -43,7 +43,7 @@ class DrafterRank:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
     def train(self, meeting: str, rank: int, plan: DrafterPlan, *work: Any) -> list[dict[str, Any]]:
-        """Meet the other ranks and train; `work` is that of `training.train`."""
+        """Meet the other ranks and train; `work` goes to `training.train`."""
         ranks = OneRank()
         if plan.num_ranks > 1:
             dist.init_process_group(
@@ -61,7 +61,7 @@ class DrafterRank:
         self._shown = what, done, total
 
     def shown(self) -> tuple[str, float, float]:
-        """Return the progress, beside training."""
+        """Return the progress, in parallel to training."""
         return self._shown
 
 

@@ -73,8 +73,8 @@ def interval(values: Sequence[float], most: int = 1) -> Interval:
     """Return the mean over problems, with Wilson's interval.
 
     The values lie between 0 and 1. They may vary less than single passes do, and then a problem
-    counts for up to `most` of them. All values equal to 0 or 1 still leave a doubt. The variance of
-    other values is hardly known for few problems, which Student's t makes up for.
+    counts for up to `most` of them. All values equal to 0 or 1 still leave uncertainty. For few
+    problems the variance of other values is uncertain, which Student's t accounts for.
     """
     count, mean = len(values), fmean(values)
     z, size = Z, float(count)
@@ -100,7 +100,7 @@ def _quantile(freedom: int) -> float:
 
 
 def requests(plan: EvalPlan, chat: Chat) -> list[list[SampleRequest]]:
-    """Return the requests of every problem, each with a seed of its own."""
+    """Return the requests of every problem, each with its own seed."""
     spec = SamplingSpec(plan.max_tokens, plan.temperature, plan.top_p, logprobs=False)
     found = []
     for number, problem in enumerate(plan.problems):

@@ -1,4 +1,4 @@
-"""Which model and which problems `tlt eval` measures: those of a run, of a file, or of a task."""
+"""Which model and which problems `tlt eval` measures: from a run, a file, or a task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Chosen = tuple[list[Problem], RewardFunction, str]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The options of `tlt eval` that name problems; None for those of the run."""
+    """The options of `tlt eval` that name problems; None takes the run's."""
 
     task: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Asked:
 def model_of(target: str, policy: Path | None = None) -> tuple[Path, TrainConfig | None]:
     """Return the model folder of a run or a model, and the settings of the run.
 
-    `policy` is a policy of the run to take instead of the one that it ended with.
+    `policy` replaces the run's final policy.
     """
     folder = Path(target)
     path = folder / "config.toml"
@@ -64,7 +64,7 @@ def model_of(target: str, policy: Path | None = None) -> tuple[Path, TrainConfig
 
 
 def chosen_problems(run: TrainConfig | None, asked: Asked) -> Chosen:
-    """Return the problems to solve: those that the run held out, unless others are named."""
+    """Return the problems to solve: the run's held-out ones, unless others are named."""
     if asked.held_out_set is not None:
         return _own_set(run, asked, asked.held_out_set)
     if asked.task is None:
@@ -117,7 +117,7 @@ def _own_set(run: TrainConfig | None, asked: Asked, name: str) -> Chosen:
             f"--set {name} is the name of one of the run's eval.sets ({known}), and takes no "
             "--task; e.g. --task test.jsonl without --set"
         )
-    _refuse_parameters(asked, "--task; a set has those of its settings")
+    _refuse_parameters(asked, "--task; a set has its own parameters")
     chosen = sets[name]
     task = {} if asked.instruction is None else {"instruction": asked.instruction}
     change = {"task": chosen.task.model_copy(update=task), "reward": asked.reward or chosen.reward}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 JITTER = 0.02
 """Share of its time by which work may be late without counting as an overrun."""
 SLICE_S = 0.02
-"""Longest wait that nobody can break off."""
+"""Longest wait that cannot be interrupted."""
 
 
 class Pace:
@@ -47,7 +47,8 @@ class Pace:
         self.wait(started_s, seconds)
 
     def left_s(self, taken_s: float, seconds: float) -> float:
-        """Return how long to wait after work that took `taken_s`, for those who wait elsewhere."""
+        """Return how long to wait after work that took `taken_s`, for callers that wait
+        elsewhere."""
         due_s = seconds * self._dilation
         if self._dilation:
             self._count(taken_s - due_s, due_s)

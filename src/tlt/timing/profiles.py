@@ -141,7 +141,7 @@ def sync_s(parameters: float, transport: Transfer, num_nodes: int, gpus_per_node
 def _collective_s(num_bytes: float, num_nodes: int, gpus_per_node: int) -> float:
     """Return the seconds in which GPUs gather, or reduce, tensors that are sharded over all.
 
-    Every GPU receives the shards of the others over NVLink, every node those of other nodes over
+    Every GPU receives the other GPUs' shards over NVLink, every node the other nodes' shards over
     its card.
     """
     within_s = num_bytes * (1 - 1 / gpus_per_node) / NVLINK
