@@ -142,7 +142,7 @@ _NAMES_THERE = {
 """Names that differ inside."""
 
 
-if not TYPE_CHECKING:  # or type checkers would take any name for a public one
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         """Import a public name when it is first used."""

@@ -1,9 +1,9 @@
-"""The colours of all pictures: one for one thing. They can be read on light and dark pages."""
+"""The colours of all pictures. They are readable on light and dark pages."""
 
 INK = "#7d8590"
 """Text and axes of a picture that does not know its page: in the middle, 4 to 1 on both."""
 COLOURS = ("#3b6fb6", "#e08a2e", "#4b9d5b", "#b6455b", "#7a62b3", "#8a6d4f", "#4aa6b5", "#9aa0a6")
-"""Colours of things without a colour of their own, in this order."""
+"""Colours of things without a fixed colour, in this order."""
 BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, TEAL, GREY = COLOURS
 
 MODES = {

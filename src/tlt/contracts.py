@@ -22,7 +22,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 WHOLE: frozenset[FinishReason] = frozenset({"stop", "length"})
 """How a whole sample ends. Any other end is a fault, and the sample is generated again."""
 ShowProgress = Callable[[str, float, float], None]
-"""`show(what, done, total)`: what a long piece of work is doing, and how far it is."""
+"""`show(what, done, total)`: the present part of a long piece of work, and its progress."""
 
 
 # --- rollout ------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Recheck:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What an environment added to a sample of several turns."""
+    """The environment's part of a sample of several turns."""
 
     observed: tuple[tuple[int, int], ...] = ()
     """Begin and end of each part of the response that the policy read and did not draw."""
@@ -145,7 +145,7 @@ class Scored:
     request: SampleRequest
     """Request of the first turn."""
     sample: Sample
-    """The whole response; of several turns, with what the environment said in between."""
+    """The whole response; with several turns, it includes the environment's answers."""
     text: str
     reward: float
     fault: str | None
@@ -195,11 +195,12 @@ class EngineStats:
     """Engine steps that took longer than their emulated time."""
     late_s: float = 0.0
     commands_late_s: float = 0.0
-    """Seconds by which weight syncs, swaps, sleep and wake took longer than theirs."""
+    """Seconds by which weight syncs, swaps, sleep and wake took longer than their emulated time."""
 
     @classmethod
     def difference(cls, before: Sequence[EngineStats], after: Sequence[EngineStats]) -> EngineStats:
-        """Return what all engines counted in between; a new engine counts from zero."""
+        """Return the engines' counts between `before` and `after`; a new engine counts from
+        zero."""
         earlier = {stats.engine: stats for stats in before}
         pairs = [(earlier.get(stats.engine, cls("")), stats) for stats in after]
         version = max((stats.drafter_version for stats in after), default=0)
@@ -228,7 +229,7 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What all parts must know about a drafter."""
+    """What every part must know about a drafter."""
 
     label: str
     """Its name in reports."""

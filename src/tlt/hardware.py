@@ -71,7 +71,7 @@ def ask_driver(*arguments: str) -> tuple[int, str]:
         said, errors = process.communicate(timeout=DRIVER_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a process in a driver that hangs stays
+        with suppress(subprocess.TimeoutExpired):  # a hanging driver keeps its process
             process.communicate(timeout=1.0)
         return 1, f"no answer from {' '.join(command)} within {DRIVER_S:g} s"
     return process.returncode, said or errors
@@ -112,7 +112,7 @@ def _cpu_info(*keys: str) -> str:
 def compute_dtype(
     choice: DtypeChoice = "auto", *, on_gpu: bool = False, flags: Set[str] | None = None
 ) -> Dtype:
-    """Return the dtype of matrix products: the chosen one, or the one that is fast here.
+    """Return the dtype of matrix products: the chosen one, or the fast one on this machine.
 
     A CPU without bfloat16 instructions emulates bfloat16 products at a fraction of the speed of
     float32 ones.

@@ -2,7 +2,7 @@
 
 Only processes of TLT call `log_to_file`. It adds a handler to the loggers of `tlt`, to Python's
 warnings, and to loggers that the caller names. The root logger and its handlers belong to the
-program around TLT and stay as they are. Logging never ends a run: where a file cannot be written,
+program around TLT and are not changed. Logging never ends a run: where a file cannot be written,
 its lines go to stderr.
 """
 
@@ -72,7 +72,7 @@ class _LogFile(logging.StreamHandler[TextIO]):
         self.fault: OSError | None = None
         """Why lines go to stderr."""
         try:
-            path.parent.mkdir(exist_ok=True)  # run.out itself must be there: it is shared storage
+            path.parent.mkdir(exist_ok=True)  # run.out itself must exist: it is shared storage
             self.stream = path.open("a", encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             self.fault = error

@@ -40,7 +40,7 @@ class Span:
 
     state: State
     start_s: float
-    """Wall-clock time of the start, in seconds since the epoch; `end_s` alike."""
+    """Wall-clock time of the start, in seconds since the epoch; the same for `end_s`."""
     end_s: float
     running: float = 0.0
     """Mean number of running requests."""

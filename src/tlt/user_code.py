@@ -74,8 +74,8 @@ def chosen_function(key: str, name: str, known: Mapping[str, F], example: str) -
         )
     here = import_from(Path.cwd())
     too_slow = (
-        f"{key}: {name!r}: importing {module_name} takes more than {IMPORT_S:g} s; let its top "
-        "level only define things, and do what is slow inside the function"
+        f"{key}: {name!r}: importing {module_name} takes more than {IMPORT_S:g} s; its top "
+        "level should only define things; do slow work inside the function"
     )
     with time_limit(IMPORT_S, too_slow):
         try:

@@ -1,4 +1,4 @@
-"""Trajectories: what policy and environment say in turn, as one text.
+"""Trajectories: the turns of policy and environment as one text.
 
 Each turn of the policy is a request like any other, whose prompt is everything before it: question,
 earlier turns, answers of tools. Its seed follows from the sample's and from the number of the turn,
@@ -50,9 +50,9 @@ class Ended:
     sample: Sample
     turns: Turns
     last_text: str
-    """What the policy said in its last turn."""
+    """The text of the policy's last turn."""
     reward: float | None
-    """The environment's; None if it has none."""
+    """The environment's reward; None if it has none."""
     state: bytes
     """The environment at the end."""
 

@@ -54,16 +54,16 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an environment said to a turn."""
+    """An environment's answer to a turn."""
 
     messages: tuple[str, ...]
     """A message for each call; after `reset` the text that follows the question, if any."""
     state: bytes
     """The environment after the calls."""
     done: bool
-    """Whether the trajectory has ended: the turn called no tool, or the environment says so."""
+    """Whether the trajectory has ended: the turn called no tool, or the environment is done."""
     reward: float | None
-    """None if the environment has none, or one that is not a number."""
+    """The environment's reward; None if it has none, or one that is not a number."""
     num_errors: int = 0
     seconds: float = 0.0
 
@@ -144,7 +144,7 @@ def begin(cls: Any, problem: Mapping[str, Any]) -> Answer:
 
 
 def answer(cls: Any, state: bytes, text: str, read: Reader) -> Answer:
-    """Return what the environment says to a turn's text. Never raises what a tool raises."""
+    """Return the environment's answer to a turn's text. Errors of tools are caught."""
     try:
         calls = read(text)
     except ValueError as error:
@@ -161,7 +161,7 @@ def answer(cls: Any, state: bytes, text: str, read: Reader) -> Answer:
 
 
 def _said(cls: Any, environment: Any, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-    """Return what a tool says, and whether that is an error."""
+    """Return a tool's answer, and whether it is an error."""
     names = tool_names(cls)
     if name not in names:
         return f"error: there is no tool {name!r}; the tools are {', '.join(names)}", True

@@ -62,7 +62,7 @@ class ToolHost:
     async def answer(
         self, environment: str, label: str, sample_id: str, turn: int, state: bytes, text: str
     ) -> Answer:
-        """Return what an environment says to a turn's text; an error if it does not answer."""
+        """Return an environment's answer to a turn's text; an error if it does not answer."""
         path = journal.entry(self._folder / label, sample_id, turn, text)
         started_s = time.monotonic()
         try:
@@ -113,7 +113,7 @@ def _answer(path: str, name: str, state: bytes, text: str, parser: str, model: s
         try:
             cls, read = user.environment_class(name), reader(parser, model)
             answer = user.answer(cls, state, text, read)
-        except BaseException as error:  # of its reward, or of what pickles it
+        except BaseException as error:  # from its reward, or from its pickling
             said = f"error: {type(error).__name__}: {error}"[: user.MAX_ERROR]
             answer = journal.lost(state, said)
         return replace(answer, seconds=time.monotonic() - started_s)

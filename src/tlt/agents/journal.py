@@ -57,7 +57,7 @@ def kept(path: Path, work: Callable[[], Answer]) -> Answer:
 
 
 def lost(state: bytes, why: str = LOST) -> Answer:
-    """Return the answer of a call that has none."""
+    """Return the answer of a call whose own answer was lost."""
     return Answer((why,), state, done=False, reward=None, num_errors=1)
 
 

@@ -25,7 +25,7 @@ ANSWER_S = 600.0
 
 
 class Result(NamedTuple):
-    """What a server says to `reset` and `step`."""
+    """A server's answer to `reset` and `step`."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -41,7 +41,7 @@ class Session:
         self._connection: Any = None
 
     def reset(self, **options: Any) -> Result:
-        """Begin an episode; the server takes from the options what it knows."""
+        """Begin an episode; the server uses the options that it knows."""
         self._told = []
         return self._tell({"type": "reset", "data": options})
 
@@ -98,7 +98,7 @@ class Session:
                 )
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        with suppress(Exception):  # a server without a place has said so and closed: read that
+        with suppress(Exception):  # a full server has sent the reason and closed: read it
             self._connection.send(json.dumps(message, default=str))
         said: dict[str, Any] = json.loads(self._connection.recv(timeout=ANSWER_S))
         data: dict[str, Any] = said.get("data", {})
@@ -172,7 +172,7 @@ def served(url: str, key: str = "task.environment") -> Any:
                 schema = json.load(page)["action"]
             what = schema.get("description") or "Act in the environment."
             tools = [{"name": "step", "description": what, "input_schema": schema}]
-    except Exception as error:  # of the network, or an answer that is not OpenEnv's
+    except Exception as error:  # from the network, or from an answer that is not OpenEnv's
         raise ConfigError(
             f"{key}: no OpenEnv server answers at {url} ({type(error).__name__}: {error}); start "
             "it first, e.g. uvicorn server.app:app --port 8000"

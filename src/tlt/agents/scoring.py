@@ -1,4 +1,4 @@
-"""Rewards that look at the environment when a trajectory has ended, as TRL's may.
+"""Rewards that read the environment when a trajectory has ended, as TRL's may.
 
 Either the environment has a method `get_reward`, or `reward.function` names a function with an
 argument `environments`. Both run where all rewards run, once for each trajectory.
@@ -23,7 +23,7 @@ StateReward = Callable[[bytes], RewardFunction]
 
 
 def state_reward(config: TrainConfig) -> StateReward | None:
-    """Return the reward that looks at the environment; None if the run has no such reward."""
+    """Return the reward that reads the environment; None if the run has no such reward."""
     name = config.task.environment
     if name is None:
         return None

@@ -216,7 +216,7 @@ async def _rollout(
         samples.append(sample)
         on_done(len(samples), len(work))
     after = await pool.stats()
-    await asyncio.sleep(0.2)  # let the processes go quiet before the next mode starts
+    await asyncio.sleep(0.2)  # let the processes become idle before the next mode starts
     found = measure(samples, started_at_s, before, after)
     if not plan.is_natural:
         return found

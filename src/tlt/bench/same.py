@@ -86,7 +86,7 @@ class Outcome:
 
     mode: str
     stats: EngineStats
-    """What the engine counted meanwhile."""
+    """The engine's counters for these samples."""
     seconds: float
     tokens: tuple[tuple[int, ...], ...]
     """The responses, in the order of the prompts."""
@@ -168,7 +168,7 @@ def run(plan: Plan, show: ShowProgress) -> dict[str, Any]:
     with ExitStack() as engines:
         plain = engines.enter_context(ChildEngine(engine_config(plan, drafts=False), "plain"))
         if plan.num_gpus:
-            plain.report()  # an engine that starts measures the free memory of its GPU
+            plain.report()  # a starting engine measures the free memory of its GPU
         drafting = engines.enter_context(ChildEngine(engine_config(plan, drafts=True), "drafting"))
         warm_up = [replace(r, sampling=replace(r.sampling, max_tokens=4)) for r in work[:2]]
         for engine in (plain, drafting):
@@ -224,7 +224,7 @@ def _generate(
 
 
 def first_difference(expected: Outcome, got: Outcome) -> Difference | None:
-    """Return where the first sample that differs does so; None if all tokens are the same."""
+    """Return the first difference; None if all tokens are the same."""
     found = [
         (number, place, a, b)
         for number, (a, b) in enumerate(zip(expected.tokens, got.tokens, strict=True), 1)

@@ -55,7 +55,7 @@ def step_table(reports: Iterable[StepReport]) -> dict[str, Any]:
 def _smooth(by_batch: Mapping[int, list[float]]) -> list[tuple[float, float]]:
     """Return medians over neighbouring batch sizes, with at least `MIN_STEPS` steps each.
 
-    A larger batch never takes less time: points that say so are noise and are pooled.
+    A larger batch never takes less time: points that suggest it are noise and are pooled.
     """
     groups: list[tuple[list[int], list[float]]] = []
     for batch, seconds in sorted(by_batch.items()):

@@ -31,7 +31,7 @@ LIMIT_S = 300.0
 OFF_SHARE = 0.52
 """Share of the limit after which the first run must be done."""
 REPORT_S = 10.0
-"""Seconds kept for the report, and for a run that ends at its limit."""
+"""Seconds reserved for the report, and for a run that ends at its limit."""
 MIN_STEPS = 4
 """Fewest RL steps of a run that is ended at its limit."""
 END_S = 40.0
@@ -54,7 +54,7 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small model twice, without and with TLT, and show the gain and what made it.
+    """Train a small model twice, without and with TLT, and show the gain and where it comes from.
 
     Four real engines share two CPU cores. Their work takes as long as that of a 7B policy on H100s,
     so the gain is what TLT does in that regime, not the speed of this machine. Needs no network,
@@ -213,7 +213,7 @@ def _process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _fail(name: str, code: int, log: Path) -> NoReturn:
-    """Say what the run itself said last."""
+    """Fail with the last message of the run."""
     from tlt.errors import EngineError
 
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -245,7 +245,7 @@ def _show(output: Output, found: dict[str, Any]) -> None:
         drafts = [f"{of['acceptance_length']:.2f}", f"{of['saved_share']:.0%}"]
         cells = [LABELS[name], f"{of['seconds']:.1f}", f"{of['tokens']:,.0f}"]
         rows.append([*cells, *(["-", "-"] if name == "off" else drafts)])
-    output.table("what made it: the run with TLT, by drafter", ("", *columns), rows)
+    output.table("where the gain comes from: the run with TLT, by drafter", ("", *columns), rows)
     if idle := found["leases"]:
         output.say(
             f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "

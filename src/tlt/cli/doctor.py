@@ -97,7 +97,7 @@ def _check_device(output: Output, device: str, out: Path, only: list[str], limit
         raise ConfigError(why)
     facts |= {"provenance": provenance(command_line()), "device": device}
     facts["findings"] = _find(output)
-    if why:  # the driver is there: what it says, and what torch says, tells the cause
+    if why:  # the driver is installed: its output and torch's show the cause
         report.write(out, facts, [])
         raise ConfigError(f"{why}. {out} has what driver and torch report, for an issue")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tlt.train.recipe import Hardware
 
 OPTIONS = {"policy.model": "--model", "task.path": "--data", "task.name": "--data"}
-"""Settings, by the option of this command that stands for each."""
+"""The setting that each option of this command sets."""
 
 
 def init(

@@ -151,7 +151,7 @@ OPTION_OF = {
     "task.sizes": "--sizes",
     "reward.function": "--reward",
 }
-"""Settings of a run, by the option that stands for each in commands without a TOML file."""
+"""The run's setting behind each option of commands without a TOML file."""
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def progress_bar(console: Console, log_file: Path | None = None) -> Iterator[Sho
 
 
 def awaited(items: Iterable[T], what: str) -> Iterator[T]:
-    """Yield items as they come; while they are awaited, say so on stderr if it is a terminal.
+    """Yield items as they come; show on stderr that more are awaited, if it is a terminal.
 
     The line disappears with each item, so only the command's output remains.
     """

@@ -54,7 +54,7 @@ GRAVE = 1.0
 
 @dataclass(slots=True)
 class Past:
-    """What the files of a run say about its latest RL steps."""
+    """A run's latest RL steps, read from its files."""
 
     records: list[Record] = field(default_factory=list)
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def watch(
         return
     with Live(_view(run), console=output.console, refresh_per_second=2) as live:
         try:
-            # A run takes minutes to start, and has its folder open all the time.
+            # A run takes minutes to start, and holds its folder all the time.
             while _read(run) is not None or is_open(run):
                 time.sleep(0.5)
                 live.update(_view(run))
@@ -108,7 +108,7 @@ def _read(run: Path) -> Now | None:
 
 
 def read_past(run: Path) -> Past:
-    """Return what the run's files say; they are read again only when an RL step has been added."""
+    """Return the run's latest RL steps; its files are read again only after an RL step."""
     files = [run / name for name in ("metrics.jsonl", "timeline.json", "config.toml")]
     found = [path.stat() for path in files if path.exists()]
     return _read_past(run, tuple((file.st_mtime_ns, file.st_size) for file in found))
@@ -116,7 +116,7 @@ def read_past(run: Path) -> Past:
 
 @lru_cache(maxsize=1)
 def _read_past(run: Path, marks: tuple[tuple[int, int], ...]) -> Past:
-    """Read the latest RL steps; a file that is damaged costs only what it would have said."""
+    """Read the latest RL steps; a damaged file costs only its own content."""
     from tlt.errors import ConfigError
     from tlt.report.findings import findings
     from tlt.report.view import by_arm, look_at

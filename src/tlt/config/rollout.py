@@ -41,7 +41,7 @@ class DraftSettings(Schema):
 
 
 class SwitchConfig(DraftSettings):
-    """What `TLT_CONFIG` says to the engines of another program."""
+    """The settings of `TLT_CONFIG`, for engines of other programs."""
 
     strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "adaptive"})
     """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""

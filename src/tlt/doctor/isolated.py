@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 Status = Literal["passed", "failed", "timed out", "crashed", "skipped"]
 STACKS_S = 5.0
-"""Seconds that a function which hangs gets to print its stacks."""
+"""Seconds for a hanging function to print its stacks."""
 PRINTED_CHARS = 20_000
 """Characters of the output that a result keeps."""
 _MESSAGES = (r"what\(\): *(.+)", r"(Fatal Python error.+)", r"^(\S*Error: .+)", r"(.*\S)")
@@ -82,7 +82,7 @@ def run(
             why = _first_message((folder / "printed.log").read_text(errors="replace"))
             found |= {"status": "crashed", "error": f"exit code {code}: {why}"}
         if found["status"] != "passed":
-            # Of the check, and of its engines or its run.
+            # The check's, and its engines' or its run's.
             logs = [folder / "printed.log", *sorted(folder.glob("tlt-*/**/*.log"))]
             texts = [log.read_text(errors="replace").strip() for log in logs]
             found["printed"] = "\n".join(text[-PRINTED_CHARS:] for text in texts)
@@ -112,7 +112,7 @@ def _run_process(folder: Path, limit_s: float, environment: Mapping[str, str]) -
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its process
+        with suppress(subprocess.TimeoutExpired):  # a hanging driver keeps its process
             process.wait(STACKS_S)
 
 
@@ -131,7 +131,7 @@ def answer(folder: str) -> None:
     partial.rename(Path(folder) / "answer")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an engine that hangs must not hold up the answer
+    os._exit(0)  # a hanging engine must not delay the answer
 
 
 def _first_message(output: str) -> str:

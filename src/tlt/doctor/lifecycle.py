@@ -43,7 +43,7 @@ def drafter_swap(place: Place) -> dict[str, Any]:
     good = drafter_weights(drafter.state_dict(), drafter.config, torch.float32)
     torch.manual_seed(0)
     bad = {n: torch.randn_like(t) if t.is_floating_point() else t for n, t in good.items()}
-    requests = work(32, 256) if place.num_gpus else work(16, 96)  # long enough to swap meanwhile
+    requests = work(32, 256) if place.num_gpus else work(16, 96)  # long enough for swaps
     with (
         SharedWeights(good.items()) as trained,
         SharedWeights(bad.items()) as untrained,
@@ -69,7 +69,7 @@ def drafter_swap(place: Place) -> dict[str, Any]:
             counted = EngineStats.difference([before], [engine.call(Engine.stats)])
             accepted[name] = counted.accepted_tokens / max(1, counted.draft_tokens)
     if not in_mid_sample:
-        raise AssertionError("all samples ended before the first swap: nothing was shown")
+        raise AssertionError("all samples ended before the first swap: this proves nothing")
     if not accepted["random"] < LEAST_ACCEPTED < accepted["trained"]:
         raise AssertionError(f"accepted shares do not follow the drafter: {accepted}")
     notes = {"swap_s": seconds, "swaps_in_mid_sample": in_mid_sample}
@@ -104,7 +104,7 @@ def policy_update(place: Place) -> dict[str, Any]:
             tokens = tokens_of(engine, requests)
             differing.append(expect_same(place, tokens, wanted, f"policy version {version}"))
     if first == expected:
-        raise AssertionError("both policies generate the same tokens: nothing was shown")
+        raise AssertionError("both policies generate the same tokens: this proves nothing")
     return {"update_s": seconds, "differing_samples": differing}
 
 
@@ -144,7 +144,7 @@ def sleep(place: Place) -> dict[str, Any]:
             if policy == "synced":
                 engine.call(Engine.wake_weights)
                 engine.call(Engine.update_policy, weights.manifest(), 1)
-            engine.call(Engine.wake)  # takes the memory of the KV cache back, which comes last
+            engine.call(Engine.wake)  # allocates the KV cache again, the last step
             seconds = time.monotonic() - began_s
             tokens = tokens_of(engine, requests)
             differing = expect_same(place, tokens, expected, f"after a sleep, policy {policy}")

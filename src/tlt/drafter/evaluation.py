@@ -27,7 +27,7 @@ CHAINS_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How drafts of the drafter fare in an engine, by draft position."""
+    """Acceptance of the drafter's drafts in an engine, by draft position."""
 
     agreement: tuple[float, ...]
     """Share of positions where the drafter's likeliest token is the policy's."""

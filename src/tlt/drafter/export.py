@@ -39,7 +39,7 @@ from tlt.errors import ConfigError
 
 PROVENANCE, CARD = "provenance.json", "README.md"
 NUM_DRAFT_TOKENS = 4
-"""Draft length of a drafter that does not say what it was trained for."""
+"""Draft length of a drafter whose trained length is unknown."""
 WAY_OUT = "pass the model it was trained for"
 
 Format = Literal["eagle3", "speculators"]
@@ -58,7 +58,7 @@ class ExportPlan:
     """Name of that model for others, such as its Hub id; by default its folder."""
     format: Format = "eagle3"
     num_draft_tokens: int | None = None
-    """Draft length to serve with; by default what the drafter was trained for."""
+    """Draft length to serve with; by default the length of its training."""
     card: bool = False
     moments: bool = False
     """Whether to add the optimizer's state, to continue training from it."""
@@ -120,8 +120,8 @@ def _card(source: Path, provenance: dict[str, Any]) -> str:
         return card(provenance)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"--card: what {source} says of the drafter's training is damaged ({error!r}); put "
-            "report.json or provenance.json right, or leave --card out"
+            f"--card: what {source} says of the drafter's training is damaged ({error!r}); fix "
+            "report.json or provenance.json, or leave --card out"
         ) from error
 
 
@@ -153,10 +153,10 @@ def _moments(version: Path) -> dict[str, Any]:
 
 
 def _record(source: Path, version: Path) -> dict[str, Any]:
-    """Return what the drafter's training and its measurements left on disk."""
+    """Return the records of the drafter's training and its measurements."""
     found: dict[str, Any] = {}
     before = version / PROVENANCE
-    if before.exists():  # an export that is exported again
+    if before.exists():  # an export of an export
         known = read_json(before, "the provenance of a drafter", f"remove {before}")
         kept = {key: known.get(key) for key in ("training", "measured")}
         found |= {key: value for key, value in kept.items() if isinstance(value, dict)}
@@ -181,7 +181,7 @@ def _record(source: Path, version: Path) -> dict[str, Any]:
 
 
 def _measured_by_run(metrics: Path) -> dict[str, Any]:
-    """Return what an RL run measured of its drafter last."""
+    """Return an RL run's last measurement of its drafter."""
     measured: dict[str, Any] = {}
     for line in metrics.read_text().splitlines():
         try:

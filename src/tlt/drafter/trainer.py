@@ -133,7 +133,7 @@ class DrafterTrainer:
         return held | {f"mean.{name}": t for name, t in (self._mean or {}).items()}
 
     def _hold(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over tensors of `moving_tensors` that are on another device now."""
+        """Take over tensors of `moving_tensors` that have moved to another device."""
         for name, tensor in self.drafter.state_dict(keep_vars=True).items():
             tensor.data = tensors[f"drafter.{name}"]
         for name, parameter in self.drafter.named_parameters():
@@ -312,7 +312,7 @@ class DrafterTrainer:
         return state
 
     def moments(self) -> dict[str, torch.Tensor]:
-        """Return a copy of the optimizer's state, with what it takes to continue from it."""
+        """Return a copy of the optimizer's state, complete enough to continue from it."""
         state = {
             name: tensor.detach().to("cpu", copy=True)
             for name, tensor in self.tensors().items()

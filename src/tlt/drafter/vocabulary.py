@@ -38,7 +38,7 @@ def coverage(counts_V: torch.Tensor, token_ids: torch.Tensor) -> float:
 def drifted(counts_V: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor | None:
     """Return a vocabulary of the same size that covers `MIN_GAIN` more, if there is one.
 
-    Of tokens that occur equally often, the present ones stay: few samples show few of the tokens.
+    Among tokens of equal frequency the present ones stay, because few samples show only few tokens.
     """
     preferred_V = counts_V.clone()
     preferred_V[token_ids] += 0.5

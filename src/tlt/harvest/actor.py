@@ -68,7 +68,7 @@ class TrainerActor(HarvestTrainer):
         end_with_ray()
         if settings.log is not None:
             log_to_file(settings.log.folder, name, settings.log.level)
-        os.nice(19)  # the run comes first, also where the two meet
+        os.nice(19)  # the run has priority where both share cores
         if not on_gpu:
             bind_process(cores)
         torch.set_num_threads(max(1, len(cores)))

@@ -1,4 +1,4 @@
-"""What a run, its engines, harvest and its trainers say to each other.
+"""Messages between a run, its engines, harvest and its trainers.
 
 A run talks to `RunHarvest`: to `HarvestSession` where idle workers train the drafter, to
 `NoHarvest` elsewhere. Harvest talks to the run's engines through `Engines`, and to trainers through
@@ -94,7 +94,7 @@ class Weights:
     """Version of a drafter; 0 is the drafter that the engines started with. Of a policy, the
     policy's version."""
     blob: Any = None
-    """The tensors, or where they are: opaque here. None for version 0."""
+    """The tensors, or their location: opaque here. None for version 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Coordinator:
         self._on_failure = on_failure
         self._free_s = settings.leases.stop_timeout_s + ANSWER_S
         self._leases = Leases(settings.leases)
-        self._leases.enabled = False  # until there is something to learn from
+        self._leases.enabled = False  # until there is data to learn from
         self._rounds = Rounds(settings.session_s, settings.publish, self._leases, first_version)
         self._members: dict[str, Member] = {}
         self._held: dict[int, _Lease] = {}
@@ -165,7 +165,7 @@ class Coordinator:
         self._event(lambda: self._rounds.follow(Weights(version, head_and_embedding)))
 
     async def next_version(self, timeout_s: float | None = None) -> Version | None:
-        """Return the next drafter to publish; None when there is none for so long."""
+        """Return the next drafter to publish; None if none comes in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._versions.get()
@@ -231,7 +231,7 @@ class Coordinator:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await asyncio.gather(*kills)
         except Exception:
-            logger.exception("harvest's trainers did not end as they should")
+            logger.exception("harvest's trainers did not shut down cleanly")
         for worker in list(self._waiting):
             self._freed(worker)
         self._versions.put_nowait(None)
@@ -270,7 +270,7 @@ class Coordinator:
                     self._start(self._under(decided.held, partial(self._release, decided)))
                 case Publish():
                     while not self._versions.empty():
-                        self._versions.get_nowait()  # an older one is of no use
+                        self._versions.get_nowait()  # an older one is useless
                     self._versions.put_nowait(decided.version)
         self._set_timer()
 
@@ -310,7 +310,7 @@ class Coordinator:
         """
         if (lease := self._held.get(action.lease)) is not None and not lease.killed:
             lease.killed = True
-            logger.warning("the trainer of %s does not stop and is killed", action.worker)
+            logger.warning("the trainer of %s did not stop in time and is killed", action.worker)
             self._start(self._replace(lease.member))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -368,7 +368,7 @@ class Coordinator:
         except TrainerFailed as error:
             how = "died" if isinstance(error, TrainerGone) else f"failed ({error!r})"
             logger.warning("the trainer of %s %s; another one starts", held.member.worker, how)
-            # Whether it has let go of the device is not known: another process has.
+            # It may still hold the device, so another process takes its place.
             await self._replace(held.member)
             self._event(lambda: self._failed(held))
             return
@@ -428,7 +428,7 @@ class Coordinator:
         self._ended(held, REST_S)
 
     def _ended(self, held: Held, rest_s: float) -> None:
-        """End a lease whose trainer has stopped for certain."""
+        """End a lease whose trainer has certainly stopped."""
         lease, ended_s, worker = self._held.pop(held.lease), now_s(), held.member.worker
         if lease.called_back_s.done():
             stop_s = ended_s - lease.called_back_s.result()

@@ -49,5 +49,5 @@ class TailForecast:
         if not takes:
             return math.inf
         since_s = now_s - self._started_s - (self._ends[-1] if self._ends else 0.0)
-        # A rollout that has outlasted the others may well last half as long again.
+        # A rollout that has outlasted the others may last half as long again.
         return max(median(takes) - since_s, since_s / 2)

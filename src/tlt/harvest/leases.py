@@ -5,8 +5,8 @@ A worker is an engine's place in the cluster: its cores or GPUs. A worker is
 - busy while the run uses it,
 - idle while it has nothing to generate,
 - leased while the trainer beside it may use it,
-- ending from the moment its lease is called back until its trainer has stopped for certain: the
-  trainer said so, or is dead.
+- ending from the moment its lease is called back until its trainer has certainly stopped: the
+  trainer confirmed it, or is dead.
 
 The run says `idle` and `needed`, in order, and uses a worker again only after `Freed`. Messages to
 and from trainers may come late, twice, in another order or never. So every lease has a number of
@@ -143,7 +143,7 @@ class Leases:
     def idle(self, worker: str, now_s: float, until_s: float = math.inf) -> None:
         """Note that the worker has nothing to generate, probably until `until_s`.
 
-        The run does not say so while it waits for `Freed`.
+        The run does not report this while it waits for `Freed`.
         """
         found = self._found(worker)
         assert not found.wanted, f"{worker} is idle before it was freed"
@@ -166,7 +166,7 @@ class Leases:
         if found.state is State.LEASED:
             self._end(found, now_s)
 
-    # --- what is heard of trainers ------------------------------------------------------------
+    # --- reports of trainers ------------------------------------------------------------------
 
     def ended(self, worker: str, lease: int, now_s: float, rest_s: float = 0.0) -> None:
         """Note that the trainer has stopped or died; the worker gets no lease for `rest_s`."""
@@ -227,7 +227,7 @@ class Leases:
                 continue
             proven_s = worker.idle_since_s + self._settings.min_s
             if worker.idle_until_s - now_s < self._settings.min_s and now_s < proven_s:
-                self._deadline(proven_s, name, 0)  # not worth it, as far as is known now
+                self._deadline(proven_s, name, 0)  # not worth it by the present forecast
                 continue
             if worker.rests_until_s > now_s:
                 self._deadline(worker.rests_until_s, name, 0)

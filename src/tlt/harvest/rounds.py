@@ -87,7 +87,7 @@ class Train:
     """Send the trainer these weights and let it train; answer with `trained`.
 
     The base comes from `source` if that trainer answers in time (`head_arrived`); else it is
-    `base`. None is what the trainer has.
+    `base`. None stands for the trainer's own weights.
     """
 
     held: Held
@@ -162,7 +162,7 @@ class Rounds:
         """Seconds trained since the last evaluation, carried over from short leases."""
         self._num_broken_off = 0
         self._evaluation_left_s = 0.0
-        """Seconds of evaluating that the training so far has earned, less those spent."""
+        """Seconds of evaluating that the training so far has earned, minus those spent."""
         self._versions = itertools.count(1)
         self.head: Member | None = None
         """The trainer that has the newest weights; None if nothing was learned yet."""
@@ -197,7 +197,7 @@ class Rounds:
             self._published = self._known = self._arrived
             self.head = None
 
-    # --- what is heard of trainers ------------------------------------------------------------
+    # --- reports of trainers ------------------------------------------------------------------
 
     def replaced(self, member: Member) -> None:
         """Note that a trainer is gone, and with it the head that only it had."""
@@ -250,7 +250,7 @@ class Rounds:
         spent_s: float,
         now_s: float,
     ) -> None:
-        """Note what the leader made of the results, and publish it if it is better.
+        """Note the leader's average of the results, and publish it if it is better.
 
         No evaluation: it was broken off, or nothing is held out. No blob: it did not come in time.
         """

@@ -67,7 +67,8 @@ class IdlePeriod:
 
 
 class HarvestSession(RunHarvest):
-    """Tells the coordinator what engines do, and engines what it published. Never raises."""
+    """Tells the coordinator what engines do, and engines what the coordinator published. Never
+    raises."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class HarvestSession(RunHarvest):
         """Call an engine's worker back; return when its device is free, and the engine awake."""
         await self._call_back(place_of(engine))
         if self._sleeps:
-            # Every caller waits: the engine may just be falling asleep, or waking for another one.
+            # Every caller waits: the engine may just be falling asleep, or waking for another.
             async with self._moving.setdefault(engine, asyncio.Lock()):
                 if engine in self._asleep:
                     await self._pool.wake_engine(engine)
@@ -278,7 +279,7 @@ class HarvestSession(RunHarvest):
         if drafts >= ALARM_DRAFTS and length < ALARM_LENGTH:
             self._alarms += 1
             logger.warning(
-                "the drafter's acceptance length is %.2f: engines do without it until it is better",
+                "the drafter's acceptance length is %.2f: engines leave it out until it is better",
                 length,
             )
 
@@ -370,7 +371,7 @@ class HarvestSession(RunHarvest):
                 if not self._rollout.is_set():
                     continue  # it ended while we waited
                 file = await asyncio.to_thread(SharedWeights, tensors.items())
-                # Engines that fall asleep or wake just now load it when they have woken.
+                # Engines that are falling asleep or waking load it when awake.
                 moving = {name for name, lock in self._moving.items() if lock.locked()}
                 async with asyncio.timeout(SWAP_S + ANSWER_S):
                     seconds = await self._pool.update_drafter(

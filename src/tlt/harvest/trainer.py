@@ -53,7 +53,7 @@ SURE = 3.0
 MIN_WINDOWS = 4
 """Held-out windows that every evaluation takes, however little time it has."""
 WINDOWS_AT_ONCE = 2
-"""Held-out windows between two looks at the clock and at the difference so far."""
+"""Held-out windows between two checks of the clock and of the difference so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class HarvestTrainerSettings:
     emulate: dict[str, Any] | None = None
     """The GPU to emulate, as `EmulateConfig`; None emulates nothing."""
     log: LogSettings | None = None
-    """Where trainers log; None leaves logging alone."""
+    """Where trainers log; None leaves logging unchanged."""
 
 
 def trainer_settings(
@@ -232,7 +232,9 @@ class HarvestTrainer:
             self._own = own  # continue the evaluation that was interrupted
         if losses and not all(map(math.isfinite, losses)):
             self._trainer.load(self._published.weights)
-            raise FloatingPointError("the drafter's loss is not finite; it starts again")
+            raise FloatingPointError(
+                "the drafter's loss is not finite; it restarts from the published one"
+            )
         return Trained(
             num_steps=num_steps,
             num_tokens=self._trainer.tokens_seen - seen,
@@ -242,7 +244,7 @@ class HarvestTrainer:
         )
 
     def evaluate(self, lease: int, seconds: float) -> Evaluation | None:
-        """Compare with the published drafter; return None if broken off, or nothing is held out.
+        """Compare with the published drafter; return None if interrupted, or with no held-out data.
 
         Both are evaluated window by window, which gives the standard error of their difference.
         That ends when the difference is clear, or after `seconds`.

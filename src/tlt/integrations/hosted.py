@@ -56,7 +56,7 @@ class HostedEngine:
         self.controller: DraftController = (
             llm.llm_engine.engine_core.engine_core.scheduler.controller
         )
-        """Chooses the arms of the engine, and counts what they bring."""
+        """Chooses the engine's arms, and counts their results."""
         self._names: dict[str, str] = {}
         """vLLM's own name of each request in flight."""
 

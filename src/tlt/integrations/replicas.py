@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.2
-"""Seconds between two looks at the load of the replicas."""
+"""Seconds between two checks of the replicas' load."""
 HOOK_S = 120.0
 """Longest time that the framework waits for harvest, wherever it waits."""
 
@@ -104,7 +104,7 @@ class ReplicaHarvest:
         self._folder.remove()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Run a piece of work in harvest's thread, and contain what it raises."""
+        """Run a piece of work in harvest's thread, and catch its exceptions."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result(HOOK_S)
         except Exception:

@@ -55,7 +55,7 @@ def _register(_: ModuleType) -> None:
     try:
         importlib.import_module("tlt.integrations.verl")
     except Exception:
-        logger.warning("verl does without the trainer 'tlt'", exc_info=True)
+        logger.warning("verl starts without the trainer 'tlt'", exc_info=True)
 
 
 after_import("verl.trainer.ppo.v1", _register)

@@ -61,7 +61,7 @@ class LearnerPlan:
     captures: bool
     """Whether ranks fill the buffer from the update's own passes; otherwise engines fill it."""
     log: LogSettings | None = None
-    """Where ranks log; None leaves logging alone."""
+    """Where ranks log; None leaves logging unchanged."""
 
     @classmethod
     def of_run(
@@ -100,7 +100,7 @@ class LearnerActor:
 
     def __init__(self, plan: LearnerPlan, rank: int, code_folder: str | None = None) -> None:
         if code_folder is not None:
-            import_from(Path(code_folder))  # where a user's loss may lie
+            import_from(Path(code_folder))  # may hold the module of a user's loss
         self._plan = plan
         self._rank_index = rank
         self._calls = InOrder()
@@ -197,7 +197,7 @@ class LearnerActor:
         self._rank.remember_logprobs(rows)
 
     def step(self, denominator: float, max_gap: float) -> tuple[UpdateReport, Stored]:
-        """Return the update's report, and what became of captured samples so far."""
+        """Return the update's report, and the counts of captured samples so far."""
         report = self._rank.step(denominator, max_gap)
         return report, Stored() if self._writer is None else self._writer.stored()
 
@@ -207,7 +207,7 @@ class LearnerActor:
     def publish(self, dtype: str, same_node: bool) -> Any:
         """Return the whole policy from rank 0: a file in shared memory, or its bytes.
 
-        All ranks must take part. Afterwards each one leaves the memory that it no longer uses.
+        All ranks must take part. Afterwards each one frees the memory that it no longer uses.
         """
         import torch
 
@@ -283,7 +283,7 @@ class LearnerActor:
     def save(self, folder: str) -> None:
         self._rank.save(Path(folder))
 
-    # A rank that cannot write a checkpoint is well: it answers with the reason.
+    # A rank that cannot write a checkpoint is healthy: it answers with the reason.
 
     def wait_saved(self) -> str:
         """Return when the state is on disk, with nothing, or with the reason why it is not."""

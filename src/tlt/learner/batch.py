@@ -25,7 +25,7 @@ computed."""
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One response with its advantage: what the learner computes on."""
+    """One response with its advantage, as the learner gets it."""
 
     sample_id: str
     problem_number: int
@@ -83,7 +83,7 @@ class Groups:
         if len(group) < self._group_size:
             return []
         del self._open[scored.problem_number]
-        # In a fixed order, so that a sum does not depend on which sample ended first.
+        # In a fixed order: a sum must not depend on which sample ended first.
         group.sort(key=lambda s: s.place)
         self.num_groups += 1
         group = [s for s in group if s.fault is None]

@@ -12,7 +12,7 @@ import torch
 
 EXPERTS = ".experts."
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Tensors of all experts, and the matrices of one expert that lie in them, row after row."""
+"""Tensors of all experts, and the matrices of one expert in them, row after row."""
 
 
 def by_expert(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -119,7 +119,7 @@ class GapAlarm:
             raise EngineError(f"{text}; alarm.then = 'stop' ends the run here")
         if then == "drop" and in_a_row >= MAX_IN_A_ROW:
             raise EngineError(
-                f"{text}; that was so in {in_a_row} steps in a row. {advice}, or set "
+                f"{text}. This happened in {in_a_row} steps in a row. {advice}, or set "
                 "alarm.then = 'warn'"
             )
         return alarms

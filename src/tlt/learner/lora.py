@@ -23,7 +23,7 @@ NAME = "default"
 """Name of the adapter in peft's layers."""
 A, B = f"lora_A.{NAME}.weight", f"lora_B.{NAME}.weight"
 BASE = "base_layer."
-"""What peft adds to the name of a layer's own weights."""
+"""The part that peft adds to the name of a layer's own weights."""
 
 
 def is_adapter(name: str) -> bool:

@@ -1,7 +1,7 @@
 """The policy-gradient loss over the response tokens of a packed row.
 
 The loss is a sum over tokens, never a mean. The learner divides once by the denominator of the
-whole batch, so that the gradient does not depend on how samples are split into rows and ranks.
+whole batch, so the gradient does not depend on how samples are split into rows and ranks.
 
 Shapes: T response tokens.
 """

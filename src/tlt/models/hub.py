@@ -69,6 +69,6 @@ def local_folder(name: str | Path, key: str, files: tuple[str, ...] = FILES) -> 
         why = f"the Hub cannot be reached ({said}); name a folder, or run `hf download {repo_id}` "
         why += "where there is a network"
         if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE forbids to download it, and the Hub's cache does not hold it; "
+            why = "HF_HUB_OFFLINE is set, and it is not in the Hub's cache; "
             why += f"unset HF_HUB_OFFLINE, or run `hf download {repo_id}` where there is a network"
     raise ConfigError(f"{what}, and {why}")

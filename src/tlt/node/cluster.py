@@ -48,7 +48,7 @@ def _stay_on_loopback() -> None:
     """Let Ray, gloo and NCCL use no network but loopback; the user's interfaces win."""
     from ray._private import ray_constants
 
-    # `_node_ip_address` cannot say so: Ray replaces a loopback address by one that others reach,
+    # `_node_ip_address` cannot do this: Ray replaces a loopback address by one that others reach,
     # unless it supports no clusters here. It reads the variable when it is imported, as it is now.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False

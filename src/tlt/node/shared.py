@@ -124,7 +124,7 @@ def remove_abandoned(memory: Path = MEMORY) -> int:
     try:
         _make_private(mine, descriptor)
         for name in os.listdir(descriptor):  # noqa: PTH208, of the folder that was checked
-            with suppress(OSError):  # removed meanwhile, held by a process, or no folder
+            with suppress(OSError):  # removed meanwhile, held by a process, or not a folder
                 count += _remove_unheld(name, descriptor)
     finally:
         os.close(descriptor)

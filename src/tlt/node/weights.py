@@ -194,5 +194,5 @@ def check_shapes(shapes: Iterable[tuple[str, list[int]]], folder: Path, whole: b
     if whole and missing:
         raise ValueError(
             f"weights lack {min(missing)!r} and {len(missing) - 1} others that the model in "
-            f"{folder} has; hand over all of them"
+            f"{folder} has; pass all of them"
         )

@@ -1,4 +1,4 @@
-"""Signs that a run does not learn what it should, from its records. Pure; every threshold is here.
+"""Signs that a run does not learn as it should, from its records. Pure; every threshold is here.
 
 `signs` is what `tlt watch`, `tlt doctor --run` and the report say first. `HealthWatch` ends a run
 that has had nothing to learn from for several RL steps in a row.
@@ -99,6 +99,6 @@ class HealthWatch:
         self._in_a_row = self._in_a_row + 1 if lost else 0
         if self._max_steps and self._in_a_row >= self._max_steps:
             raise TrainingFailed(
-                f"the last {self._in_a_row} RL steps taught the policy next to nothing. "
+                f"the last {self._in_a_row} RL steps taught the policy almost nothing. "
                 f"{found[0].says} {found[0].change} alarm.max_lost_steps = 0 continues anyway"
             )

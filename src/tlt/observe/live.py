@@ -32,7 +32,7 @@ NUM_STEPS = 5
 
 
 class Activity(StrEnum):
-    """What the training loop is doing, in the words that users see."""
+    """The training loop's activities, in the words that users see."""
 
     STARTING = "starting"
     GENERATING = "generating"
@@ -64,7 +64,7 @@ class Now(BaseModel):
 
 
 def step_remaining_s(now: Now, records: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the seconds to the end of the RL step, from how the last ones went; None if unknown.
+    """Return the seconds to the end of the RL step, estimated from the last ones; None if unknown.
 
     Checkpoints and evaluations, which only some RL steps have, are not counted.
     """
@@ -92,7 +92,7 @@ def read_live(path: Path) -> Now | None:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"{path} is damaged ({where}: {first['msg']}); a run that lives writes it again every "
+            f"{path} is damaged ({where}: {first['msg']}); a running run writes it again every "
             "second, and `tlt report` shows one that has ended"
         ) from error
 
@@ -148,7 +148,7 @@ class Live:
         """The record of the last RL step."""
 
     def doing(self, activity: Activity, done: float, total: float, step: int | str = "") -> None:
-        """Note what the loop is doing, for which RL step or evaluation, and how far it is."""
+        """Note the loop's activity, its RL step or evaluation, and its progress."""
         what = f"step {step}: {activity}" if step else str(activity)
         generating = activity is Activity.GENERATING
         if what != self._what:

@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "reward/std": "Standard deviation of the samples' rewards.",
     "reward/group_std_mean": "Mean over groups of the standard deviation of a group's rewards.",
     "reward/groups_with_signal_share": "Share of groups whose rewards differ.",
-    "reward/groups_all_right_share": "Share of groups of which every sample is right (reward 1 or "
+    "reward/groups_all_right_share": "Share of groups in which every sample is right (reward 1 or "
     "more).",
     "reward/groups_none_right_share": "Share of groups in which no sample is right.",
     "reward/faults": "Samples not trained on because the reward function failed or timed out.",

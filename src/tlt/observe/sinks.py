@@ -209,7 +209,7 @@ def open_sinks(
     """
     wanted: list[tuple[str, Callable[[], Sink]]] = []
     if config.tensorboard:
-        # Without a checkpoint, this also purges the attempt before.
+        # Without a checkpoint, this also purges the previous attempt.
         purge_step = resume_step + 1 if resume_step else 0
         wanted.append(("tensorboard", lambda: TensorBoardSink(run_dir / "tensorboard", purge_step)))
     if config.prometheus_port is not None:

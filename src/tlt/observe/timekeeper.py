@@ -62,7 +62,7 @@ class Timekeeper:
         except Exception as error:
             logger.warning("the timeline could not be taken back to step %d (%r)", step, error)
             return
-        if self._last_s is not None:  # in the same process: what was dropped is time spent
+        if self._last_s is not None:  # in the same process: dropped steps are time spent
             self._last_s = last_s if last_s is not None else self._last_s
 
     async def step_ended(self, step: int, watch: Stopwatch, streamed: Sequence[Span]) -> None:
@@ -80,7 +80,7 @@ class Timekeeper:
             start_s = watch.started_s + shift_s if self._last_s is None else self._last_s
             self._last_s = max(start_s, end_s)
             if end_s <= start_s:
-                return  # the machine's clock was put back
+                return  # the machine's clock was set back
             stages = [(stage, a + shift_s, b + shift_s) for stage, a, b in watch.laps]
             updates = [span.shifted(shift_s) for span in streamed] if self._own_learner else None
             self._log.append(

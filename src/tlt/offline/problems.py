@@ -140,7 +140,7 @@ def _held_out(run: TrainConfig, asked: Asked) -> Chosen:
         key = "eval.num_problems" if run.eval.every_steps else "eval.every_steps"
         other = [f"--set {each.name}" for each in run.eval.sets] or ["--task test.jsonl"]
         raise ConfigError(
-            f"the run held out no problems ({key} = 0): all of its file were trained on; "
+            f"the run held out no problems ({key} = 0): it trained on all of its file; "
             f"give others, e.g. {other[0]}"
         )
     if from_file and asked.count is not None and asked.count > held_out:

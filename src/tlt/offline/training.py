@@ -123,7 +123,7 @@ def train(
         buffer.put(str(index), 0, states)
         show("capturing the policy's states", index + 1, len(texts))
     del policy
-    gc.collect()  # its memory is the drafter's now
+    gc.collect()  # the drafter needs its memory now
     ranks.agree(0.0)  # all samples are in the buffer
     return _train(plan, trainer, buffer, until_s, show)
 

@@ -1,4 +1,4 @@
-"""What holds a run back, and what to change. Pure; every threshold stands here.
+"""What holds a run back, and what to change. Pure; every threshold is here.
 
 Each finding rests on measurements of the run, never on its settings alone.
 """
@@ -64,7 +64,7 @@ def _warmed_up(view: RunView) -> RunView:
 
 
 def _shares(view: RunView) -> defaultdict[str, float]:
-    """Return the share of the run time of every stage, 0 for one that took none."""
+    """Return every stage's share of the run time; 0 for a stage that took none."""
     return defaultdict(float, {stage: share for stage, _, share in stage_table(view.records)})
 
 
@@ -74,12 +74,12 @@ def _mean(view: RunView, name: str) -> float:
 
 
 def _trust(view: RunView) -> Iterator[Finding]:
-    """Report what the run did not learn, then samples of a wrong policy or a wrong sampler."""
+    """Report missing learning first, then samples of a wrong policy or a wrong sampler."""
     for place, sign in enumerate(signs(view.records)):
         yield replace(sign, weight=4.0 - 0.1 * place)
     if steps := steps_with(view.records, "learner/gap_alarms"):
         then = view.setting("alarm.then", "drop")
-        follows = "trained on all the same" if then == "warn" else "not trained on"
+        follows = "trained on nevertheless" if then == "warn" else "not trained on"
         yield Finding(
             "gap_alarm",
             f"In {steps} engines and learner disagreed about the samples' probabilities far more "

@@ -1,4 +1,4 @@
-"""How much faster one run is than another, whether that is more than noise, and what made it.
+"""How much faster one run is than another, whether that is more than noise, and why.
 
 Pure: computed from two `RunView`s of runs with the same work. Both runs must have the same lengths
 and seeds: then their RL steps are pairs.
@@ -224,12 +224,12 @@ def drift(found: Gain) -> str:
     """Return in words how much the machine's speed changed between the runs."""
     return (
         f"The policy update is the same work in both runs: it was {found.update} as fast in the "
-        "second, which is noise of the machine."
+        "second, which is machine noise."
     )
 
 
 def as_data(base: RunView, other: RunView) -> dict[str, Any]:
-    """Return the gain, its verdict, and what made it, ready for JSON."""
+    """Return the gain, its verdict and its origin, ready for JSON."""
     found = gain(base, other)
     measured: dict[str, Any] = {"num_pairs": 0}
     if found is not None:

@@ -63,10 +63,10 @@ class Axis:
     numbers_from: float = -math.inf
     """Smallest value with a number on the axis."""
     names: Mapping[float, str] = field(default_factory=dict)
-    """Names that stand at values instead of numbers."""
+    """Names to write at values instead of numbers."""
 
     def share(self, value: float) -> float:
-        """Return where a value lies between the ends, from 0 to 1."""
+        """Return a value's place between the ends, from 0 to 1."""
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)

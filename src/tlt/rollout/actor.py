@@ -177,7 +177,7 @@ class PolicyRoute:
         if len(errors) == len(self.actors):
             raise next(iter(errors.values()))
         for name, error in errors.items():
-            # It ends by itself, and the pool replaces it: no evidence against the weights.
+            # It ends by itself, and the pool replaces it. The weights may still be right.
             logger.warning("%s did not take the policy that was sent: %r", name, error)
 
     def _each(self, command: Callable[[Engine, *Ts], object], args: Sequence[tuple[*Ts]]) -> None:
@@ -222,7 +222,7 @@ def ray_spawner(
     """Return a spawner of engines, each a Ray actor. Refuse bad settings before any engine starts.
 
     `place` returns the options that put the actor of the engine of this name in its place.
-    `log` says where engines log; None leaves logging alone.
+    `log` says where engines log; None leaves logging unchanged.
     """
     from tlt.vllm.args import engine_args
 

@@ -165,7 +165,7 @@ class EngineClient:
         self._failed = asyncio.Event()
         self._why = ""
         self.held_policy = True
-        """Whether what the engine has drawn is beyond doubt the policy's."""
+        """Whether the engine's tokens are certainly the policy's."""
 
     def mark_failed(self, why: str, held_policy: bool = True) -> None:
         """Let all calls fail from now on: the pool then replaces the engine."""
@@ -199,7 +199,7 @@ class EngineClient:
 
     async def stop(self, graceful: bool) -> None:
         """End the engine; continue after the time limit, because its place needs a successor."""
-        self.mark_failed("it is stopped")  # its last answers would be refusals, and blame the call
+        self.mark_failed("it is stopped")  # its last answers would be refusals that blame the call
         try:
             async with asyncio.timeout(self._limits_s["health"]):
                 await self.process.stop(graceful)
@@ -257,7 +257,7 @@ class Progress:
         return True
 
     def compare(self, name: str, expected: Collection[str], held: Collection[str]) -> None:
-        """Raise if the engine still does not have what the pool waits for."""
+        """Raise if the engine still lacks what the pool waits for."""
         missing = set(expected) - set(held)
         lost, self._missing = missing & self._missing, missing
         if lost:

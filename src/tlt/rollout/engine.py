@@ -87,8 +87,8 @@ class RolloutEngine(EngineLoop):
     def sleep(self, keep_policy: bool = True) -> None:
         """Give the device's memory to a learner that shares it.
 
-        A policy that is not kept must be loaded anew before the engine wakes. Refused while samples
-        are unfinished. A CPU engine has nothing to give.
+        A policy that is not kept must be loaded again before the engine wakes. Refused while
+        samples are unfinished. A CPU engine frees nothing.
         """
         if self._shares_memory:
             self.between_rollouts(

@@ -1,4 +1,4 @@
-"""What engines do that have nothing left to generate while others have.
+"""Work for engines that have nothing left to generate while others do.
 
 An idle engine makes a recheck if one is due (`recheck`). Its device is then free for the listener,
 which is harvest. Without a listener, the engine makes one recheck after the other.

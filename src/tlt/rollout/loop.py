@@ -50,7 +50,7 @@ class EngineCore(Protocol):
         ...
 
     def gained(self) -> Iterable[Gained]:
-        """Return what the running requests have drawn since the last call."""
+        """Return the tokens that running requests have drawn since the last call."""
         ...
 
     def begin_recheck(self, recheck: Recheck) -> None:
@@ -62,7 +62,7 @@ class EngineCore(Protocol):
         ...
 
     def stop(self) -> None:
-        """Release what the core holds, after the last engine step."""
+        """Release the core's resources, after the last engine step."""
         ...
 
 
@@ -96,7 +96,7 @@ class EngineLoop:
         self._in_flight: dict[str, tuple[float, float]] = {}
         """Each request in flight, when it arrived, and when it left the queue."""
         self._texts: list[tuple[str, int, Text]] = []
-        """What running requests have gained since `take_texts`: ids, places in the responses."""
+        """Progress of running requests since `take_texts`: ids, places in the responses."""
         self._texts_noted_s = clock()
         self._rechecking: _Rechecking | None = None
         self._ended_recheck = ""
@@ -124,7 +124,7 @@ class EngineLoop:
             self._thread.join()
 
     def submit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queue requests, without those that are here already: a call may arrive twice."""
+        """Queue requests, except requests already here: a call may arrive twice."""
         now = time.time()
         with self._lock:
             self._raise_if_dead()
@@ -133,7 +133,7 @@ class EngineLoop:
             self._lock.notify_all()
 
     def withdraw(self, sample_ids: Sequence[str]) -> list[str]:
-        """Take requests out of the queue, and return the ids of those that were still in it."""
+        """Take requests out of the queue, and return the ids that were still in it."""
         wanted = set(sample_ids)
         with self._lock:
             taken = [r.sample_id for r, _ in self._queue if r.sample_id in wanted]
@@ -188,7 +188,7 @@ class EngineLoop:
         return self.between_steps(guarded)
 
     def recheck(self, recheck: Recheck) -> Verdict | None:
-        """Generate a sample again, and compare it; return None if that would hold anything up.
+        """Generate a sample again, and compare it; return None if other work is waiting.
 
         A request, a command and `end_recheck` end a recheck before the next engine step.
         """
@@ -314,7 +314,7 @@ class EngineLoop:
                     continue
                 self._fail(error)  # before a caller learns of it and submits more
                 future.set_exception(error)
-                raise  # not one engine step more
+                raise  # no further engine step
         self._turn_started_s = self._clock()
 
     def _recheck_turn(self, mine: _Rechecking, is_in_the_way: bool) -> None:
@@ -325,7 +325,7 @@ class EngineLoop:
             if not mine.begun:
                 mine.begun = True
                 self._core.begin_recheck(recheck)
-            ends = list(self._core.step())  # there is nothing else in the core
+            ends = list(self._core.step())  # the core has no other work
             if not ends:
                 return
             tokens = ends[0].token_ids if ends[0].finish_reason in WHOLE else None

@@ -64,8 +64,8 @@ def generate_here(
 class ChildEngine:
     """An engine in a child process, which starts at once; `call` gives it a command.
 
-    What the process prints goes into a file, which is shown if the process dies, and added to an
-    error that leaves the `with` block.
+    The process's output goes into a file, which is shown if the process dies, and added to an error
+    that leaves the `with` block.
     """
 
     def __init__(self, config: EngineConfig, name: str = "engine-0") -> None:

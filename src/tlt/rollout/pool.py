@@ -291,7 +291,7 @@ class RolloutPool:
     async def _serve(self, slot: str) -> None:
         """Keep an engine in one place of the pool."""
         lost_s: deque[float] = deque(maxlen=self._config.max_restarts + 1)
-        useless = 0  # engines in a row that drew nothing, however long they took to fail
+        useless = 0  # engines in a row that drew no token, even if they failed late
         for incarnation in itertools.count():
             name = slot if incarnation == 0 else f"{slot}.{incarnation}"
             client = EngineClient(name, self._spawn(name), self._config)

@@ -51,7 +51,7 @@ def compare(expected: Sequence[int], found: Sequence[int], missed: Mapping[int, 
     at = first_difference(expected, found)
     if at is None:
         return Verdict(None, 0.0)
-    # Nothing was missed where one of the two ended and the other did not.
+    # No draw was missed if only one of the two responses ended.
     return Verdict(at, min(missed.get(at, LARGEST_SHORTFALL), LARGEST_SHORTFALL))
 
 

@@ -120,7 +120,7 @@ class WeightDistribution:
         calls = [client.call(load, manifest, version) for client in clients.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         errors = [a for a in answers if isinstance(a, BaseException)]
-        # An engine that ends by itself is replaced; that is not evidence against the weights.
+        # An engine that ends by itself is replaced. The weights may still be right.
         refused = [a for a in errors if not isinstance(a, EngineGone | WeightMismatch)]
         tainted = [a for a in errors if isinstance(a, WeightMismatch)]
         self.num_tainted += len(tainted)

@@ -68,7 +68,7 @@ def plot_simulation(
 ) -> Path:
     """Draw a simulation. `engine_ends` holds when each engine of a rollout was done, by mode.
 
-    `below` is what the answer assumes and where it was validated.
+    `below` has the answer's assumptions and its validated range.
     """
     charts = [_rollout(engine_ends), _steps(modes)]
     charts += [_curve(name, curve) for name, curve in curves.items()]

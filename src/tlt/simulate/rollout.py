@@ -125,7 +125,7 @@ class Rollout:
     def __init__(self, lengths: Sequence[float], num_engines: int, slots: int) -> None:
         self._lengths = lengths
         self._running: list[list[tuple[float, float, int]]] = [[] for _ in range(num_engines)]
-        """Of every engine a heap: where a request ends, where it began, and its number. Positions
+        """A heap for every engine: where a request ends, where it began, and its number. Positions
         count the tokens of a request that runs since the rollout began."""
         self._position = [0.0] * num_engines
         self._began = [0.0] * num_engines

@@ -285,7 +285,7 @@ def _check_rates(config: ScenarioConfig, drafting: Drafting) -> None:
         )
     if "tlt" in config.modes and begins_without_drafter(config) and "eagle3" not in drafting.rates:
         raise ConfigError(
-            "modes: how good the drafter of `tlt` gets is not known here; give the calibration of "
+            "modes: how much the drafter of `tlt` improves is not known; give the calibration of "
             "a run with a drafter, or drafter.acceptance=0.7"
         )
 
@@ -319,7 +319,7 @@ def completed(config: ScenarioConfig) -> ScenarioConfig:
 def simulate(
     config: ScenarioConfig, on_end: Callable[[str, Simulation], None] = lambda name, run: None
 ) -> dict[str, list[Record]]:
-    """Simulate every mode, and return its records of all RL steps. `on_end` sees each run."""
+    """Simulate every mode, and return its records of all RL steps. `on_end` gets each run."""
     config = completed(config)
     cluster, workload = cluster_of(config), workload_of(config)
     found: dict[str, list[Record]] = {}

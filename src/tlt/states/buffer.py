@@ -192,7 +192,7 @@ class SampleBuffer:
     # --- snapshots ----------------------------------------------------------------------------
 
     def copy_to(self, folder: Path, last_step: int, earlier: Path | None = None) -> None:
-        """Copy the samples up to an RL step to disk; link those that an earlier copy holds."""
+        """Copy the samples up to an RL step to disk; link samples that an earlier copy holds."""
         folder.mkdir(parents=True, exist_ok=True)
         for entry in self.entries():
             if entry.rl_step > last_step:

@@ -141,7 +141,7 @@ def capture(
 ) -> Captured:
     """Run `policy` (a Hugging Face causal LM) over one sample and keep its hidden states.
 
-    In a training run, engines or learners hand over the states of their own passes instead.
+    In a training run, engines or learners provide the states of their own passes instead.
     """
     ids = torch.tensor([list(token_ids)], device=policy.device)
     states = policy.model(ids, output_hidden_states=True, use_cache=False)

@@ -47,7 +47,7 @@ class Acceptance:
         self._offered = 0.0
         self._drafted = 0.0
         self._chances: tuple[list[float], list[float]] | None = None
-        """Chances in recent and in all text, until a memory changes; `_expected` alike."""
+        """Chances in recent and in all text, until a memory changes; the same for `_expected`."""
         self._expected: tuple[Gained, Gained] = ([], [])
         self._optimistic: dict[tuple[bool, int], Gained] = {}
         """Optimistic tokens in all text (True) or recent text, by the length in use."""

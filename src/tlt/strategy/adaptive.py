@@ -40,12 +40,12 @@ the best arm's."""
 
 @dataclass(frozen=True, slots=True)
 class Caution:
-    """How readily the strategy changes its mind."""
+    """How readily the strategy changes its arm."""
 
     margin: float = 0.03
     """Relative gain that is worth a change of arm."""
     dwell_steps: int = 4
-    """Engine steps for which an arm is kept: drafts of one step are verified in the next."""
+    """Engine steps before an arm may change: drafts of one step are verified in the next."""
     switches_per_s: float = 10.0
     """Largest number of arm changes per second."""
     probe_share: float = 0.005

@@ -22,7 +22,7 @@ vLLM 0.32 uses the list as follows, by its source. `tests/graph_model.py` says t
   Sizes that are multiples of all query lengths never miss. So a few draft lengths whose query
   lengths have a small common multiple, such as K = 0, 1, 3, 7, beat many.
 - The drafter's passes after the first have one token a request, and full graphs only up to
-  `max_num_seqs` tokens; so that size is always in the list.
+  `max_num_seqs` tokens: that size is always in the list.
 - The V1 runner has full graphs of one query length only, and vLLM replaces them by piecewise
   graphs when the draft length changes at run time. The same list of sizes serves the V1 runner.
 - Attention backends that cannot capture batches of several tokens a request make vLLM fall back
@@ -75,7 +75,7 @@ class GraphPlan:
         Sizes double in `STEPS_PER_DOUBLING` equal steps, 1, 2, ..., 8, 10, 12, 14, 16, 20, ...:
         padding adds less than 1 / steps of a batch, and less than one request where a full graph
         rounds up. From where that allows it, sizes are multiples of every query length. The
-        largest batch of each query length is a size of its own, since an engine starts every
+        largest batch of each query length is also a size, since an engine starts every
         rollout with all its slots taken.
 
         Piecewise graphs up to `mixed_tokens` serve steps that also prefill. No step holds more than

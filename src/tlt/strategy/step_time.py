@@ -93,11 +93,11 @@ class StepTime:
         self._refit(report, elapsed_s)
 
     def _follow_pace(self, report: StepReport, time: ArmTime, elapsed_s: float) -> bool:
-        """Update the pace from arms with well-known times; the error of others would spread.
+        """Update the pace from arms with well-known times; errors of other arms would spread.
 
-        Return whether the step tells of the machine alone. A machine that stalls for minutes would
-        make the arm in use look slow next to arms last timed before, and rare trials take hundreds
-        of steps to find that out.
+        Return whether the step shows only the machine's pace. A machine that stalls for minutes
+        would make the arm in use look slow next to arms last timed before, and rare trials take
+        hundreds of steps to find that out.
         """
         expected_s, visits = self._usual_s(time, report.num_decodes, report.num_draft_tokens)
         if visits < self.PACE_STEPS:
@@ -213,7 +213,7 @@ class StepTime:
     def _refit(self, report: StepReport, elapsed_s: float) -> None:
         """Update the least squares of relative errors, in which newer steps weigh more.
 
-        Deciding must cost next to nothing: weights of new steps grow instead of all sums shrinking,
+        Deciding must cost almost nothing: weights of new steps grow instead of all sums shrinking,
         and one sweep of coordinate descent every few steps solves the fit.
         """
         num_drafted, num_prefilled = report.num_draft_tokens, report.num_prefill_tokens

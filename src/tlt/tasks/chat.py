@@ -24,7 +24,7 @@ TOOLS = """You may call these tools:
 {tools}
 A call is a line such as <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>; then end \
 your turn, and you get the answer."""
-"""What a model reads of its tools if its chat template does not say it."""
+"""The description of tools that a model reads if its chat template has none."""
 TURN, ANSWER = "TURN-OF-THE-POLICY", "ANSWER-OF-A-TOOL"
 """Texts to find again in a template's output."""
 
@@ -135,7 +135,7 @@ class Chat:
         return False
 
     def _after_turn(self, texts: Sequence[str], as_tools: bool) -> str:
-        """Return what the template writes after a turn: messages of tools, or one of the user."""
+        """Return the template's text after a turn: messages of tools, or one of the user."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
         if as_tools:
             messages += [{"role": "tool", "content": text} for text in texts]
@@ -151,7 +151,7 @@ class Chat:
         return text if len(tokens) <= limit else f"{self.tokenizer.decode(tokens[:limit])}..."
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn that has ended, with special tokens but for the last one."""
+        """Return the text of a turn that has ended, with special tokens except the last one."""
         return str(self.tokenizer.decode(list(token_ids[:-1]), skip_special_tokens=False))
 
     def answered(self, question: str, solution: str) -> tuple[tuple[int, ...], int]:

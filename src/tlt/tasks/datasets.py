@@ -93,7 +93,7 @@ def _why(dataset: str, config: str | None, split: str, error: Exception) -> str:
     )
     if _is_offline():
         return (
-            f"HF_HUB_OFFLINE forbids to download {dataset}, and the Hub's cache does not hold it; "
+            f"HF_HUB_OFFLINE is set, and {dataset} is not in the Hub's cache; "
             f"unset HF_HUB_OFFLINE, or {elsewhere}"
         )
     return f"{dataset} cannot be loaded ({said}); {elsewhere}"

@@ -25,7 +25,8 @@ from tlt.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MAX_BREAKDOWNS = 5
-"""Breakdowns of all processes that make a call a crash: others may have caused some."""
+"""Breakdowns of all processes after which a call counts as a crash: other calls may have caused
+some."""
 START_UP_S = 60.0
 """Seconds a worker may take to start."""
 

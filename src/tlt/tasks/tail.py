@@ -37,7 +37,7 @@ class HeavyTail:
     def spread(self, count: int, rng: random.Random) -> list[int]:
         """Draw the sizes of a batch, one from each of `count` equally likely parts.
 
-        Every batch then has its share of the tail, so batches are alike in work and difficulty.
+        Every batch then has its share of the tail, so batches are similar in work and difficulty.
         """
         places = [(place + rng.uniform(0.01, 0.99)) / count for place in range(count)]
         rng.shuffle(places)

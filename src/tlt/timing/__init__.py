@@ -1,4 +1,4 @@
-"""How long work takes on given hardware, and how to take as long on other hardware.
+"""How long work takes on given hardware, and how to emulate that time on other hardware.
 
 `model` is the time of an engine step, and `profiles` has its parts for published hardware; the
 simulator reads both. `node` puts the times of an emulated node together, and `pace` waits until

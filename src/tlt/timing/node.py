@@ -16,7 +16,7 @@ from tlt.timing.pace import Pace
 class Node:
     """Seconds on the emulated hardware, before dilation; `pace` makes work take as long.
 
-    What does not grow with tokens takes its part of the tokens that one token here stands for.
+    Costs that do not grow with tokens are divided by the emulated tokens per real token.
     """
 
     engine: EngineModel
@@ -31,7 +31,7 @@ class Node:
     """Seconds in which a trainer's drafter and optimizer reach the GPU, or leave it."""
     trainer_tokens_per_s: float
     tokens: int
-    """Tokens there that one token here stands for."""
+    """Emulated tokens per real token."""
     pace: Pace
     """Clock of engine steps, or of a trainer's optimizer steps."""
     commands: Pace

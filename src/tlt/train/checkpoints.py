@@ -52,7 +52,7 @@ class Checkpoints:
         return self._folder.last_checkpoint(verify_again)
 
     async def begin(self, step: int, watch: Stopwatch) -> None:
-        """Copy the learner's state if a checkpoint is due; raise what the last one failed of."""
+        """Copy the learner's state if a checkpoint is due; raise the error of the last one."""
         if self._writing is not None and self._writing.done():
             await self.finish()
         last_step = step == self._config.run.num_steps

@@ -47,7 +47,7 @@ class Replacements:
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, algorithm: AlgorithmConfig) -> float:
-    """Return what a response loses of its reward; it rises linearly over the last tokens."""
+    """Return the penalty of a response, which rises linearly over the last tokens."""
     if not algorithm.overlong_tokens:
         return 0.0
     over = num_tokens - (max_tokens - algorithm.overlong_tokens)

@@ -40,7 +40,7 @@ def export_policy(run: Path, step: int | None, out: Path) -> int:
         checkpoint = _checkpoint(run, step, config.checkpoint.every_steps)
         try:
             weights = checkpoint_weights(checkpoint / "learner", "float32" if lora.rank else dtype)
-        except Exception:  # torch wraps what a file that is gone raises
+        except Exception:  # torch wraps the error of a missing file
             if checkpoint.exists():
                 raise
             continue

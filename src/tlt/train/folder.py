@@ -199,7 +199,7 @@ class RunFolder:
         """Remove the policy that was set aside."""
         shutil.rmtree(self.path / POLICY_BEFORE, ignore_errors=True)
 
-    # --- things to read -----------------------------------------------------------------------
+    # --- files to read ------------------------------------------------------------------------
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         lines = [json.dumps(dict(sample), ensure_ascii=False) for sample in samples]

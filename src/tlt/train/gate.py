@@ -38,7 +38,7 @@ class Gate:
 
     def _nobody(self, why: str) -> ConfigError:
         return ConfigError(
-            f"debug.gate = {self._socket!r}: no process lets the run take its turn ({why}); leave "
+            f"debug.gate = {self._socket!r}: no process gives the run its turn ({why}); leave "
             "the key out, as every run does that benchmarks/e2e/run.py has not started"
         )
 

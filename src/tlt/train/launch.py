@@ -273,7 +273,7 @@ class _Run:
         )
 
     def _captured_layers(self, drafter: str | None) -> tuple[int, ...]:
-        """Return the layers whose states the learner captures: those that the drafter reads."""
+        """Return the layers whose states the learner captures: the ones that the drafter reads."""
         if not self.config.capture.enabled or self.config.capture.by == "engines":
             return ()
         from transformers import AutoConfig

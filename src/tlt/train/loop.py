@@ -266,7 +266,7 @@ class Training:
         logger.info("all engines have policy %d", self._update.version)
         self._parts.harvest.policy_changed(weights, self._update.version)
 
-    # --- going on after a loss ----------------------------------------------------------------
+    # --- continuing after a loss --------------------------------------------------------------
 
     async def _go_on_from(self, done: int) -> None:
         """Give the engines the policy of the learner, which holds RL step `done`."""

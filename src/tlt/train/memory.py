@@ -213,7 +213,7 @@ def learner_memory(
     if gradient_checkpointing:
         # In the last layer but one: the last one's gradients are on their way to the other ranks.
         in_layer += saved - inputs + full * FLOAT32 * layer
-    # Embedding and head themselves are gone by then, their gradients have their place.
+    # Embedding and head themselves are freed by then; their gradients take their place.
     at_end = FLOAT32 * ends if full else c * (ends + 2 * layer)
     moments = {
         "the head's backward pass": in_head,
@@ -226,7 +226,7 @@ def learner_memory(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One memory at one time, and what lies in it."""
+    """One memory at one time, and its content."""
 
     name: str
     capacity: int | None

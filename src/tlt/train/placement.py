@@ -150,7 +150,7 @@ async def reserve(plan: PlacementPlan, timeout_s: float) -> Reservation:
     """Hold the plan's bundles, packed on as few nodes as possible.
 
     The first colocated rank goes to the driver's node if there is room: the policy then reaches the
-    engines there through shared memory. Colocated bundles are all alike, so the first one takes no
+    engines there through shared memory. Colocated bundles are all equal, so the first one takes no
     other bundle's place.
     """
     import ray

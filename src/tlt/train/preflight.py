@@ -1,7 +1,7 @@
 """Checks of a run before any engine starts.
 
 `prepare` reads the config, the model folder and the data. It refuses what cannot work, with a
-message that names the key or file and a value that works, and hands on what it read.
+message that names the key or file and a value that works, and returns what it read.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Prepared:
 def check_outline(config: TrainConfig) -> list[Place] | None:
     """Check a run whose model folder holds only a config.json, and return its memory plan.
 
-    Tokenizer, weights, data and reward are not looked at. Return None for any other model folder.
+    Tokenizer, weights, data and reward are not checked. Return None for any other model folder.
     """
     folder = Path(config.policy.model)
     if not is_outline(folder):
@@ -205,7 +205,7 @@ def _check_emulation(config: TrainConfig) -> None:
         if wrong:
             raise ConfigError(
                 f"emulate.hardware = {config.emulate.hardware!r} emulates a node on the CPU cores "
-                f"of this machine: it needs {what}; leave it out to take the hardware as it is"
+                f"of this machine: it needs {what}; leave it out to use the real hardware"
             )
 
 
@@ -350,7 +350,7 @@ def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:
             f"capture.by = 'engines' needs vLLM's V2 runner on GPUs; unset {RUNNER_VARIABLE}, "
             "e.g. 'learner'"
         )
-    remove_abandoned(folder)  # what a killed run has left takes no room from this one
+    remove_abandoned(folder)  # leftovers of a killed run take no room from this one
     free = shutil.disk_usage(folder).free / 2**30
     if config.capture.capacity_gib > free and not _has_gpus_elsewhere(config.engine):
         raise ConfigError(

@@ -69,7 +69,7 @@ def parse_hardware(text: str, here: Hardware, cores: int) -> Hardware:
             f"--hardware {text!r} is not here, cpu, or GPUs by their memory in GB; e.g. 8x80, or "
             "4x8x80 for four nodes"
         )
-    sold = int(found["gb"])  # a GPU that is sold as 80 GB has 79 GiB
+    sold = int(found["gb"])  # a GPU sold as 80 GB has 79 GiB
     nodes = int(found["nodes"] or 1)
     return Hardware(nodes=nodes, gpus=int(found["gpus"]), gpu_gib=float(sold - max(1, sold // 50)))
 

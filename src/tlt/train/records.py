@@ -1,4 +1,4 @@
-"""What a run writes down about every RL step.
+"""A run's records of every RL step.
 
 The functions are pure: they make records from numbers that the loop already has. `RunLog` writes
 all records.
@@ -43,7 +43,7 @@ LOGGED = (
 
 @dataclass(frozen=True, slots=True)
 class PoolWork:
-    """What the pool's engines did for one rollout."""
+    """The work of the pool's engines in one rollout."""
 
     during: EngineStats
     """Counters of all engines over the rollout."""
@@ -139,7 +139,7 @@ def rollout_record(
 
 
 def turns_record(scored: Sequence[Scored]) -> Record:
-    """Return what the environment of a run with tools did."""
+    """Return the metrics of the environment in a run with tools."""
     turns = [s.turns for s in scored]
     return {
         "tools/turns_mean": _mean([each.num_turns for each in turns]),

@@ -95,7 +95,7 @@ class Rollouts:
         self.by_environment = config.reward.function == "auto"
         """Whether a reward of the environment counts, if it has one."""
         self.state_reward = None if tools is None else state_reward(config)
-        """The reward that looks at the environment itself, if the run has one."""
+        """The reward that reads the environment itself, if the run has one."""
         self.num_left_out = 0
         """Problems of the last call that were too long."""
 
@@ -153,7 +153,7 @@ class Rollouts:
         return await batch.samples(watch, ("eval", "eval"))
 
     def penalty(self, sample: Sample) -> float:
-        """Return what a sample to train on loses of its reward for its length."""
+        """Return the length penalty of a sample to train on."""
         config = self._config
         limit = config.sampling.max_tokens
         return overlong_penalty(len(sample.token_ids), limit, config.algorithm)
@@ -179,7 +179,7 @@ class Rollouts:
         if not any(prompts):
             raise EngineError(
                 f"{self._config.task.environment} took none of {len(problems)} problems: its reset "
-                "failed or hung each time, as run.log says"
+                "failed or hung each time; see run.log"
             )
         limit = self.max_prompt_tokens
         sizes = zip(problems, map(len, prompts), strict=True)
@@ -247,7 +247,7 @@ class _Batch:
             await self._generate(requests)
             while pending := self._pending():
                 await asyncio.gather(*pending)
-            await asyncio.gather(*self._extra)  # raises what ended one
+            await asyncio.gather(*self._extra)  # raises a task's error
             watch.lap(stages[0])
             scoring = asyncio.gather(*self._scoring)
             scored, _ = await asyncio.gather(scoring, self._of.harvest.rollout_ended())
@@ -264,7 +264,7 @@ class _Batch:
         return [task for task in (*self._extra, *deciding) if not task.done()]
 
     def _starting(self, numbers: Iterable[int]) -> list[SampleRequest]:
-        """Return the requests of these problems; extra ones replace those that are too long."""
+        """Return the requests of these problems; extra ones replace problems that are too long."""
         requests: list[SampleRequest] = []
         while numbers:
             for number in numbers:

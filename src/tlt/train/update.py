@@ -85,7 +85,7 @@ class PolicyUpdate:
                 await self._learner.accumulate(waiting, step)
                 self.streamed.append(Span("updating", started_s, time.monotonic()))
                 waiting = []
-        return sorted(waiting, key=lambda s: s.problem_number)  # a group is in order already
+        return sorted(waiting, key=lambda s: s.problem_number)  # a group is already in order
 
     # --- after the rollout --------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ def engine_args(config: EngineConfig) -> dict[str, Any]:
         # In a placement group vLLM would take its Ray executor, which wants one GPU per bundle.
         args["distributed_executor_backend"] = "mp"
     if on_gpu:
-        # Sleep of level 2 drops all weights; the policy comes anew, the drafter does not.
+        # Sleep of level 2 drops all weights; the policy is sent again, the drafter is not.
         args["sleep_preserve_parameter_names"] = ["draft.*"]
     else:
         args["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
@@ -247,7 +247,7 @@ def check_args(given: Mapping[str, Any]) -> None:
         if not isinstance(value, int | float) or not low <= value <= high:
             raise ConfigError(
                 f"engine_args.{name} = {repr(value)[:60]} should be a number from {low:g} to "
-                f"{high:g}; remove it to have vLLM's default"
+                f"{high:g}; remove it for vLLM's default"
             )
 
 

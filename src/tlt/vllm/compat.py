@@ -144,7 +144,7 @@ def running_text(llm: Any, vllm_id: str, first: int) -> tuple[tuple[int, ...], t
 # drops the originals (AttributeError: weight_loader). vLLM's layerwise reload restores the loadable
 # form, takes the weights, and packs them again; it has no public name for use outside a
 # weight-transfer engine. A head tied to the embedding would keep its old packed copy, because no
-# weight of its own is ever loaded, so it is packed again here. Can go when vLLM does that.
+# separate weight is ever loaded, so it is packed again here. Can go when vLLM does that.
 
 
 def begin_reload(model: torch.nn.Module) -> None:

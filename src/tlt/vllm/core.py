@@ -79,7 +79,7 @@ class VllmCore:
     def start(self) -> dict[str, Any]:
         """Bind this thread to its cores, start vLLM, and return the report of the first worker."""
         self._prepare_process()
-        gc.disable()  # importing makes no garbage, and looking for it takes seconds
+        gc.disable()  # importing makes no garbage, and collecting takes seconds
         import torch
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -103,7 +103,7 @@ class VllmCore:
             self._cores = cores = claim_cores(self._config.num_cores, self._core_group())
             os.sched_setaffinity(0, cores)  # this thread, and the OpenMP threads it will start
             # vLLM 0.32 cannot load what it compiled ahead of time for a CPU, and compiles again at
-            # every start. What torch.compile itself keeps on disk it does find.
+            # every start. It does find torch.compile's own cache on disk.
             os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
             num_workers = int(self._args["tensor_parallel_size"])
             os.environ["OMP_NUM_THREADS"] = str(len(cores) // num_workers)
@@ -155,14 +155,14 @@ class VllmCore:
             raise WeightMismatch(f"{self._name} is not what it should be: {wrong[0]}")
         if not report["compared_tensors"]:
             logger.warning(
-                "%s compares its policy only with what it was when it was loaded: its tensors "
-                "are not known by the names of the checkpoint",
+                "%s compares its policy only with its state after loading: its tensors "
+                "have other names than the checkpoint's",
                 self._name,
             )
         if not report["plugin"]:
             raise EngineError(
                 "vLLM did not load TLT's plug-in; unset VLLM_PLUGINS or add 'tlt' to it, and "
-                "reinstall TLT so that its entry point is registered"
+                "reinstall TLT to register its entry point"
             )
         on_cpu = self._config.num_gpus == 0
         if not version_supported(report["vllm"], on_cpu):
@@ -229,7 +229,7 @@ class VllmCore:
         from tlt.vllm import compat
 
         if self._args.get("logits_processors"):
-            return []  # they tell prompt and response apart
+            return []  # they distinguish prompt and response
         texts = []
         for sample_id, (request, vllm_id) in self._requests.items():
             sampling = request.sampling
@@ -352,7 +352,7 @@ class VllmCore:
         what = "a drafter swap" if draft else "a policy update"
         text = f"after {what} its policy was not the learner's in {', '.join(differed[:3])}"
         if any(report["still"] for report in reports):
-            raise WeightMismatch(f"{self._name}: {text}, nor after loading it again")
+            raise WeightMismatch(f"{self._name}: {text}, and still is not after loading it again")
         logger.error("%s: %s; loaded again, no sample was affected", self._name, text)
 
     def _loaded(self, started_s: float) -> float:
@@ -367,7 +367,7 @@ class VllmCore:
         self.llm.collective_rpc("tlt_forget_history")
 
     def sleep(self, keep_policy: bool) -> None:
-        """Free the device's memory. The policy goes to the host if it is kept, else it is lost.
+        """Free the device's memory. The policy moves to the host or, if not kept, is lost.
 
         vLLM keeps the drafter in both cases (`sleep_preserve_parameter_names`).
         """

@@ -36,7 +36,7 @@ class CPURunnerV1(RunnerV1):
 
     @property
     def _is_invariant(self) -> bool:
-        """Whether logits must not depend on the batch: only float32 is exact enough to tell."""
+        """Whether logits must not depend on the batch: only float32 is exact enough to check it."""
         return bool(self._config.model_config.dtype == torch.float32)
 
     def end_step(self) -> None:

@@ -21,7 +21,7 @@ from tlt.vllm.environment import SWITCH_VARIABLE
 
 
 class EmbeddedWorker:
-    """What our workers do in an engine of another program, mixed in before vLLM's class."""
+    """Our workers' methods in an engine of another program, mixed in before vLLM's class."""
 
     @property
     def is_embedded(self) -> bool:
@@ -55,7 +55,7 @@ class EmbeddedWorker:
     # --- hidden states ------------------------------------------------------------------------
 
     _keeps_all = False
-    """Whether the worker stores the states of all samples by itself."""
+    """Whether the worker stores the states of every ended sample."""
     _num_policies = 0
     """Policies that the program loaded: the RL step of the samples to come."""
 

@@ -1,4 +1,4 @@
-"""What the environment decides about an engine: vLLM's model runner, and how kernels round.
+"""What environment variables decide about an engine: vLLM's model runner, and how kernels round.
 
 The model runner is V1 on a CPU, and V2 on GPUs.
 

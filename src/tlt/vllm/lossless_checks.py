@@ -53,7 +53,7 @@ CODE_KEYS = frozenset(
     {
         *("trust_remote_code", "model_class_overrides", "logits_processors", "inductor_passes"),
         *("kv_transfer_config", "ec_transfer_config"),  # connectors, from any module
-        *("log_config_file", "pylogging_config_file"),  # logging calls what such a file names
+        *("log_config_file", "pylogging_config_file"),  # logging calls what such files name
     }
 )
 """Arguments of vLLM, at any depth, that make it run code which it does not ship."""
@@ -172,7 +172,7 @@ def code_arguments(args: Mapping[str, Any], prefix: str = "") -> list[tuple[str,
             name in CODE_KEYS
             or name.endswith(CODE_SUFFIXES)
             or (key in SHIPPED and str(value) not in SHIPPED[key])
-            or (key == "speculative_config.model" and _is_dotted(value))  # to vLLM a class
+            or (key == "speculative_config.model" and _is_dotted(value))  # a class for vLLM
         )
         if value and loads_code:
             found.append((key, value))

@@ -150,7 +150,7 @@ class StateRecorder:
             work = self._queue.get()
             try:
                 work()
-            except Exception:  # samples do not suffer from it
+            except Exception:  # samples are not affected
                 self.stop()
             del work  # its memory would stay until the next call
 
@@ -295,7 +295,7 @@ class StateRecorder:
         if earlier is not None:
             begin, before = self._slots(earlier, first)
             if before is not None:
-                # A preempted request may have read its prefix anew, which others had read before.
+                # A preempted request may have read its prefix again, which others had read before.
                 again = own_P[begin:first]
                 slot_P = np.concatenate([np.where(again > 0, again, before), slot_P])
                 first = begin

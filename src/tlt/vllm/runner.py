@@ -119,7 +119,7 @@ class Runner:
         raise NotImplementedError
 
     def begin_step(self, scheduler_output: Any, unlearned: Collection[str]) -> None:
-        """Set the drafter of this engine step; learn from ended requests but for `unlearned`."""
+        """Set the drafter of this engine step; learn from ended requests except `unlearned`."""
         drafting = self.drafting
         if not hasattr(drafting, "lookups"):
             return  # not one of ours

@@ -36,7 +36,7 @@ WHOLE = {RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED}
 def _share_whole_prompts(coordinator: Any) -> None:
     """Let requests share all blocks that they have in common, also in an engine with a drafter.
 
-    vLLM computes the last of them anew for the draft model, whose keys and values at a position
+    vLLM recomputes the last of them for the draft model, whose keys and values at a position
     depend on the token after it. Samples of a group have that token in common, too. Where another
     prompt continues differently, one stale entry may cost acceptance and nothing else.
     """

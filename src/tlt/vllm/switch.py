@@ -83,7 +83,7 @@ def wire(
             "add its strategy; e.g. {}"
         )
     if CONFIG_KEY in extra:
-        return None  # an engine of TLT, or one that was wired before
+        return None  # TLT's engine, or an engine wired earlier
     settings = read_settings(text)
     model = _model_settings(str(given["model"]))
     if runner_type() != "generate":
@@ -109,7 +109,7 @@ def wire(
 
 
 def _model_settings(model: str) -> Mapping[str, Any]:
-    """Return the settings of a model's folder; empty for other names, of which vLLM knows more.
+    """Return the settings of a model's folder; empty for other names, which vLLM resolves.
 
     Refuse a drafter's folder in place of a model, which vLLM would take for both.
     """
@@ -124,7 +124,7 @@ def _model_settings(model: str) -> Mapping[str, Any]:
             f"{VARIABLE}: the program's model = {model!r} is a drafter, from which vLLM takes "
             f'model and drafts; name the policy as the model, and set {VARIABLE}="drafter={model}"'
         )
-    text = found.get("text_config")  # of models that also see or hear
+    text = found.get("text_config")  # for multimodal models
     return text if isinstance(text, dict) else found
 
 

@@ -187,7 +187,7 @@ def attach(outputs: Iterable[Any], report: StepReport) -> None:
 
 
 def counts(report: StepReport) -> dict[str, int]:
-    """Return what an engine step adds to the counters, by counter and arm."""
+    """Return an engine step's additions to the counters, by counter and arm."""
     values = (
         1,
         report.num_drafts,

@@ -28,7 +28,7 @@ print(verl.trainer.ppo.v1.names)
     ("then", "names", "said"),
     [
         ('sys.modules["verl.trainer.ppo.v1"].names.append("tlt")', ["sync", "tlt"], ""),
-        ('raise ImportError("no such thing")', ["sync"], "verl does without the trainer 'tlt'"),
+        ('raise ImportError("no such thing")', ["sync"], "verl starts without the trainer 'tlt'"),
     ],
 )
 def test_the_trainer_is_registered_when_verl_has_its_trainers(

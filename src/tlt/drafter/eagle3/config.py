@@ -221,7 +221,7 @@ def _aux_layers(config: Mapping[str, Any], num_target_layers: int | None) -> tup
 def harvest_draft_vocabulary(vocab_size: int, on_gpu: bool) -> int:
     """Return the size of the vocabulary of a drafter that a run makes and trains.
 
-    A CPU core has a few minutes for it, most of which a large head would take.
+    A CPU core has a few minutes for training, and a large head would take most of them.
     """
     default = default_draft_vocabulary(vocab_size)
     return default if on_gpu else min(default, CPU_DRAFT_VOCABULARY)

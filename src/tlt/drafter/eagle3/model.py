@@ -296,7 +296,7 @@ def frequencies(
     wave_D = theta**-exponent
     if scaling is None:
         return wave_D
-    # Short waves stay, long waves are stretched, and those between are mixed.
+    # Short waves stay, long waves are stretched, and waves in between are mixed.
     turns_D = scaling.original_max_position_embeddings * wave_D / (2 * torch.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     share_D = ((turns_D - low) / (high - low)).clamp(0, 1)

@@ -322,7 +322,7 @@ class DrawMargins:
         """Compare the draw of the only request in the batch; a recheck has no drafts."""
         position = int(positions[0])
         expected = self._expected[position]
-        # A draw while a part of the prompt is still to come is drawn again.
+        # A token drawn before the end of the prompt is drawn again.
         self._missed.pop(position, None)
         if expected != tokens[0, 0] and not self._missed:
             short = keyed.shortfall(logits[0], keys[0], position, inverse[0], expected)

@@ -211,7 +211,7 @@ class DrawMarginsV2:
     def _compare(self, slot: int, position: int, drawn: int, logits_V: torch.Tensor) -> None:
         place = position - self._first
         if not 0 <= place < len(self._expected):
-            return  # a part of the prompt is still to come, or the recheck has ended
+            return  # the prompt is not read to its end, or the recheck has ended
         self._missed.pop(place, None)
         expected = self._expected[place]
         if expected != drawn and not self._missed:
