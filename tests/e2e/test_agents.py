@@ -101,7 +101,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tlt("models tiny --out models/tiny", folder)
     tlt(
         "models sft --model models/tiny --out models/tiny-calls --task word_problems --sizes 2,3,4 "
-        f"--environment calculator:Calculator --steps 120 "
+        "--environment calculator:Calculator --steps 120 "
         "--row-tokens 2048 --lr 3e-3 --dtype float32",
         folder,
     )
