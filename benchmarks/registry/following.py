@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any
 
-from registry.core import Doc, Rows, count, figures, table
+from registry.core import Doc, Rows, figures, table
 from registry.pairs import comparison, interval
 
 FILE = "e2e/pairs/from_nothing"
@@ -67,21 +67,9 @@ figures(
 )
 
 
-@table("following", "following")
-def following(d: Doc) -> Rows:
-    rows = [["policy of RL step", "frozen", "published", "next", "published against frozen"]]
-    for row in d["policies"]:
-        found = row["drafters"]
-        cells = [
-            f"{found[name]['length']:.2f}" if name in found else ""
-            for name in ("frozen", "published", "next")
-        ]
-        against = ""
-        if "to_frozen" in found.get("published", {}):
-            low, high = found["published"]["to_frozen_interval"]
-            against = f"{found['published']['to_frozen']:.2f}x ({low:.2f} to {high:.2f})"
-        rows.append([str(row["step"]), *cells, against])
-    return rows
+def against_frozen(found: Doc) -> str:
+    low, high = found["to_frozen_interval"]
+    return f"{found['to_frozen']:.2f}x ({low:.2f} to {high:.2f})"
 
 
 def rate(length: float, draft_length: int) -> float:
@@ -108,7 +96,7 @@ figures(
     "following",
     "following",
     {
-        "problems": lambda d: count(d["num_problems"]),
+        "last": lambda d: against_frozen(d["policies"][-1]["drafters"]["published"]),
         "steps": lambda d: str(d["policies"][-1]["step"]),
         "drift": lambda d: f"{drift(d):.4f}",
     },
