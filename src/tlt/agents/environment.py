@@ -218,7 +218,7 @@ def tagged_calls(text: str) -> list[Call]:
             name, arguments = said["name"], said.get("arguments", {})
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             raise ValueError(
-                "this is no tool call; write "
+                "this is not a tool call; write "
                 '<tool_call>{"name": "...", "arguments": {...}}</tool_call>'
             ) from None
         if not isinstance(name, str) or not isinstance(arguments, dict):

@@ -207,14 +207,14 @@ def test_a_turn_without_a_call_ends_the_trajectory(log: Path) -> None:
 
 
 MALFORMED = {
-    "<tool_call>no JSON</tool_call>": "this is no tool call; write <tool_call>",
-    "<tool_call></tool_call>": "this is no tool call",
-    '<tool_call>{"name": "count"': "this is no tool call",
-    "<tool_call>[1, 2]</tool_call>": "this is no tool call",
-    "<tool_call>5</tool_call>": "this is no tool call",
-    '<tool_call>"count"</tool_call>': "this is no tool call",
-    "<tool_call>{}</tool_call>": "this is no tool call",
-    f"<tool_call>{'[' * 100_000}</tool_call>": "this is no tool call",
+    "<tool_call>no JSON</tool_call>": "this is not a tool call; write <tool_call>",
+    "<tool_call></tool_call>": "this is not a tool call",
+    '<tool_call>{"name": "count"': "this is not a tool call",
+    "<tool_call>[1, 2]</tool_call>": "this is not a tool call",
+    "<tool_call>5</tool_call>": "this is not a tool call",
+    '<tool_call>"count"</tool_call>': "this is not a tool call",
+    "<tool_call>{}</tool_call>": "this is not a tool call",
+    f"<tool_call>{'[' * 100_000}</tool_call>": "this is not a tool call",
     '<tool_call>{"name": 5}</tool_call>': "a tool call has a name, and arguments by name",
     '<tool_call>{"name": "count", "arguments": [1]}</tool_call>': "arguments by name",
     '<tool_call>{"name": "count", "arguments": "b"}</tool_call>': "arguments by name",
