@@ -39,7 +39,7 @@ def test_from_nothing_to_a_benchmark(tmp_path: Path) -> None:
     )
     tlt(
         "drafter train --model models/policy --out runs/drafter --num-samples 96 --num-held-out 8 "
-        "--max-tokens 64 --budget-minutes 0.8 --draft-vocab 128 --lr 6e-3 --dtype float32 "
+        "--max-tokens 64 --steps 60 --draft-vocab 128 --lr 6e-3 --dtype float32 "
         "--ranks 2",
         tmp_path,
     )
