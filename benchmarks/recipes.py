@@ -32,28 +32,24 @@ RECIPES: dict[str, tuple[str, str, list[str]]] = {
     ),
     "lora": ("LoRA on a tiny model", "configs/lora_tiny_cpu.toml", []),
     "agent": (
-        "SmolLM2-135M with a calculator",
-        f"{AGENT.relative_to(ROOT)}/smollm2.toml",
-        ["policy.model=models/smollm2-calculator", "tlt.enabled=true", "tlt.num_draft_tokens=3"],
+        "an agent with a calculator, tiny model",
+        f"{AGENT.relative_to(ROOT)}/run.toml",
+        ["run.num_steps=40"],
     ),
 }
 """Label, file and settings of each recipe."""
-TINY = {
+MODELS = {
     "models/tiny": "tiny",
     "models/tiny-sft": "sft --model models/tiny --task gcd --sizes 2,2,2 --parameter max_value=9 "
     "--steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
-}
-SMOLLM2 = {
-    "models/smollm2": "smollm2",
-    "models/smollm2-calculator": "sft --model models/smollm2 --task word_problems "
-    "--environment calculator:Calculator --dtype float32 --lr 3e-4 --row-tokens 1024 --steps 60",
+    "models/tiny-calls": "sft --model models/tiny --task word_problems --sizes 2,3,4 "
+    "--environment calculator:Calculator --steps 150 --row-tokens 4096 --lr 2e-3 --dtype float32",
 }
 
 
-def make_models(recipes: list[str]) -> None:
-    """Make the models of these recipes that are missing, as the heads of the recipes say."""
-    models = (TINY if set(recipes) - {"agent"} else {}) | (SMOLLM2 if "agent" in recipes else {})
-    for folder, how in models.items():
+def make_models() -> None:
+    """Make the models that are missing, as the heads of the recipes say."""
+    for folder, how in MODELS.items():
         if not (ROOT / folder).exists():
             command = [sys.executable, "-m", "tlt", "models", *how.split(), "--out", folder]
             subprocess.run(command, cwd=ROOT, check=True)
@@ -79,7 +75,7 @@ def curve(run: Path) -> dict[str, Any]:
 def main() -> None:
     options = parse_options(__doc__, only=list(RECIPES))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(AGENT), os.environ.get("PYTHONPATH", "")])
-    make_models(options.only)
+    make_models()
     done = load("recipes").get("recipes", {})
     for name in options.only:
         label, config, settings = RECIPES[name]
