@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-
-from registry.core import Doc, Rows, count, figures, ms, several, spread, table
+from registry.core import Doc, Rows, count, figures, several, spread, table
 
 
 @table("drafter.acceptance", "drafter/report")
@@ -22,10 +20,6 @@ figures(
     {
         "budget": lambda d: f"{d['budget_minutes']:.0f} minutes",
         "new.first": lambda d: f"{d['acceptance']['before']['1']['by_position'][0]:.1%}",
-        "median_tokens": lambda d: count(d["data"]["median_tokens"]),
-        "p99_tokens": lambda d: count(d["data"]["p99_tokens"]),
-        "steps": lambda d: count(d["training"]["steps"]),
-        "row_tokens": lambda d: count(d["training"]["settings"]["row_tokens"]),
     },
 )
 
@@ -51,23 +45,7 @@ def distance(d: Doc) -> Rows:
     return rows
 
 
-LOSSES = {
-    "ce": "cross-entropy",
-    "agree": "minus the log of the chance of equal draws",
-    "stages": "the same for draws in two stages, as on CPUs",
-    "mix 0.1": "0.1 of the chance of equal draws, the rest cross-entropy",
-    "mix 0.5": "half of each",
-    "mix 0.9": "0.9 of the chance of equal draws",
-    "ce, agree": "cross-entropy, then the chance of equal draws",
-    "tv": "total variation",
-    "chain": "minus the log of the expected tokens per draft",
-}
 NORMS = {"ce": "without", "ce 3.1": "with the norms of EAGLE-3.1"}
-
-
-@table("losses", "losses")
-def losses(d: Doc) -> Rows:
-    return learned(d, "loss", LOSSES)
 
 
 @table("norms", "losses")
@@ -87,23 +65,9 @@ def learned(d: Doc, head: str, names: dict[str, str]) -> Rows:
 
 
 figures(
-    "norms",
-    "norms",
-    {
-        "minutes": lambda d: f"{d['minutes']:.0f} minutes",
-        "plain": lambda d: f"{d['tokens_per_draft']['without']:.2f}",
-        "new": lambda d: f"{d['tokens_per_draft']['with']:.2f}",
-        "learned": lambda d: ", ".join(
-            f"{of['length@1']:.2f} after {of['elapsed_s']:.0f} s"
-            for of in d["drafters"]["with"]["training"]["history"][1:]
-        ),
-    },
-)
-
-figures(
     "losses",
     "losses",
-    {"seconds": lambda d: f"{d['seconds']:.0f} s", "seeds": lambda d: str(d["seeds"])},
+    {"seconds": lambda d: f"{d['seconds']:.0f} s"},
 )
 
 
@@ -139,23 +103,8 @@ figures(
     "overhead",
     {
         "rounds": lambda d: str(d["options"]["rounds"]),
-        "draft_tokens": lambda d: str(d["options"]["num_draft_tokens"]),
-        "dtype": lambda d: d["options"]["dtype"],
-        "drafter": lambda d: d["options"]["drafter"],
-        "fingerprint.swap": lambda d: ms(statistics.median(d["fingerprint_s"]["update_drafter"])),
-        "fingerprint.sync": lambda d: ms(statistics.median(d["fingerprint_s"]["update_policy"])),
-        "fingerprint.step": lambda d: ms(
-            1 / statistics.median(d["results"][0]["tokens_per_s"]["tlt+idle"])
-        ),
-        "capture.small": lambda d: several(d["results"][0]["ratios"]["tlt+capture / tlt+idle"]),
-        "capture.large": lambda d: several(d["results"][-1]["ratios"]["tlt+capture / tlt+idle"]),
-        "capture.large_size": lambda d: str(d["results"][-1]["batch_size"]),
     },
 )
-
-
-def lookup(d: Doc, size: int) -> str:
-    return f"{d['lookup']['1000000'][f'batch {size}']['median_us']:.0f}"
 
 
 figures(
@@ -164,14 +113,6 @@ figures(
     {
         "own": lambda d: f"{d['replay']['own text']['tokens_per_step']:.2f}",
         "first_epoch": lambda d: f"{d['replay']['history, first epoch']['tokens_per_step']:.2f}",
-        "two_epochs": lambda d: f"{d['replay']['history']['tokens_per_step']:.2f}",
-        "lookup_1": lambda d: f"{lookup(d, 1)} µs",
-        "lookup_32": lambda d: f"{lookup(d, 32)} µs",
-        "mib": lambda d: f"{d['lookup']['1000000']['mib']:.0f} MiB",
         "bytes_per_token": lambda d: count(d["lookup"]["1000000"]["mib"] * 2**20 / 1e6),
-        "prompts": lambda d: str(d["options"]["prompts"]),
-        "siblings": lambda d: str(d["options"]["siblings"]),
-        "drafted": lambda d: str(d["options"]["drafted"]),
-        "concurrency": lambda d: str(d["options"]["concurrency"]),
     },
 )

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import statistics
 
-from registry.core import Doc, Rows, count, figures, ms, percent, table
-from registry.pairs import comparison, drift, interval, same_policy, turns
+from registry.core import Doc, Rows, count, figures, percent, table
+from registry.pairs import drift, interval, same_policy, turns
 
-SCENARIOS = {"words": "natural lengths", "tail": "heavy tail"}
-"""Scenarios in which all arms are compared with no speculation, and their titles."""
-
-ALL = ("words_again", *SCENARIOS, "equal", "from_nothing", "identical")
+ALL = ("words_again", "words", "tail", "equal", "from_nothing", "identical")
 """Results of all scenarios."""
 
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
 """Results of the natural lengths, by seed."""
-
-for each in (*SCENARIOS, "words_again", "equal", "identical"):
-    comparison(f"e2e.{each}", f"e2e/pairs/{each}")
-
-
-def labels(*docs: Doc) -> dict[str, str]:
-    """Names of the arms that were measured, in the order of the scenarios."""
-    return {arm: d["scenario"]["arms"][arm]["label"] for d in docs for arm in d["speed_up"]}
-
-
-@table("e2e", *(f"e2e/pairs/{name}" for name in SCENARIOS))
-def parts(*docs: Doc) -> Rows:
-    """One row per arm: how many times as fast as no speculation, scenario by scenario."""
-    head = [f"{title}, {of}" for title in SCENARIOS.values() for of in ("end to end", "rollout")]
-    rows = [["against no speculation", *head]]
-    for arm, label in labels(*docs).items():
-        cells = [
-            interval(d["speed_up"][arm]["every_pair"][measure]) if arm in d["speed_up"] else ""
-            for d in docs
-            for measure in ("end_to_end", "rollout")
-        ]
-        rows.append([label, *cells])
-    return rows
 
 
 @table("e2e.all", *(f"e2e/pairs/{name}" for name in ALL))
@@ -83,34 +57,33 @@ def rollout_share(d: Doc) -> float:
     return sum(t["rollout_s"] for t in found) / sum(t["end_to_end_s"] for t in found)
 
 
-def of_scenario(name: str) -> None:
-    """Declare figures of one scenario."""
-    arm = "tlt"
-    figures(
-        f"e2e.{name}",
-        f"e2e/pairs/{name}",
-        {
-            "rollout_share": lambda d: percent(rollout_share(d)),
-            "median_tokens": lambda d: count(
-                statistics.median(n for t in turns(d, "off") for n in t["lengths"])
-            ),
-            "longest_tokens": lambda d: count(
-                max(n for t in turns(d, "off") for n in t["lengths"])
-            ),
-            "end_to_end": lambda d: interval(d["speed_up"][arm]["every_pair"]["end_to_end"]),
-            "rollout": lambda d: interval(d["speed_up"][arm]["every_pair"]["rollout"]),
-            "accepted": lambda d: f"{mean(d, arm, 'rollout/acceptance_length'):.2f}",
-            "harvest.idle_s": lambda d: f"{mean(d, arm, 'harvest/idle_s'):.1f} s",
-            "harvest.stop_max": lambda d: ms(
-                max(t["metrics"].get("harvest/stop_max_s", 0.0) for t in turns(d, arm))
-            ),
-        },
-    )
+def lengths(d: Doc) -> list[int]:
+    return [length for turn in turns(d, "off") for length in turn["lengths"]]
 
 
-of_scenario("words")
-of_scenario("words_again")
-of_scenario("tail")
-
-figures("e2e.tail", "e2e/pairs/tail", {"drift": lambda d: f"{drift(d, 'off'):.2f}x"})
-figures("e2e.identical", "e2e/pairs/identical", {"steps": lambda d: str(d["scenario"]["steps"])})
+figures(
+    "e2e.words",
+    "e2e/pairs/words",
+    {
+        "rollout_share": lambda d: percent(rollout_share(d)),
+        "harvest.idle_s": lambda d: f"{mean(d, 'tlt', 'harvest/idle_s'):.1f} s",
+    },
+)
+figures(
+    "e2e.words_again",
+    "e2e/pairs/words_again",
+    {
+        "rollout_share": lambda d: percent(rollout_share(d)),
+        "end_to_end": lambda d: interval(d["speed_up"]["tlt"]["every_pair"]["end_to_end"]),
+        "accepted": lambda d: f"{mean(d, 'tlt', 'rollout/acceptance_length'):.2f}",
+    },
+)
+figures(
+    "e2e.tail",
+    "e2e/pairs/tail",
+    {
+        "drift": lambda d: f"{drift(d, 'off'):.2f}x",
+        "median_tokens": lambda d: count(statistics.median(lengths(d))),
+        "longest_tokens": lambda d: count(max(lengths(d))),
+    },
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -75,36 +74,12 @@ def last_over(d: Doc, arm: str, other: str) -> str:
     return f"{found / theirs:.2f}x"
 
 
-def over(d: Doc, arm: str, other: str, measure: str = "rollout_s") -> str:
-    """How many times as fast as another arm, over the RL steps that both made."""
+def over(d: Doc, arm: str, other: str) -> str:
+    """How many times as fast as another arm's rollouts, over the RL steps that both made."""
     mine, theirs = (d["arms"][name]["steps"][WARM_UP:] for name in (arm, other))
     count = min(len(mine), len(theirs))
-    return f"{total(theirs[:count], measure) / total(mine[:count], measure):.2f}x"
-
-
-def total(rows: Sequence[dict[str, float]], name: str) -> float:
-    return sum(row[name] for row in rows)
-
-
-def reward(d: Doc, third: int) -> float:
-    """The mean reward of a third of the RL steps."""
-    rows = d["arms"]["off"]["steps"]
-    return fmean(
-        row["reward"] for row in rows[len(rows) * third // 3 : len(rows) * (third + 1) // 3]
-    )
-
-
-def rollout_share(of: Doc) -> float:
-    rows = of["steps"][WARM_UP:]
-    return total(rows, "rollout_s") / total(rows, "step_s")
-
-
-def fell(d: Doc, arm: str) -> str:
-    """By how much the tokens per draft fell from the first third to the last."""
-    rows = d["arms"][arm]["steps"][WARM_UP:]
-    first = fmean(row["hit_share"] for row in rows[: len(rows) // 3])
-    last = fmean(row["hit_share"] for row in rows[2 * len(rows) // 3 :])
-    return percent(1 - last / first)
+    seconds, of_other = (sum(row["rollout_s"] for row in rows[:count]) for rows in (mine, theirs))
+    return f"{of_other / seconds:.2f}x"
 
 
 figures(
@@ -121,31 +96,17 @@ figures(
             f"costly.{arm}": lambda d, arm=arm: f"{d['simulated']['costly'][arm]['rollout']:.2f}x"
             for arm in ("frozen", "nothing", "ngram")
         },
-        **{
-            f"nothing.last.{measure}": lambda d, measure=measure: last(d, "nothing", measure)
-            for measure in ("rollout", "end_to_end")
-        },
+        "nothing.last.end_to_end": lambda d: last(d, "nothing", "end_to_end"),
         **{
             f"frozen.over_{other}": lambda d, other=other: over(d, "frozen", other)
             for other in ("fixed", "fixed7", "by_batch", "beg_mab")
         },
         "tlt.over_frozen": lambda d: over(d, "tlt", "frozen"),
-        "tlt.over_frozen.steps": lambda d: over(d, "tlt", "frozen", "step_s"),
-        "tokens.nothing": lambda d: f"{last_third(d['arms']['nothing'], 'tokens_per_draft'):.2f}",
-        "tokens.frozen": lambda d: f"{last_third(d['arms']['frozen'], 'tokens_per_draft'):.2f}",
-        "tokens.ngram": lambda d: f"{last_third(d['arms']['ngram'], 'tokens_per_draft'):.2f}",
-        "median_tokens": lambda d: f"{mean(d['arms']['off'], 'median_tokens'):.0f}",
-        "p99_tokens": lambda d: f"{mean(d['arms']['off'], 'p99_tokens'):.0f}",
-        "reward.first": lambda d: f"{reward(d, 0):.2f}",
-        "reward.last": lambda d: f"{reward(d, 2):.2f}",
-        "rollout_share": lambda d: percent(rollout_share(d["arms"]["off"])),
         "nothing.over_ngram": lambda d: last_over(d, "nothing", "ngram"),
         "fast": ratio("fast_tlt", "rollout"),
         "fast.last": lambda d: last(d, "fast_tlt", "rollout"),
-        "fast.fell": lambda d: fell(d, "fast_frozen"),
         "equal": ratio("equal_tlt", "end_to_end"),
         "late_steps": lambda d: late(d, "late_share"),
         "late_s": lambda d: late(d, "late_s_share"),
-        "steps": lambda d: str(len(d["arms"]["off"]["steps"])),
     },
 )

@@ -7,11 +7,8 @@ import statistics
 from typing import Any
 
 from registry.core import Doc, Rows, figures, table
-from registry.pairs import comparison, interval
 
 FILE = "e2e/pairs/from_nothing"
-
-comparison("from_nothing", FILE)
 
 
 def turns(d: Doc, arm: str = "nothing") -> list[dict[str, Any]]:
@@ -58,10 +55,6 @@ figures(
     FILE,
     {
         "all_steps": lambda d: str(max(turn["step"] for turn in d["turns"])),
-        "rollout": lambda d: interval(d["speed_up"]["nothing"]["every_pair"]["rollout"]),
-        "rewards": lambda d: " to ".join(
-            f"{mean(part, 'reward/mean'):.2f}" for part in (thirds(d)[0], thirds(d)[2])
-        ),
         "used_s": lambda d: f"{used_s(d):.0f} s",
     },
 )

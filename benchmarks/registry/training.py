@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from registry.core import Doc, Rows, count, figures, percent, several, table
+from registry.core import Doc, Rows, count, figures, percent, table
 
 Record = dict[str, Any]
 
@@ -68,11 +68,8 @@ figures(
     {
         "steps": lambda d: str(d["num_steps"]),
         "minutes": lambda d: f"{d['total']['time/step_s'] / 60:.0f} minutes",
-        "reward.first": lambda d: f"{d['reward']['first_fifth']:.2f}",
-        "reward.last": lambda d: f"{d['reward']['last_fifth']:.2f}",
         "held_out.first": lambda d: f"{d['eval_reward']['first']:.2f}",
         "held_out.last": lambda d: f"{d['eval_reward']['last']:.2f}",
-        "gap": lambda d: f"{d['median']['learner/gap_mean']:.3f}",
     },
 )
 
@@ -97,11 +94,6 @@ figures(
     "timeline",
     {
         "share": lambda d: f"{d['share']:.2%}",
-        "noting": lambda d: f"{d['noting_us']:.1f} µs",
-        "step": lambda d: f"{d['other_ms']['with'] - d['other_ms']['without']:.1f} ms",
-        "pairs": lambda d: several(
-            [d["with_over_without"]["low"], d["with_over_without"]["high"]], unit=""
-        ),
     },
 )
 
@@ -131,10 +123,7 @@ figures(
     "same_run",
     {
         "steps": lambda d: str(d["steps"]),
-        "prompts": lambda d: str(d["prompts_per_step"]),
         "samples": lambda d: f"{d['arms']['tlt-2']['against_off']['samples']:,}",
-        "tokens": lambda d: f"{d['arms']['tlt-2']['against_off']['tokens']:,}",
-        "metrics": lambda d: f"{d['arms']['tlt-2']['against_off']['metrics']:,}",
         "verdict": lambda d: (
             "are equal in every bit"
             if all(differs(arm) in ("", "nowhere") for arm in d["arms"].values())
