@@ -7,7 +7,6 @@ Nothing is measured. The code of `tlt` draws: SVG that can be read on light and 
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
@@ -26,13 +25,9 @@ def main() -> None:
     drawn = training_picture(result("drafter/report"))
     (RESULTS / "drafter" / "report.svg").write_text(drawn)
     plot_run(RESULTS / "train", "SmolLM2-135M learns sums")
-    for path in sorted(RESULTS.glob("**/rollout.json")):
-        rollout = json.loads(path.read_text())
-        path.with_suffix(".svg").write_text(charts.running(rollout))
-        for mode, decisions in rollout["decisions"].items():
-            if ":" not in mode and mode != "off":
-                picture = charts.decisions(decisions, mode)
-                path.with_name(f"{mode}.svg").write_text(picture)
+    adaptive = result("strategy/live/rollout")["decisions"]["adaptive"]
+    drawn = charts.decisions(adaptive, "adaptive")
+    (RESULTS / "strategy" / "live" / "adaptive.svg").write_text(drawn)
     sys.path.insert(0, str(HERE / "e2e"))  # as if each script ran alone
     runpy.run_path(str(HERE / "e2e" / "workers.py"), run_name="__main__")
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The adaptive strategy on live engines and in replay: about 45 minutes after `bash benchmarks/drafter.sh`.
 # Writes benchmarks/results/strategy/: live/ (against every fixed arm and BEG-MAB),
-# random_drafter/, no_drafter/, random_text/ (against no speculation), two_engines/, strategy.json.
+# random_drafter/, no_drafter/, random_text/ (against no speculation), strategy.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tlt="${TLT:-.venv/bin/tlt}"
@@ -26,6 +26,5 @@ compiled=(--engine-arg enforce_eager=false)
   --mode off --mode adaptive --out "$out/no_drafter"
 "$tlt" drafter bench "${work[@]}" --drafter "$drafter" --engines 1 --repeats 5 --temperature 2 \
   --mode off --mode adaptive --out "$out/random_text"
-"$tlt" drafter bench "${work[@]}" --drafter "$drafter" --engines 2 --repeats 2 \
-  --mode off --mode adaptive --out "$out/two_engines"
+rm "$out"/*/*.svg  # the next line draws those that pages show
 "$python" benchmarks/pictures.py

@@ -17,8 +17,8 @@ if [ ! -d "$drafter" ]; then
       --draft-vocab 4096 --draft-tokens 3 --row-tokens 512 --num-samples 144 --num-held-out 12 \
       --max-tokens 480 --dtype float32 --budget-minutes 10
   tlt drafter export runs/words-drafter --model "$model" --out "$drafter"
-  cp runs/words-drafter/report.json runs/words-drafter/report.svg "$out/"
 fi
 tlt drafter bench --model "$model" --drafter "$drafter" --task word_problems --natural \
     --longest 480 --requests 48 --engines 2 --repeats 2 --seed 1 --engine-arg enforce_eager=false \
     --mode off --mode ngram:3 --mode eagle3:3 --out "$out"
+rm "$out/rollout.svg"  # no page shows it
