@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tlt.train.memory import ModelShape, learner_memory
+from tlt.train.memory import learner_memory
+from tlt.train.shape import ModelShape
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests load this file by its path
 

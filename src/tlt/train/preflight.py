@@ -7,13 +7,11 @@ message that names the key or file and a value that works, and returns what it r
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from tlt.tasks.gym import Problem
 from tlt.tasks.held_out import HeldOut, held_out_sets
 from tlt.tasks.rewards import RewardFunction, RewardPool, reward_function
 from tlt.tasks.source import Source, open_source
+from tlt.train.check_update import check_algorithm, check_learner, check_lora
 from tlt.train.fit import check_memory
 from tlt.train.memory import GIB, Place, Sizes
 from tlt.train.placement import PlacementPlan, plan_placement
@@ -83,8 +82,8 @@ def check_outline(config: TrainConfig) -> list[Place] | None:
     _check_experts(model)
     engine, draft_tokens = engine_config(config, model)
     plan_placement(config)
-    _check_learner(config)
-    _check_lora(config)
+    check_learner(config)
+    check_lora(config)
     given = engine.engine_args.get("max_model_len", 0) - draft_tokens - config.sampling.max_tokens
     return _plan_memory(config, model, max(given, PROMPT_TOKENS), draft_tokens)
 
@@ -102,9 +101,9 @@ def prepare(config: TrainConfig) -> Prepared:
     plan = plan_placement(config)
     _check_emulation(config)
     _check_cores(config)
-    _check_learner(config)
-    _check_lora(config)
-    _check_algorithm(config)
+    check_learner(config)
+    check_lora(config)
+    check_algorithm(config)
     _check_capture(config, model)
     chat = Chat(config.policy.model, "policy.model")
     num_held_out = config.eval.num_problems if config.eval.every_steps else 0
@@ -231,104 +230,6 @@ def _check_cores(config: TrainConfig) -> None:
             f"learner.num_ranks x learner.num_cores = {ranks} is more than this machine's {cores} "
             f"cores; e.g. learner.num_ranks = 1, learner.num_cores = {cores}"
         )
-
-
-def _check_learner(config: TrainConfig) -> None:
-    forced = config.debug.forced_lengths
-    if forced is not None and forced.longest > config.sampling.max_tokens:
-        raise ConfigError(
-            f"debug.forced_lengths.longest = {forced.longest} is more than sampling.max_tokens = "
-            f"{config.sampling.max_tokens}; set it to {config.sampling.max_tokens} or less"
-        )
-    if forced is not None and config.sampling.max_extra_prompts:
-        raise ConfigError(
-            f"sampling.max_extra_prompts = {config.sampling.max_extra_prompts} replaces groups by "
-            "their rewards, which mean nothing with debug.forced_lengths; set it to 0"
-        )
-    updates, prompts = config.learner.updates_per_step, config.sampling.prompts_per_step
-    if updates > prompts:
-        raise ConfigError(
-            f"learner.updates_per_step = {updates} is more than sampling.prompts_per_step = "
-            f"{prompts}: an update needs a group; e.g. learner.updates_per_step = 1"
-        )
-
-
-def _check_lora(config: TrainConfig) -> None:
-    """Refuse adapters of layers that the policy lacks."""
-    lora = config.learner.lora
-    if not lora.rank:
-        return
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(
-            f"learner.lora.rank = {lora.rank} needs peft: pip install 'tlt-rl[train]', or set it "
-            "to 0 to train all weights"
-        )
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from tlt.learner.lora import linear_layers
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.policy.model))
-    if getattr(model.config, "num_experts", 0):
-        raise ConfigError(
-            f"learner.lora.rank = {lora.rank}: mixtures of experts cannot have adapters; set it to "
-            "0 to train all weights, or use a dense model"
-        )
-    there = linear_layers(model)
-    if unknown := [name for name in lora.target_modules if name not in there]:
-        raise ConfigError(
-            f"learner.lora.target_modules: the policy's decoder layers have no linear layer "
-            f"{unknown[0]!r}; they have {', '.join(there)}; e.g. {there[:2]}, or leave it out for "
-            "all of them"
-        )
-
-
-def _check_algorithm(config: TrainConfig) -> None:
-    """Import the advantage and the loss, and call functions of the user's own once."""
-    import torch
-
-    from tlt.learner.advantage import ADVANTAGES, advantage_function
-    from tlt.learner.policy_loss import loss_function
-
-    algorithm, size = config.algorithm, config.sampling.group_size
-    if algorithm.overlong_tokens > config.sampling.max_tokens:
-        raise ConfigError(
-            f"algorithm.overlong_tokens = {algorithm.overlong_tokens} is more than "
-            f"sampling.max_tokens = {config.sampling.max_tokens}; e.g. "
-            f"{max(1, config.sampling.max_tokens // 5)}"
-        )
-    over_step = algorithm.advantage_over == "step"
-    if over_step and algorithm.advantage in ADVANTAGES:
-        raise ConfigError(
-            f"algorithm.advantage_over = 'step', but {algorithm.advantage!r} compares the samples "
-            "of a group; set it to 'group', or name a function of all groups, e.g. "
-            "algorithm.advantage = 'my_algorithm:advantage'"
-        )
-    if over_step and config.sampling.max_extra_prompts:
-        raise ConfigError(
-            f"sampling.max_extra_prompts = {config.sampling.max_extra_prompts} replaces a group as "
-            "soon as it is complete, and with algorithm.advantage_over = 'step' its advantages are "
-            "not known then; set max_extra_prompts to 0"
-        )
-    advantage: Callable[[Any], Any] = advantage_function(algorithm.advantage)
-    loss = loss_function(algorithm.loss)
-    what = f"algorithm.advantage = {algorithm.advantage!r} must return a finite number per reward"
-    what += ", in a list per group" if over_step else ""
-    example = "grpo"
-    try:
-        groups = [[0.0] * (size - 1) + [1.0], [1.0] * size]
-        for found in advantage(groups) if over_step else map(advantage, groups):
-            finite = [each for each in map(float, found) if math.isfinite(each)]
-            assert len(finite) == size, found
-        what = f"algorithm.loss = {algorithm.loss!r} must return a tensor of a number per token"
-        example = "clipped"
-        logprob_T, old_T = torch.zeros(3, requires_grad=True), torch.zeros(3)
-        loss_T = loss(logprob_T, old_T, torch.ones(3), algorithm)
-        assert loss_T.shape == old_T.shape, tuple(loss_T.shape)
-        loss_T.sum().backward()
-    except Exception as error:
-        raise ConfigError(f"{what}, as {example!r} does: {error!r}; e.g. {example!r}") from error
 
 
 def _check_capture(config: TrainConfig, model: dict[str, Any]) -> None:

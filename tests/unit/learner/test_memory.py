@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tlt.train.memory import ModelShape, learner_memory
+from tlt.train.memory import learner_memory
+from tlt.train.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "learner_memory.json"

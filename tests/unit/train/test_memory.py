@@ -12,8 +12,9 @@ from tlt.cli.main import app
 from tlt.config.load import load_config
 from tlt.config.train import NodeConfig, TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
-from tlt.train.memory import GIB, ModelShape, Place
+from tlt.train.memory import GIB, Place
 from tlt.train.preflight import check_outline
+from tlt.train.shape import ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 NODE = ("node.num_gpus=8", "node.gpu_gib=79", "node.host_gib=1900")

@@ -13,8 +13,9 @@ from tlt.config.load import load_config
 from tlt.config.rollout import EngineConfig
 from tlt.config.train import TrainConfig, resolve_defaults
 from tlt.errors import ConfigError
-from tlt.train.memory import ModelShape, Place
+from tlt.train.memory import Place
 from tlt.train.preflight import check_outline
+from tlt.train.shape import ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted(
