@@ -285,6 +285,13 @@ def _check_prompts(
         )
     response, margin = config.sampling.max_tokens, draft_tokens + 1 if draft_tokens else 0
     given, limit = engine.engine_args.get("max_model_len"), model.get("max_position_embeddings")
+    rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    if given and limit and given > limit and not scaled:
+        raise ConfigError(
+            f"engine.engine_args.max_model_len = {given!r} is more than the {limit} tokens that "
+            f"policy.model takes; set it to {limit} or less"
+        )
     room = (given or limit or sys.maxsize) - response - margin
     if longest <= room:
         return longest, room

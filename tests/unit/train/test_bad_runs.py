@@ -239,6 +239,8 @@ WRONG: list[tuple[Spoil, str, str]] = [
     (model_file("model.safetensors", lambda b: b[:-100]), "model.safetensors", "download it again"),
     (settings("engine.engine_args.max_model_len=80", f"engine.strategy={NGRAM}"),
      "engine.engine_args.max_model_len = 80", "lower sampling.max_tokens"),
+    (settings("engine.engine_args.max_model_len=5000"),
+     "engine.engine_args.max_model_len = 5000", "or less"),
     (settings('engine.engine_args.max_model_len="4k"'), "engine_args.max_model_len", "remove it"),
     (settings("sampling.max_tokens=5000"), "policy.model", "lower sampling.max_tokens to"),
     # the engine
