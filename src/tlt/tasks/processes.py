@@ -112,7 +112,7 @@ class Processes:
                 raise BrokenProcessPool(f"no answer in {self.stall_timeout_s:g} s")
             return future.result()
         finally:
-            if self._outlive and scheduled.running():
+            if self._outlive:  # a call may run before the pool knows that it does
                 future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             else:
                 future.cancel()  # and kill its process if it runs
