@@ -9,8 +9,6 @@ curve. `fixed` is DAPO's recipe without the extra prompts that replace groups wi
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -18,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT, load, parse_options, save, trained
+from tlt.observe.record import read
+from tlt.observe.summary import series, summary
 from tlt.report.charts import charts_of
 from tlt.report.svg import sheet
 from tlt.report.view import look_at
 
-AGENT = ROOT / "examples" / "calculator_agent"
 RECIPES: dict[str, tuple[str, str, list[str]]] = {
     "dapo": ("DAPO on a tiny model", "configs/dapo_tiny_cpu.toml", []),
     "fixed": (
@@ -31,19 +30,12 @@ RECIPES: dict[str, tuple[str, str, list[str]]] = {
         ["sampling.max_extra_prompts=0"],
     ),
     "lora": ("LoRA on a tiny model", "configs/lora_tiny_cpu.toml", []),
-    "agent": (
-        "an agent with a calculator, tiny model",
-        f"{AGENT.relative_to(ROOT)}/run.toml",
-        ["run.num_steps=40"],
-    ),
 }
 """Label, file and settings of each recipe."""
 MODELS = {
     "models/tiny": "tiny",
     "models/tiny-sft": "sft --model models/tiny --task gcd --sizes 2,2,2 --parameter max_value=9 "
     "--steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
-    "models/tiny-calls": "sft --model models/tiny --task word_problems --sizes 2,3,4 "
-    "--environment calculator:Calculator --steps 150 --row-tokens 4096 --lr 2e-3 --dtype float32",
 }
 
 
@@ -57,24 +49,25 @@ def make_models() -> None:
 
 def curve(run: Path) -> dict[str, Any]:
     """Return what a finished run learned, and how idle its engines were."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["step"] > 0]
-    fifth = max(1, len(steps) // 5)
-    rewards = [record["reward/mean"] for record in steps]
-    kept = ("rollout/idle_share", "rollout/replacement_share", "tools/turns_mean")
+    records = read(run / "metrics.jsonl")
+    found = summary(records)
+    means = {
+        name: statistics.fmean(values)
+        for name in ("rollout/idle_share", "rollout/replacement_share")
+        if (values := series(records, name)[1])
+    }
     return {
-        "rewards": [round(reward, 4) for reward in rewards],
-        "first": statistics.fmean(rewards[:fifth]),
-        "last": statistics.fmean(rewards[-fifth:]),
-        "held_out": [r["eval/reward_mean"] for r in records if "eval/reward_mean" in r],
-        "minutes": sum(record["time/step_s"] for record in records) / 60,
-        **{key: statistics.fmean(s[key] for s in steps) for key in kept if key in steps[0]},
+        "rewards": [round(reward, 4) for reward in series(records, "reward/mean")[1]],
+        "first": found["reward"]["first_fifth"],
+        "last": found["reward"]["last_fifth"],
+        "held_out": series(records, "eval/reward_mean")[1],
+        "minutes": found["total"]["time/step_s"] / 60,
+        **means,
     }
 
 
 def main() -> None:
     options = parse_options(__doc__, only=list(RECIPES))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(AGENT), os.environ.get("PYTHONPATH", "")])
     make_models()
     done = load("recipes").get("recipes", {})
     for name in options.only:

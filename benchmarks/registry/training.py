@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from registry.core import Doc, Rows, count, figures, percent, table
-
-Record = dict[str, Any]
 
 
 @table("learner_memory", "learner_memory")

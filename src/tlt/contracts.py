@@ -229,7 +229,7 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """What every part must know about a drafter."""
+    """The facts about a drafter that every part needs."""
 
     label: str
     """Its name in reports."""

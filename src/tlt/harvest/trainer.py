@@ -73,7 +73,7 @@ class HarvestTrainerSettings:
     emulate: dict[str, Any] | None = None
     """The GPU to emulate, as `EmulateConfig`; None emulates nothing."""
     log: LogSettings | None = None
-    """Where trainers log; None leaves logging unchanged."""
+    """Log settings of the trainers; None leaves logging unchanged."""
 
 
 def trainer_settings(

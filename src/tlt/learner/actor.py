@@ -61,7 +61,7 @@ class LearnerPlan:
     captures: bool
     """Whether ranks fill the buffer from the update's own passes; otherwise engines fill it."""
     log: LogSettings | None = None
-    """Where ranks log; None leaves logging unchanged."""
+    """Log settings of the ranks; None leaves logging unchanged."""
 
     @classmethod
     def of_run(
