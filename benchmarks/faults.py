@@ -1,10 +1,10 @@
 """Seeded faults and bad input at full size: how many, how long it takes, and whether all pass.
 
-    python benchmarks/faults.py [--seeds 1000] [--inputs 2000] [rollout] [harvest] [run] [input]
+    python benchmarks/faults.py [--seeds 1000] [--inputs 2000] [PART ...]
 
-Runs the tests of `make test-all` that draw faults, one part after the other: `rollout`, `harvest`
-and `run` put a layer of faults between the driver and its actors, `input` gives bad input to all
-commands. Writes benchmarks/results/faults.json; parts that are not named keep their record.
+Runs the tests of `make test-all` that draw faults, part by part: `rollout`, `harvest`,
+`run` and `tools` put a layer of faults between the driver and its actors, `input` gives bad input
+to all commands. Writes benchmarks/results/faults.json; parts that are not named keep their record.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -20,8 +21,13 @@ from typing import Any
 
 from common import ROOT, load, save
 
-LAYERS = {"rollout": "rollout", "harvest": "harvest", "run": "train"}
-"""Folders of the tests, by part."""
+LAYERS = {
+    "rollout": ["rollout"],
+    "harvest": ["harvest"],
+    "run": ["train", "-k", "not True"],
+    "tools": ["train", "-k", "True"],
+}
+"""Folder of the tests and what chooses some of them, by part."""
 INPUT = "input"
 
 
@@ -43,15 +49,15 @@ def outcome(output: str) -> dict[str, int]:
 def run(part: str, count: int) -> dict[str, Any]:
     """Run one part, and return its record."""
     variable = "TLT_FUZZ_INPUTS" if part == INPUT else "TLT_FAULT_SEEDS"
-    name = "cli/test_fuzz.py" if part == INPUT else f"{LAYERS[part]}/test_fault_layer.py"
-    tests = f"tests/unit/{name}"
-    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", tests]
+    folder, *chosen = ["cli"] if part == INPUT else LAYERS[part]
+    tests = f"tests/unit/{folder}/{'test_fuzz' if part == INPUT else 'test_fault_layer'}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", tests, *chosen]
     environment = os.environ | {variable: str(count)}
     began_s, began_cpu_s = time.monotonic(), cpu_s()
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     sys.stdout.write(done.stdout)
     return {
-        "command": f"{variable}={count} pytest {tests}",
+        "command": f"{variable}={count} pytest {shlex.join([tests, *chosen])}",
         "count": count,
         "seconds": round(time.monotonic() - began_s, 1),
         "cpu_seconds": round(cpu_s() - began_cpu_s, 1),

@@ -10,6 +10,7 @@ PARTS = {
     "rollout": "calls between the pool and its engines, in real time",
     "harvest": "calls between the coordinator and its trainers",
     "run": "calls between a whole run and its engines, ranks and trainers; the driver dies",
+    "tools": "the same with tools that fail, hang, die or answer late or twice",
     "input": "files and values that users give",
 }
 

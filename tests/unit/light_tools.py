@@ -148,7 +148,9 @@ class Processes:
                 tools.begun.add(path)
             work = asyncio.ensure_future(self._work(fault, function, path, args))
             # With the driver, it has not begun, ends all the same, or dies in the middle.
-            ends: list[Callable[[], Any]] = [partial(self._run, function, path, args), bool]
+            ends: list[Callable[[], Any]] = [bool]
+            if is_begin or HANGS not in args[2]:  # one that hangs never ends by itself
+                ends.append(partial(self._run, function, path, args))
             if not is_begin:
                 ends.append(partial(self._dies, path, args))
             tools.under_way[work] = ends
