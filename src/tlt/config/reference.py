@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
 from pydantic_core import PydanticUndefined
 
 from tlt.config.load import schema_of
 from tlt.config.train import TrainConfig
+from tlt.strategy.adaptive import Caution
+from tlt.strategy.spec import EXAMPLES
 
 HEADER = """# Configuration
 
@@ -20,11 +22,12 @@ checks all settings, the model and the data, and starts nothing.
 This page is generated from the schemas in `src/tlt/config`
 (`python -m tlt.config.reference > docs/configuration.md`); a test compares them.
 """
+KEYS = "\n| key | type | default | description |\n|---|---|---|---|\n"
 
 
 def reference() -> str:
     """Return the page as Markdown."""
-    return HEADER + tables(SECTIONS)
+    return HEADER + tables(SECTIONS) + _strategies()
 
 
 def _sections(
@@ -48,7 +51,7 @@ def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
     names = {name for name, _ in sections}
     for name, schema in sections:
         parts.append(f"\n## `{name}`\n\n{schema.__doc__}\n")
-        parts.append("\n| key | type | default | description |\n|---|---|---|---|\n")
+        parts.append(KEYS)
         for key, field in schema.model_fields.items():
             if key in names and "." not in name:
                 continue
@@ -57,10 +60,29 @@ def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
                 kind = str(field.annotation)
             kind = re.sub(r"typing\.|tlt\.config\.\w+\.", "", kind)
             kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\)\]\)\]", r"\1", kind)
-            text = " ".join((field.description or "").split())
+            text = _line(field.description or "")
             kind = kind.replace(" | ", " or ")  # the site shows the backslash of an escaped bar
             parts.append(f"| `{key}` | `{kind}` | {_default(field)} | {text} |\n")
     return "".join(parts)
+
+
+def _strategies() -> str:
+    """Return the kinds of `engine.strategy`, and a table of the adaptive one's optional keys."""
+    kinds = "".join(f"strategy = {example}\n" for example in EXAMPLES.values())
+    known = TypeAdapter(with_config(ConfigDict(use_attribute_docstrings=True))(Caution))
+    rows = "".join(
+        f"| `{key}` | `{of['type']}` | `{of['default']}` | {_line(of['description'])} |\n"
+        for key, of in known.json_schema()["properties"].items()
+    )
+    return (
+        f"\n## `engine.strategy`\n\nOne of every kind:\n\n```toml\n{kinds}```\n\n"
+        "`adaptive` and `beg_mab` take `arms`, by default all of the engine.\n"
+        f"`adaptive` also takes:\n{KEYS}{rows}"
+    )
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _default(field: object) -> str:

@@ -30,7 +30,7 @@ class DraftSettings(Schema):
     """Folder or Hub id of an EAGLE-3 drafter, in the plain layout or the speculators format.
     Without a drafter, only n-grams can draft."""
     strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "off"})
-    """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""
+    """Strategy that chooses drafter and draft length; its keys are under `engine.strategy`."""
     max_draft_tokens: int | None = Field(default=None, ge=1, le=32)
     """Longest draft that a strategy of this engine may use; by default what `strategy` needs."""
     ngram: NgramConfig | None = Field(default_factory=NgramConfig)
@@ -44,7 +44,7 @@ class SwitchConfig(DraftSettings):
     """The settings of `TLT_CONFIG`, for engines of other programs."""
 
     strategy: dict[str, Any] = Field(default_factory=lambda: {"kind": "adaptive"})
-    """Strategy that chooses drafter and draft length; the kinds are in `tlt.strategy.spec`."""
+    """Strategy that chooses drafter and draft length; its keys are under `engine.strategy`."""
 
 
 class EngineSettings(DraftSettings):
