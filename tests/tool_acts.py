@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,6 +77,36 @@ class Acts:
         """Keep what no pickle takes."""
         self.file = self.log.open("a")
         return "open"
+
+
+class Careless(Acts):
+    """Tools that change their process."""
+
+    def enter(self, folder: str) -> str:
+        """Change the folder.
+
+        Args:
+            folder: Its name.
+        """
+        os.chdir(folder)
+        return f"in {self._note('enter')}"
+
+    def exhaust(self) -> str:
+        """Open files until there are no more."""
+        self._note("exhaust")
+        with contextlib.suppress(OSError):
+            while True:
+                _open_files.append(os.open(os.devnull, os.O_RDONLY))
+        return "no more"
+
+    def start(self) -> str:
+        """Wait for a program that never ends."""
+        with self.log.open("a") as file:
+            subprocess.run(["sh", "-c", "echo $$; sleep 300"], stdout=file, check=False)
+        return "never"
+
+
+_open_files: list[int] = []
 
 
 def call(name: str, **arguments: Any) -> str:

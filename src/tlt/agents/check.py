@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ async def try_environment(config: TrainConfig, chat: Chat, problem: Problem) -> 
     chat.after_turn(["4"], chat.tokenizer.eos_token_id, config.tools.max_answer_tokens)
     one = config.tools.model_copy(update={"num_workers": 1})
     with tempfile.TemporaryDirectory() as folder:
-        host = ToolHost(one, config.policy.model, Path(folder))
+        host = ToolHost(one, config.policy.model, Path(folder), name)
         try:
             begun = await host.begin(name, "check", 0, problem)
             said = await host.answer(name, "check", "check", 1, begun.state, "no call")
@@ -55,6 +56,10 @@ async def try_environment(config: TrainConfig, chat: Chat, problem: Problem) -> 
             ) from fault
         finally:
             host.close()
+    if said.reward is not None and not math.isfinite(said.reward):
+        raise ConfigError(
+            f"task.environment = {name!r} has a reward that is not a number; e.g. reward = 0.0"
+        )
     if said.num_errors:
         raise ConfigError(
             f"task.environment = {name!r} fails on a turn without a call: {said.messages[0]}; or "

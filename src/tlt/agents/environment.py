@@ -41,6 +41,8 @@ from tlt.user_code import chosen_function
 
 NOT_TOOLS = {"reset", "reward", "get_reward", "worked"}
 """Public names of an environment that are not tools."""
+BLOCKS = ("text", "image", "image_url")
+"""Types of the content blocks of chat messages."""
 MAX_ERROR = 300
 """Characters of an error's text that the policy reads."""
 
@@ -63,7 +65,7 @@ class Answer:
     done: bool
     """Whether the trajectory has ended: the turn called no tool, or the environment is done."""
     reward: float | None
-    """The environment's reward; None if it has none, or one that is not a number."""
+    """The environment's reward; None if it has none, and NaN for one that is not a number."""
     num_errors: int = 0
     seconds: float = 0.0
 
@@ -120,6 +122,11 @@ def tool_schemas(cls: Any, key: str = "task.environment") -> list[dict[str, Any]
 
     schemas = []
     for name in tool_names(cls):
+        if not _answers(getattr(class_of(cls), name)):
+            raise ConfigError(
+                f"{key}: the tool {name} of {class_of(cls).__name__} is a generator; return one "
+                'text, e.g. "\\n".join(lines)'
+            )
         try:
             schemas.append(get_json_schema(getattr(cls(), name)))
         except Exception as error:  # the library raises anything on a bad docstring
@@ -130,17 +137,26 @@ def tool_schemas(cls: Any, key: str = "task.environment") -> list[dict[str, Any]
     return schemas
 
 
+def _answers(tool: Any) -> bool:
+    """Return whether a call has a result; of a generator it has none."""
+    return not (inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool))
+
+
 # --- calls, in a tool process ---------------------------------------------------------------------
 
 
 def begin(cls: Any, problem: Mapping[str, Any]) -> Answer:
     """Return a new environment's answer to a problem; what `reset` raises is the caller's."""
     environment = cls()
-    taken = inspect.signature(environment.reset).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
-    given = {k: v for k, v in problem.items() if takes_all or k in taken}
-    first = returned(environment.reset(**given))
+    first = returned(environment.reset(**named(environment.reset, problem)))
     return _answer(environment, () if first is None else (_text(first),), done=False)
+
+
+def named(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a function takes."""
+    taken = inspect.signature(function).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    return {k: v for k, v in columns.items() if takes_all or k in taken}
 
 
 def answer(cls: Any, state: bytes, text: str, read: Reader) -> Answer:
@@ -187,19 +203,38 @@ def returned(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     """Return what the policy reads: a text, or the texts of content blocks as of chat messages."""
-    if not isinstance(value, list) or not all(isinstance(v, dict) and "type" in v for v in value):
+    if not isinstance(value, list) or not value or not all(map(_is_block, value)):
         return str(value)
     if any(block["type"] != "text" for block in value):
         raise ValueError("an environment answers with text; images are not supported")
     return "".join(str(block["text"]) for block in value)
 
 
+def _is_block(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") in BLOCKS
+
+
 def _answer(environment: Any, messages: tuple[str, ...], done: bool, num_errors: int = 0) -> Answer:
-    reward = getattr(environment, "reward", None)
-    reward = reward() if callable(reward) else reward
-    is_number = isinstance(reward, int | float) and math.isfinite(reward)
-    value = float(reward) if is_number and reward is not None else None
-    return Answer(messages, pickle.dumps(environment), done, value, num_errors)
+    said, reward = tuple(map(readable, messages)), _reward(environment)
+    return Answer(said, pickle.dumps(environment), done, reward, num_errors)
+
+
+def _reward(environment: Any) -> float | None:
+    if inspect.getattr_static(environment, "reward", None) is None:
+        return None
+    reward = environment.reward
+    reward = returned(reward() if callable(reward) else reward)
+    if reward is None:
+        return None
+    try:
+        return math.nan if isinstance(reward, str) else float(reward)  # NumPy's and torch's too
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
+def readable(text: str) -> str:
+    """Return a text without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _short(error: BaseException) -> str:

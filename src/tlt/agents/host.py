@@ -7,9 +7,10 @@ whose driver was killed still ends, and leaves its answer in the journal.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,12 +30,16 @@ HERMES = "hermes"
 class ToolHost:
     """Calls environments for one event loop."""
 
-    def __init__(self, config: ToolsConfig, model: str, folder: Path) -> None:
+    def __init__(
+        self, config: ToolsConfig, model: str, folder: Path, environment: str = ""
+    ) -> None:
+        """`environment` is imported before any time limit runs."""
         self._config = config
         self._model = model
-        self._folder = folder
+        self._folder = folder.resolve()  # tools may change to another folder
+        ready = [config.parser, model, environment]
         self._processes = Processes(
-            *("tools", config.num_workers, config.timeout_s, _prepare, [config.parser, model]),
+            *("tools", config.num_workers, config.timeout_s, _prepare, ready),
             max_deaths=1,
             outlive=True,
         )
@@ -86,24 +91,54 @@ class ToolHost:
 # --- in a tool process ----------------------------------------------------------------------------
 
 
-def _prepare(parser: str, model: str) -> None:
+_home = ""
+"""The folder in which every call begins, in a tool process."""
+
+
+class _Untaken(Exception):
+    """What a user's `reset` raised."""
+
+
+def _prepare(parser: str, model: str, environment: str) -> None:
+    global _home
+    _home = str(Path.cwd())
     with contextlib.suppress(Exception):  # the first call will report it
         reader(parser, model)
+        user.environment_class(environment)
+
+
+@contextlib.contextmanager
+def _sound() -> Iterator[None]:
+    """Begin a call, and end this process if it cannot keep the journal.
+
+    Earlier calls may have changed the folder, or have used up what the process may open.
+    """
+    try:
+        if _home:
+            os.chdir(_home)
+        yield
+    except Exception:
+        if not _home:
+            raise
+        os._exit(1)
 
 
 def _begin(path: str, payload: bytes) -> tuple[Answer | None, str]:
-    name, columns = pickle.loads(payload)
-    try:
-        cls = user.environment_class(name)
-        return journal.kept(Path(path), lambda: _timed_begin(cls, columns)), ""
-    except BaseException as error:  # also SystemExit, which would end the process
-        return None, f"{type(error).__name__}: {error}"[: user.MAX_ERROR]
-
-
-def _timed_begin(cls: Any, columns: Mapping[str, Any]) -> Answer:
     started_s = time.monotonic()
-    answer = user.begin(cls, columns)
-    return replace(answer, seconds=time.monotonic() - started_s)
+
+    def work() -> Answer:
+        try:
+            name, columns = pickle.loads(payload)
+            answer = user.begin(user.environment_class(name), columns)
+        except BaseException as error:  # also SystemExit, which would end the process
+            raise _Untaken(f"{type(error).__name__}: {error}"[: user.MAX_ERROR]) from error
+        return replace(answer, seconds=time.monotonic() - started_s)
+
+    with _sound():
+        try:
+            return journal.kept(Path(path), work), ""
+        except _Untaken as error:
+            return None, str(error)
 
 
 def _answer(path: str, name: str, state: bytes, text: str, parser: str, model: str) -> Answer:
@@ -118,7 +153,8 @@ def _answer(path: str, name: str, state: bytes, text: str, parser: str, model: s
             answer = journal.lost(state, said)
         return replace(answer, seconds=time.monotonic() - started_s)
 
-    return journal.answered_once(Path(path), state, work)
+    with _sound():
+        return journal.answered_once(Path(path), state, work)
 
 
 @cache

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tlt.agents.environment import Answer
+from tlt.agents.environment import Answer, readable
 
 LOST = "error: the answer of this tool was lost"
 
@@ -58,7 +58,7 @@ def kept(path: Path, work: Callable[[], Answer]) -> Answer:
 
 def lost(state: bytes, why: str = LOST) -> Answer:
     """Return the answer of a call whose own answer was lost."""
-    return Answer((why,), state, done=False, reward=None, num_errors=1)
+    return Answer((readable(why),), state, done=False, reward=None, num_errors=1)
 
 
 def settle(path: Path, answer: Answer) -> Answer:
@@ -89,7 +89,12 @@ def read(path: Path) -> Answer | None:
 
 
 def forget(folder: Path, step: int) -> None:
-    """Remove the answers of RL steps up to this one, which no run does again."""
+    """Remove the answers of RL steps up to this one, which no run does again; of none if it is 0.
+
+    Before the first checkpoint a run may do the evaluation of RL step 0 again.
+    """
+    if step == 0:
+        return
     for each in folder.glob("*"):
         number = each.name.removeprefix("eval-").split("-")[0]
         if number.isdigit() and int(number) <= step:

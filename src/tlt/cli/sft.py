@@ -19,6 +19,9 @@ def sft(
     environment: Annotated[
         str | None, opt.option("Environment whose `worked` solves the task with its tools.")
     ] = None,
+    parser: Annotated[
+        str, opt.option("How the policy writes tool calls, as in tools.parser.")
+    ] = "hermes",
     sizes: opt.Sizes = None,
     parameter: opt.Parameters = None,
     num_problems: Annotated[int, opt.number("Worked solutions to train on.", 1, 10_000_000)] = 3000,
@@ -51,6 +54,7 @@ def sft(
             out,
             task=task,
             environment=environment,
+            parser=parser,
             num_problems=num_problems,
             sizes=opt.read_sizes(sizes),
             parameters=apply_overrides({}, parameter or []),

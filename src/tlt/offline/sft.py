@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tlt.agents.host import HERMES, reader
 from tlt.agents.worked import worked_dialogues
 from tlt.contracts import Worked
 from tlt.learner.sft import SftSettings, SftStep, supervised_start
@@ -22,6 +23,7 @@ def train_policy(
     *,
     task: str,
     environment: str | None = None,
+    parser: str = HERMES,
     num_problems: int,
     sizes: HeavyTail | None,
     parameters: Mapping[str, Any],
@@ -40,7 +42,7 @@ def train_policy(
     made = problems(task, num_problems, settings.seed, "", sizes, parameters)
     samples: list[Worked] = []
     if environment is not None:
-        samples = worked_dialogues(environment, chat, made)
+        samples = worked_dialogues(environment, chat, made, reader(parser, str(model)))
     for problem in made if environment is None else ():
         tokens, num_prompt = chat.answered(problem.question, problem.solution)
         samples.append((tokens, [(num_prompt, len(tokens))]))

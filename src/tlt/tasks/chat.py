@@ -25,6 +25,8 @@ TOOLS = """You may call these tools:
 A call is a line such as <tool_call>{{"name": "...", "arguments": {{...}}}}</tool_call>; then end \
 your turn, and you get the answer."""
 """The description of tools that a model reads if its chat template has none."""
+MAX_TOKEN_CHARS = 32
+"""Characters of a text for each token that it may have, before it is encoded."""
 TURN, ANSWER = "TURN-OF-THE-POLICY", "ANSWER-OF-A-TOOL"
 """Texts to find again in a template's output."""
 
@@ -145,10 +147,20 @@ class Chat:
 
     def _cut(self, text: str, limit: int) -> str:
         """Return a text of at most `limit` tokens that ends no turn."""
-        for special in self.tokenizer.all_special_tokens:
-            text = text.replace(special, f"{special[0]} {special[1:]}")
-        tokens = self._encode(text)
-        return text if len(tokens) <= limit else f"{self.tokenizer.decode(tokens[:limit])}..."
+        room = MAX_TOKEN_CHARS * limit  # a text of megabytes takes seconds to encode
+        short = text[:room]
+        for special in self._specials:
+            short = short.replace(special, f"{special[0]} {special[1:]}")
+        tokens = self._encode(short)
+        if len(tokens) <= limit:
+            return short if len(text) <= room else f"{short}..."
+        return f"{self.tokenizer.decode(tokens[:limit])}..."
+
+    @cached_property
+    def _specials(self) -> list[str]:
+        added = self.tokenizer.added_tokens_decoder.values()
+        found = {str(token.content) for token in added if token.special}
+        return sorted(found | set(self.tokenizer.all_special_tokens), key=len, reverse=True)
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn that has ended, with special tokens except the last one."""

@@ -1,6 +1,7 @@
 """Processes in which users' code runs: in parallel, each call within a time limit.
 
-A call that hangs is killed at its limit, and one that crashes ends only its own process. Arguments
+A call that hangs is killed at its limit, with all processes it started, and one that crashes ends
+only its own process. Arguments
 and results are bytes, text and numbers, because what users' code raises or returns may not survive
 pickling. Workers are spawned, so each imports `__main__` again. That is cheap for `tlt`, which
 imports little before it has parsed its command line. A Ray actor's `__main__` imports ray, so the
@@ -165,8 +166,14 @@ _busy = threading.Lock()
 
 
 def _start(parent: int, outlive: bool, prepare: Callable[..., None], args: Sequence[Any]) -> None:
+    os.setsid()  # a group of its own, with all that its calls start
+    signal.signal(signal.SIGTERM, _end_group)
     threading.Thread(target=_end_with, args=[parent, outlive], daemon=True).start()
     prepare(*args)
+
+
+def _end_group(*_: Any) -> None:
+    os.killpg(0, signal.SIGKILL)
 
 
 def _end_with(parent: int, outlive: bool) -> None:
@@ -175,7 +182,7 @@ def _end_with(parent: int, outlive: bool) -> None:
         time.sleep(1.0)
     if outlive:
         _busy.acquire()  # a running call has its own time limit
-    os._exit(1)
+    _end_group()
 
 
 def _run(function: Callable[..., Any], timeout_s: float, args: Sequence[Any]) -> Any:

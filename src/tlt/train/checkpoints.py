@@ -51,6 +51,10 @@ class Checkpoints:
         """Return the newest sound checkpoint and the number of RL steps it holds."""
         return self._folder.last_checkpoint(verify_again)
 
+    def oldest(self) -> int:
+        """Return the RL step from which a run may resume if all newer checkpoints are damaged."""
+        return self._folder.oldest_checkpoint()
+
     async def begin(self, step: int, watch: Stopwatch) -> None:
         """Copy the learner's state if a checkpoint is due; raise the error of the last one."""
         if self._writing is not None and self._writing.done():

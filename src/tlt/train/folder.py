@@ -138,6 +138,11 @@ class RunFolder:
         found = (self.path / "checkpoints").glob("step-*")
         return sorted((path for path in found if CHECKPOINT.fullmatch(path.name)), key=step_of)
 
+    def oldest_checkpoint(self) -> int:
+        """Return the RL step of the oldest checkpoint, from which a run may resume; 0 if none."""
+        kept = self.checkpoints()
+        return step_of(kept[0]) if kept else 0
+
     def last_checkpoint(self, verify_again: bool = False) -> tuple[Path | None, int]:
         """Return the newest sound checkpoint and the number of RL steps it holds.
 

@@ -178,7 +178,10 @@ class _Run:
             stack.callback(rewards.close)
             tools = None
             if config.task.environment is not None:
-                tools = ToolHost(config.tools, config.policy.model, folder.path / "tools")
+                tools = ToolHost(
+                    *(config.tools, config.policy.model, folder.path / "tools"),
+                    config.task.environment,
+                )
                 stack.callback(tools.close)
             if config.tlt.harvests:
                 drafter = folder.path / "drafter-start"

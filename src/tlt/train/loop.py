@@ -194,7 +194,7 @@ class Training:
         record["learner/restarts"], self._learner_restarts = self._learner_restarts, 0
         record["checkpoint/faults"] = self._checkpoints.take_faults()
         if self._parts.tools is not None:
-            self._parts.tools.forget(self._checkpoints.last()[1])
+            self._parts.tools.forget(self._checkpoints.oldest())
         self._log.samples(step, problems, scored)
         await self._log.step(step, record, watch, self._update.streamed)
         self._checkpoints.end(step)

@@ -259,13 +259,13 @@ class Solved(Acts):
 def test_worked_dialogues_are_those_of_a_run(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Acts, "worked", Solved.worked, raising=False)
+    monkeypatch.setattr(Acts, "worked", staticmethod(Solved.worked), raising=False)
     talk = Talk(chat, tmp_path)
     texts = Solved.worked(answer="4")
     for text in texts:
         ended = talk.says(text)
     assert isinstance(ended, Ended)
-    ((tokens, parts),) = worked_dialogues("tool_acts:Acts", chat, [talk.problem])
+    ((tokens, parts),) = worked_dialogues("tool_acts:Acts", chat, [talk.problem], tagged_calls)
     assert tuple(tokens) == talk.prompt + ended.sample.token_ids
     assert [tuple(tokens[begin:end]) for begin, end in parts] == [chat.turn(t) for t in texts]
     begin = len(talk.prompt)
@@ -276,4 +276,60 @@ def test_worked_dialogues_are_those_of_a_run(
 def test_an_environment_without_solutions_is_refused(chat: Chat) -> None:
     why = r"--environment: 'tool_acts:Acts' shows no solutions; give it a static method worked"
     with pytest.raises(ConfigError, match=why):
-        worked_dialogues("tool_acts:Acts", chat, [])
+        worked_dialogues("tool_acts:Acts", chat, [], tagged_calls)
+
+
+def method(self: Any, answer: str) -> list[str]:
+    return [answer]
+
+
+WRONG = {
+    "a wrong name": (lambda answer: [call("cuont"), answer], "no tool 'cuont'"),
+    "no call": (lambda answer: [answer, answer], "the environment is done"),
+    "an error": (lambda nothing: [], "missing 1 required positional argument"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_worked_dialogues_that_go_wrong_are_refused(
+    what: str, chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked, why = WRONG[what]
+    monkeypatch.setattr(Acts, "worked", staticmethod(worked), raising=False)
+    problem = Talk(chat, tmp_path).problem
+    with pytest.raises(ConfigError, match=f"--environment: 'tool_acts:Acts' does not .*{why}"):
+        worked_dialogues("tool_acts:Acts", chat, [problem], tagged_calls)
+
+
+def test_worked_must_be_a_static_method(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Acts, "worked", method, raising=False)
+    with pytest.raises(ConfigError, match="give it a static method worked"):
+        worked_dialogues("tool_acts:Acts", chat, [], tagged_calls)
+
+
+# --- answers of tools -----------------------------------------------------------------------------
+
+
+def test_the_beginning_of_megabytes_is_encoded(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver encodes for all trajectories."""
+    end, encode, lengths = chat.tokenizer.eos_token_id, chat._encode, list[int]()
+
+    def noting(text: str) -> tuple[int, ...]:
+        lengths.append(len(text))
+        return encode(text)
+
+    monkeypatch.setattr(chat, "_encode", noting)
+    assert len(chat.after_turn(["ab " * 3_000_000], end, 20)) < 60
+    assert max(lengths) < 1000
+
+
+def test_a_tool_cannot_write_any_special_token(chat: Chat) -> None:
+    tokens = chat.tokenizer.added_tokens_decoder.items()
+    specials = {number: str(token.content) for number, token in tokens if token.special}
+    end = chat.tokenizer.eos_token_id
+    usual = set(chat.after_turn(["a"], end, 20))
+    for number, text in specials.items():
+        if number not in usual:
+            assert number not in chat.after_turn([f"a{text}b"], end, 20), text

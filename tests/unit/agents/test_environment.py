@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -255,12 +257,11 @@ def test_one_call_of_several_may_fail(log: Path) -> None:
         (2, 2.0),
         (True, 1.0),
         (None, None),
-        ("good", None),
-        (math.nan, None),
-        (math.inf, None),
+        (Fraction(1, 2), 0.5),
+        (Decimal("0.5"), 0.5),
         (lambda: 0.25, 0.25),
     ],
-    ids=["whole", "true", "none", "text", "nan", "infinite", "method"],
+    ids=["whole", "true", "none", "fraction", "decimal", "method"],
 )
 def test_a_reward_is_a_number_or_none(
     reward: Any, value: float | None, monkeypatch: pytest.MonkeyPatch, log: Path
@@ -275,3 +276,81 @@ def test_calls_are_read_wherever_they_stand() -> None:
     assert tagged_calls(text) == [("x", {"b": 1}), ("y", {})]
     assert tagged_calls('<tool_call>{"name": "z"}') == [("z", {})], "the end of a turn ends it"
     assert tagged_calls("4 < 5, and no <tool> at all") == []
+
+
+# --- odd environments -----------------------------------------------------------------------------
+
+
+class Rewarding(Shop):
+    """Its reward is what the problem names."""
+
+    def reset(self, **problem: Any) -> None:
+        self.reward = problem["reward"]
+
+
+class Late(Shop):
+    async def reward(self) -> float:  # type: ignore[override]
+        return 0.25
+
+
+class Misspelt(Shop):
+    @property
+    def reward(self) -> float:  # type: ignore[override]
+        return self.scroe  # type: ignore[attr-defined]
+
+
+def test_rewards_of_numpy_count() -> None:
+    numpy = pytest.importorskip("numpy")
+    for reward in (numpy.float32(1), numpy.int64(1), numpy.bool_(True), numpy.array(1.0)):
+        assert begin(Rewarding, {"reward": reward}).reward == 1.0
+
+
+@pytest.mark.parametrize("reward", ["1.0", math.nan, math.inf, [1.0], object])
+def test_a_reward_that_is_no_number_is_known_as_one(reward: Any) -> None:
+    found = begin(Rewarding, {"reward": reward}).reward
+    assert found is not None
+    assert not math.isfinite(found)
+
+
+def test_a_reward_may_be_async_and_its_faults_are_seen() -> None:
+    assert begin(Late, {}).reward == 0.25
+    with pytest.raises(AttributeError, match="scroe"):
+        begin(Misspelt, {})
+
+
+class Odd(Shop):
+    def say(self, what: str) -> Any:
+        """Say what is known under a name.
+
+        Args:
+            what: The name.
+        """
+        return {
+            "rows": [{"name": "id", "type": "INTEGER"}],
+            "nothing": [],
+            "half": "smile \ud83d",
+        }[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "read"),
+    [
+        ("rows", "[{'name': 'id', 'type': 'INTEGER'}]"),
+        ("nothing", "[]"),
+        ("half", "smile ?"),
+    ],
+)
+def test_what_a_tool_returns_becomes_a_text_that_tokenizers_take(what: str, read: str) -> None:
+    found = answer(Odd, begin(Odd, {}).state, call("say", what=what), tagged_calls)
+    assert (found.messages, found.num_errors) == ((read,), 0)
+
+
+class Lines(Shop):
+    def lines(self) -> Any:
+        """Say line after line."""
+        yield "a"
+
+
+def test_a_tool_that_is_a_generator_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the tool lines of Lines is a generator; return one"):
+        tool_schemas(Lines)

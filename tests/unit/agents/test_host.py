@@ -194,3 +194,78 @@ async def test_a_close_ends_a_call_that_hangs(tmp_path: Path) -> None:
         await asyncio.gather(left, return_exceptions=True)
         started_s = time.monotonic()
     assert time.monotonic() - started_s < 8
+
+
+CARELESS = "tool_acts:Careless"
+
+
+async def careless(host: ToolHost, sample: str, state: bytes, text: str) -> Answer:
+    return await host.answer(CARELESS, "1", sample, 1, state, text)
+
+
+async def test_a_tool_may_change_the_folder_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal stays where it was, also for a relative `run.out`, and others notice nothing."""
+    for name in ("kept", "gone"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    with hosting(Path("run"), num_workers=1) as host:
+        begun = await host.begin(CARELESS, "1", 0, problem(tmp_path))
+        for name in ("kept", "gone"):
+            text = call("enter", folder=str(tmp_path / name))
+            assert (await careless(host, name, begun.state, text)).messages == ("in 1",)
+            assert (await careless(host, name, begun.state, text)).messages == ("in 1",)
+        (tmp_path / "gone").rmdir()
+        innocent = await careless(host, "innocent", begun.state, call("count"))
+        assert innocent.messages == ("call 1",)
+    assert calls(tmp_path) == ["enter", "enter", "count"]
+    assert not list((tmp_path / "kept").iterdir())
+
+
+async def test_a_process_that_can_open_no_file_is_replaced(tmp_path: Path) -> None:
+    with hosting(tmp_path, num_workers=1, timeout_s=30.0) as host:
+        begun = await host.begin(CARELESS, "1", 0, problem(tmp_path))
+        spent = await careless(host, "a", begun.state, call("exhaust"))
+        assert spent.messages == ("error: the tool its process ended, with 1",)
+        assert (await careless(host, "b", begun.state, call("count"))).messages == ("call 1",)
+    assert calls(tmp_path) == ["exhaust", "count"]
+
+
+async def test_what_a_hanging_tool_started_ends_with_it(tmp_path: Path) -> None:
+    with hosting(tmp_path, num_workers=1, timeout_s=3.0) as host:
+        begun = await host.begin(CARELESS, "1", 0, problem(tmp_path))
+        hung = await careless(host, "a", begun.state, call("start"))
+        assert hung.messages == ("error: the tool took more than 3 s",)
+    (started,) = calls(tmp_path)
+    assert wait_for(lambda: not psutil.pid_exists(int(started)))
+
+
+SLOW = """
+import time
+
+time.sleep(2.5)
+
+from tool_acts import Acts
+"""
+
+
+async def test_the_import_of_an_environment_has_a_time_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a hang, which costs a process, would cost the next trajectory its answer too."""
+    (tmp_path / "slow_to_import.py").write_text(SLOW)
+    monkeypatch.chdir(tmp_path)
+    name, config = "slow_to_import:Acts", ToolsConfig(num_workers=1, timeout_s=2.0)
+    host = ToolHost(config, "no model", tmp_path / "tools", name)
+    try:
+        begun = await host.begin(name, "1", 0, problem(tmp_path))
+        for sample, text, expected in (
+            ("a", call("count"), "call 1"),
+            ("b", call("wait", seconds=60), "error: the tool took more than 2 s"),
+            ("c", call("count"), "call 1"),
+        ):
+            answer = await host.answer(name, "1", sample, 1, begun.state, text)
+            assert answer.messages == (expected,)
+    finally:
+        host.close()

@@ -157,6 +157,9 @@ def test_a_process_that_dies_while_it_writes_leaves_no_half_an_answer(
 def test_old_answers_are_forgotten(tmp_path: Path) -> None:
     for label in ("1", "2", "3", "10", "eval-0", "eval-2", "eval-2-aime", "eval-3", "check"):
         settle(entry(tmp_path / label, "x", 1, ""), an_answer())
+    before = {each.name for each in tmp_path.iterdir()}
+    forget(tmp_path, 0)
+    assert {each.name for each in tmp_path.iterdir()} == before, "evaluation 0 may be done again"
     forget(tmp_path, 2)
     assert {each.name for each in tmp_path.iterdir()} == {"3", "10", "eval-3", "check"}
     forget(tmp_path / "none", 2)

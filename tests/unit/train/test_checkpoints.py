@@ -246,6 +246,14 @@ def test_damage_that_comes_later_is_noticed_before_a_learner_restarts(tmp_path: 
     assert folder.last_checkpoint(verify_again=True) == (first, 10)
 
 
+def test_a_run_may_resume_from_the_oldest_checkpoint(tmp_path: Path) -> None:
+    """What follows it is kept: newer ones may turn out damaged."""
+    folder = RunFolder(tmp_path)
+    assert folder.oldest_checkpoint() == 0
+    write(folder, 10), write(folder, 20)
+    assert folder.oldest_checkpoint() == 10
+
+
 def test_the_policy_of_an_extended_run_stays_until_the_next(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.set_policy_aside()
