@@ -9,6 +9,7 @@ curve. `fixed` is DAPO's recipe without the extra prompts that replace groups wi
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tlt.report.charts import charts_of
 from tlt.report.svg import sheet
 from tlt.report.view import look_at
 
+AGENT = ROOT / "examples" / "calculator_agent"
 RECIPES: dict[str, tuple[str, str, list[str]]] = {
     "dapo": ("DAPO on a tiny model", "configs/dapo_tiny_cpu.toml", []),
     "fixed": (
@@ -30,18 +32,28 @@ RECIPES: dict[str, tuple[str, str, list[str]]] = {
         ["sampling.max_extra_prompts=0"],
     ),
     "lora": ("LoRA on a tiny model", "configs/lora_tiny_cpu.toml", []),
+    "agent": (
+        "SmolLM2 with a calculator",
+        str(AGENT / "smollm2.toml"),
+        ["policy.model=models/smollm2-calculator"],
+    ),
 }
 """Label, file and settings of each recipe."""
-MODELS = {
+TINY = {
     "models/tiny": "tiny",
     "models/tiny-sft": "sft --model models/tiny --task gcd --sizes 2,2,2 --parameter max_value=9 "
     "--steps 120 --row-tokens 2048 --lr 2e-3 --dtype float32",
 }
+SMOLLM2 = {
+    "models/smollm2": "smollm2",
+    "models/smollm2-calculator": "sft --model models/smollm2 --task word_problems --sizes 2,3,4 "
+    "--environment calculator:Calculator --steps 22 --lr 2e-4 --dtype float32",
+}
 
 
-def make_models() -> None:
-    """Make the models that are missing, as the heads of the recipes say."""
-    for folder, how in MODELS.items():
+def make_models(name: str) -> None:
+    """Make the models of a recipe that are missing, as the head of its file says."""
+    for folder, how in (SMOLLM2 if name == "agent" else TINY).items():
         if not (ROOT / folder).exists():
             command = [sys.executable, "-m", "tlt", "models", *how.split(), "--out", folder]
             subprocess.run(command, cwd=ROOT, check=True)
@@ -68,9 +80,10 @@ def curve(run: Path) -> dict[str, Any]:
 
 def main() -> None:
     options = parse_options(__doc__, only=list(RECIPES))
-    make_models()
+    os.environ["PYTHONPATH"] = str(AGENT)
     done = load("recipes").get("recipes", {})
     for name in options.only:
+        make_models(name)
         label, config, settings = RECIPES[name]
         run = trained(ROOT / "runs" / "recipes" / name, config, *settings)
         done[name] = {"label": label} | curve(run)

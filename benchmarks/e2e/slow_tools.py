@@ -19,31 +19,20 @@ SIGMA = math.log(P99_S / MEDIAN_S) / NormalDist().inv_cdf(0.99)
 
 
 class SlowCalculator(Calculator):
-    """Tools that take their time."""
+    """A tool that takes its time."""
 
     def reset(self, **problem: Any) -> None:
         super().reset()
         self._story = problem["question"]
 
-    def add(self, a: int, b: int) -> str:
-        """Add two numbers.
+    def calculate(self, sum: str) -> str:
+        """Work out a sum.
 
         Args:
-            a: The first number.
-            b: The second number.
+            sum: Such as 4 + 1 or 5 - 2.
         """
         self._wait()
-        return super().add(a, b)
-
-    def subtract(self, a: int, b: int) -> str:
-        """Subtract the second number from the first.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        """
-        self._wait()
-        return super().subtract(a, b)
+        return super().calculate(sum)
 
     def _wait(self) -> None:
         text = f"{self.num_calls}/{self._story}".encode()

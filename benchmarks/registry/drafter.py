@@ -73,7 +73,7 @@ figures(
 
 @table("trainers", "trainers")
 def trainers(d: Doc) -> Rows:
-    tokens = [f"after {count(of)} tokens each" for of in d["tokens_of_each"]]
+    tokens = [f"{count(of)} tokens" for of in d["tokens_of_each"]]
     return [["trainers", "tokens per row", *tokens]] + [
         [str(of["trainers"]), str(of["row_tokens"]), *(f"{x:.2f}" for x in of["tokens_per_draft"])]
         for of in d["rows"]

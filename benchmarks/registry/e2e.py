@@ -7,7 +7,7 @@ import statistics
 from registry.core import Doc, Rows, count, figures, percent, table
 from registry.pairs import drift, interval, same_policy, turns
 
-ALL = ("words_again", "words", "tail", "equal", "from_nothing", "identical")
+ALL = ("words_again", "words", "tail", "tools", "equal", "from_nothing", "identical")
 """Results of all scenarios."""
 
 SEEDS = {"0": "words", "1": "words-seed1", "2": "words-seed2"}
@@ -67,6 +67,14 @@ figures(
     {
         "rollout_share": lambda d: percent(rollout_share(d)),
         "harvest.idle_s": lambda d: f"{mean(d, 'tlt', 'harvest/idle_s'):.1f} s",
+    },
+)
+figures(
+    "e2e.tools",
+    "e2e/pairs/tools",
+    {
+        "wait_s": lambda d: f"{mean(d, 'off', 'tools/wait_s_mean'):.1f} s",
+        "accepted": lambda d: f"{mean(d, 'ngram', 'rollout/acceptance_length'):.2f}",
     },
 )
 figures(

@@ -10,33 +10,24 @@ class Calculator:
     def reset(self, **problem: Any) -> None:
         self.num_calls = 0
 
-    def add(self, a: int, b: int) -> str:
-        """Add two numbers.
+    def calculate(self, sum: str) -> str:
+        """Work out a sum.
 
         Args:
-            a: The first number.
-            b: The second number.
+            sum: Such as 4 + 1 or 5 - 2.
         """
         self.num_calls += 1
-        return str(a + b)
-
-    def subtract(self, a: int, b: int) -> str:
-        """Subtract the second number from the first.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        """
-        self.num_calls += 1
-        return str(a - b)
+        first, sign, second = sum.split()
+        return str(int(first) + int(sign + second))
 
     @staticmethod
-    def worked(metadata: dict[str, Any], answer: str, **_: Any) -> list[str]:
+    def worked(question: str, metadata: dict[str, Any], answer: str, **_: Any) -> list[str]:
         """Return the turns of a policy that solves the problem, to train one on."""
+        _, *events, _ = question.split(". ")
         total, turns = metadata["first"], []
-        for change in metadata["changes"]:
-            tool = "add" if change > 0 else "subtract"
-            call = {"name": tool, "arguments": {"a": total, "b": abs(change)}}
-            turns.append(f"<tool_call>{json.dumps(call)}</tool_call>")
+        for event, change in zip(events, metadata["changes"], strict=True):
+            meaning, sign = ("more", "+") if change > 0 else ("less", "-")
+            call = {"name": "calculate", "arguments": {"sum": f"{total} {sign} {abs(change)}"}}
+            turns.append(f"{event}: {meaning}. <tool_call>{json.dumps(call)}</tool_call>")
             total += change
         return [*turns, f"<answer>{answer}</answer>"]

@@ -68,25 +68,14 @@ class SlowCalculator(Calculator):
         """Differs between trajectories of any policy: the policy learns in every step."""
         return min(self.num_calls, 4) / 4
 
-    def add(self, a: int, b: int) -> str:
-        """Add two numbers.
+    def calculate(self, sum: str) -> str:
+        """Work out a sum.
 
         Args:
-            a: The first number.
-            b: The second number.
+            sum: Such as 4 + 1 or 5 - 2.
         """
-        self._note("add", a, b)
-        return super().add(a, b)
-
-    def subtract(self, a: int, b: int) -> str:
-        """Subtract the second number from the first.
-
-        Args:
-            a: The first number.
-            b: The second number.
-        """
-        self._note("subtract", a, b)
-        return super().subtract(a, b)
+        self._note(sum)
+        return super().calculate(sum)
 
     def _note(self, *what: Any) -> None:
         with open(os.environ["CALLS"], "a") as file:

@@ -54,8 +54,8 @@ class Caution:
     """Cost allowed for the first trials at a new batch size, in steps without drafts."""
     retry_interval_steps: int = 64
     """Engine steps until the next trial of a drafter that is not in use, if the budget allows. Each
-    failed trial doubles the interval, up to 16x, or 2x while no drafter is in use. A change of
-    acceptance resets it."""
+    failed trial doubles the interval: at most four times, or once while no drafter is in use. A
+    change of acceptance resets it."""
     known_drafts: int = 50
     """Verified drafts after which a drafter gets a trial only when its retry interval has passed,
     as long as another drafter is in use."""

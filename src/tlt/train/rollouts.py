@@ -339,5 +339,5 @@ class _Batch:
             function = self._of.state_reward(trajectory.state)
             return await rewards.score(problem, trajectory.last_text, function)
         if self._of.by_environment and trajectory.reward is not None:
-            return rewards.checked(problem, trajectory.reward, "something else")
+            return rewards.checked(problem, trajectory.reward, "no number")
         return await rewards.score(problem, trajectory.last_text, self._reward)
