@@ -21,7 +21,7 @@ class Calculator:
         return str(int(first) + int(sign + second))
 
     @staticmethod
-    def worked(question: str, metadata: dict[str, Any], answer: str, **_: Any) -> list[str]:
+    def worked(question: str, metadata: dict[str, Any], answer: str, **more: Any) -> list[str]:
         """Return the turns of a policy that solves the problem, to train one on."""
         _, *events, _ = question.split(". ")
         total, turns = metadata["first"], []
