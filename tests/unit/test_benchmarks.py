@@ -122,5 +122,5 @@ def test_pairs_of_trl_alternate_and_are_saved(monkeypatch: pytest.MonkeyPatch) -
 def test_the_campaign_of_faults_reads_pytest_and_finds_its_tests() -> None:
     faults = script("benchmarks/faults.py")
     assert faults.outcome("FAILED\n1 failed, 39 passed in 242.69s") == {"passed": 39, "failed": 1}
-    for folder in faults.LAYERS.values():
+    for folder, *_ in faults.LAYERS.values():
         assert (ROOT / "tests" / "unit" / folder / "test_fault_layer.py").exists()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tlt.config.reference import SECTIONS, reference
+from tlt.config.reference import SECTIONS
 from tlt.config.train import TrainConfig
+from tlt.strategy.reference import page as settings
 
 ROOT = Path(__file__).parents[2]
 BESIDE = ("examples/README.md", "benchmarks/README.md")
@@ -18,7 +19,7 @@ PAGES = [
 
 def test_the_settings_page_is_current() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == reference()
+    assert page == settings()
     assert "`str or None`" in page
     assert "\\|" not in page  # the site shows the backslash
 

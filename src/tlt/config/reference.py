@@ -1,17 +1,18 @@
-"""Generate `docs/configuration.md`, the reference page of all settings, from the schemas."""
+"""The reference of all settings, from the schemas.
+
+`tlt.strategy.reference` adds the strategies, and writes `docs/configuration.md`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, with_config
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from tlt.config.load import schema_of
 from tlt.config.train import TrainConfig
-from tlt.strategy.adaptive import Caution
-from tlt.strategy.spec import EXAMPLES
 
 HEADER = """# Configuration
 
@@ -20,14 +21,14 @@ All settings of `tlt train`, as a run's TOML file holds them. Unknown keys are r
 checks all settings, the model and the data, and starts nothing.
 
 This page is generated from the schemas in `src/tlt/config`
-(`python -m tlt.config.reference > docs/configuration.md`); a test compares them.
+(`python -m tlt.strategy.reference > docs/configuration.md`); a test compares them.
 """
 KEYS = "\n| key | type | default | description |\n|---|---|---|---|\n"
 
 
 def reference() -> str:
-    """Return the page as Markdown."""
-    return HEADER + tables(SECTIONS) + _strategies()
+    """Return the page as Markdown, up to the strategies."""
+    return HEADER + tables(SECTIONS)
 
 
 def _sections(
@@ -60,28 +61,14 @@ def tables(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
                 kind = str(field.annotation)
             kind = re.sub(r"typing\.|tlt\.config\.\w+\.", "", kind)
             kind = re.sub(r"Annotated\[(\w+), FieldInfo\(.*?\)\]\)\]", r"\1", kind)
-            text = _line(field.description or "")
+            text = line(field.description or "")
             kind = kind.replace(" | ", " or ")  # the site shows the backslash of an escaped bar
             parts.append(f"| `{key}` | `{kind}` | {_default(field)} | {text} |\n")
     return "".join(parts)
 
 
-def _strategies() -> str:
-    """Return the kinds of `engine.strategy`, and a table of the adaptive one's optional keys."""
-    kinds = "".join(f"strategy = {example}\n" for example in EXAMPLES.values())
-    known = TypeAdapter(with_config(ConfigDict(use_attribute_docstrings=True))(Caution))
-    rows = "".join(
-        f"| `{key}` | `{of['type']}` | `{of['default']}` | {_line(of['description'])} |\n"
-        for key, of in known.json_schema()["properties"].items()
-    )
-    return (
-        f"\n## `engine.strategy`\n\nOne of every kind:\n\n```toml\n{kinds}```\n\n"
-        "`adaptive` and `beg_mab` take `arms`, by default all of the engine.\n"
-        f"`adaptive` also takes:\n{KEYS}{rows}"
-    )
-
-
-def _line(text: str) -> str:
+def line(text: str) -> str:
+    """Return a docstring in one line."""
     return " ".join(text.split())
 
 
@@ -91,9 +78,3 @@ def _default(field: object) -> str:
     if value is PydanticUndefined:
         return "required"
     return f"`{value.model_dump() if isinstance(value, BaseModel) else value!r}`"
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(reference())
