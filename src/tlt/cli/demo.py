@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 STEPS = 12
 LIMIT_S = 300.0
 """Seconds that the demo may take."""
-OFF_SHARE = 0.52
+OFF_SHARE = 0.48
 """Share of the limit after which the first run must be done."""
 REPORT_S = 10.0
 """Seconds reserved for the report, and for a run that ends at its limit."""
@@ -238,7 +238,8 @@ def _show(output: Output, found: dict[str, Any]) -> None:
         )
     output.say(found["verdict"], style="bold")
     if "rollout" in found["gain"]:
-        output.say(f"The rollout alone: {Ratio(**found['gain']['rollout'])}. {found['drift']}")
+        rollout = f"The rollout alone: {Ratio(**found['gain']['rollout'])}."
+        output.say(f"{rollout} {found['drift']}".rstrip())
     columns = (">engine seconds", ">tokens", ">tokens per draft", ">share of tokens saved")
     rows = []
     for name, of in found["drafts"].items():

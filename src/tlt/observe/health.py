@@ -19,8 +19,6 @@ FAULT_SHARE = 0.01
 """Share of an RL step's samples without a reward that is reported."""
 MANY_FAULTS = 0.5
 """Share of an RL step's samples without a reward above which the RL step teaches too little."""
-LATE_SHARE = 0.02
-"""Share of engine steps, or of their seconds, beyond the emulated time that is reported."""
 MAX_STEPS = 8
 """RL steps that a sign names."""
 
@@ -61,14 +59,6 @@ def signs(records: Sequence[Record]) -> Iterator[Finding]:
             f"In {unwritten} a checkpoint could not be written.",
             "Make room in run.out; run.log says why it failed.",
         )
-    for name, what in (("late_share", "engine steps"), ("late_s_share", "engine seconds")):
-        if late := steps_with(records, f"emulate/{name}", LATE_SHARE):
-            worst = max(series(records, f"emulate/{name}")[1])
-            yield Finding(
-                "late",
-                f"In {late} up to {worst:.0%} of the {what} went beyond their emulated time.",
-                "Raise emulate.dilation, or lower pool.num_engines: the CPU cores are too slow.",
-            )
 
 
 def steps_with(records: Sequence[Record], name: str, above: float = 0.0) -> str:

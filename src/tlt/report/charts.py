@@ -56,10 +56,13 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
 
 
 def _labelled(chart: Chart, label: str) -> Chart:
-    """Return a chart whose axis names the emulated hardware, if any."""
-    if not label:
-        return chart
-    return replace(chart, x=replace(chart.x, label=f"{chart.x.label} ({label})"))
+    """Return a chart whose axis of seconds says that they were emulated, if they were."""
+
+    def said(axis: Axis) -> Axis:
+        is_time = bool(label) and axis.label.startswith("seconds")
+        return replace(axis, label=f"{axis.label} (emulated)") if is_time else axis
+
+    return replace(chart, x=said(chart.x), y=said(chart.y))
 
 
 def _stages(view: RunView) -> Chart:
@@ -184,7 +187,10 @@ def _lengths(view: RunView) -> Chart:
 
 
 def _acceptance(view: RunView) -> Chart:
-    lines = {"": Line(_points(view, "rollout/acceptance_length"), COLOURS[0])}
+    points = _points(view, "rollout/acceptance_length")
+    if points and max(length for _, length in points) <= 1:
+        return Chart("Acceptance length", note="Nothing to show: engines accepted no drafts.")
+    lines = {"": Line(points, COLOURS[0])}
     new = {d["step"]: f"v{d['version']:.0f}" for d in drafters(view) if d["version"]}
     chart = _over_steps("Acceptance length", "tokens per draft", lines, low=1.0, high=2.0)
     return replace(chart, legend={}, marks=new)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tlt.observe.health import Finding, signs, steps_with
 from tlt.observe.summary import series, stage_table
-from tlt.report.view import RunView, arms, lengths, reclaimed, span_totals, tail_share
+from tlt.report.view import RunView, arms, lengths, span_totals, tail_share
 
 REWARD_SHARE = 0.10
 UPDATE_SHARE = 0.50
@@ -33,6 +33,8 @@ MIN_COMPARED_S = 0.3
 """Fewest seconds of plain decoding to compare speculation with."""
 TRUNCATED_SHARE = 0.10
 """Share of truncated responses above which the length limit is reported."""
+LATE_SHARE = 0.02
+"""Share of the engines' time beyond its emulated length above which the emulation is reported."""
 SIGNAL_SHARE = 0.10
 """Share of groups with different rewards below which the missing signal is reported."""
 
@@ -40,7 +42,7 @@ SIGNAL_SHARE = 0.10
 def findings(view: RunView) -> list[Finding]:
     """Return all findings of a run, the costliest first; at least one."""
     whole, view = view, _warmed_up(view)
-    found = [*_trust(whole), *(finding for rule in RULES for finding in rule(view))]
+    found = [*_trust(whole), *_late(view), *(finding for rule in RULES for finding in rule(view))]
     if not found:
         shares = _shares(view)
         found = [
@@ -116,6 +118,18 @@ def _trust(view: RunView) -> Iterator[Finding]:
         )
 
 
+def _late(view: RunView) -> Iterator[Finding]:
+    if steps := steps_with(view.records, "emulate/late_s_share", LATE_SHARE):
+        worst = max(series(view.records, "emulate/late_s_share")[1])
+        yield Finding(
+            "late",
+            f"In {steps} up to {worst:.0%} of the engine seconds went beyond their emulated time: "
+            "the CPU cores are too slow for this emulation.",
+            "Raise emulate.dilation, or lower pool.num_engines.",
+            1.2,
+        )
+
+
 def _rewards(view: RunView) -> Iterator[Finding]:
     # The stage also includes the wait for trainers to stop.
     released_s = sum(series(view.records, "harvest/release_s")[1])
@@ -180,8 +194,7 @@ def _tail(view: RunView) -> Iterator[Finding]:
         yield Finding(
             "no_speculation",
             f"{share:.0%} of the rollout time is tail: at most an eighth of the requests run, and "
-            f"no engine speculates. Workers were idle for "
-            f"{reclaimed(view)['idle_s']:.0f} s.",
+            "no engine speculates.",
             "Set tlt.enabled = true.",
             share * rollout,
         )

@@ -50,6 +50,9 @@ class Gain:
     """The fair figure where response lengths differ by chance."""
     update: Ratio
     """The policy update, which is the same work in both runs: any difference is noise."""
+    drift: float
+    """How many times as fast the machine itself was in the run: the median ratio of the updates, or
+    of the shares of engine seconds within their emulated time."""
     base_s: float
     """Median seconds of an RL step of the base."""
     other_s: float
@@ -58,13 +61,13 @@ class Gain:
     @property
     def is_clear(self) -> bool:
         """Whether the gain is larger than what chance and the machine's drift explain."""
-        drift = max(self.update.median, 1 / self.update.median)
+        drift = max(self.drift, 1 / self.drift)
         return self.num_pairs >= MIN_PAIRS and self.step.low > 1 and self.step.median > drift
 
     @property
     def is_loss(self) -> bool:
         """Whether the run is slower by more than chance and drift explain."""
-        drift = min(self.update.median, 1 / self.update.median)
+        drift = min(self.drift, 1 / self.drift)
         return self.num_pairs >= MIN_PAIRS and self.step.high < 1 and self.step.median < drift
 
 
@@ -79,13 +82,16 @@ def gain(base: RunView, other: RunView) -> Gain | None:
     def ratio(value: Callable[[Record], float]) -> Ratio:
         return paired([(value(mine), value(theirs)) for mine, theirs in pairs])
 
-    tokens = "rollout/output_tokens"
+    tokens, late = "rollout/output_tokens", "emulate/late_s_share"
+    update = ratio(lambda r: r["time/update_s"])
+    on_time = ratio(lambda r: 1 / (1 - min(0.99, r.get(late, 0.0))))
     return Gain(
         len(pairs),
         step=ratio(lambda r: r["time/step_s"]),
         rollout=ratio(lambda r: r["time/rollout_s"]),
         rollout_per_token=ratio(lambda r: r["time/rollout_s"] / max(1.0, r.get(tokens, 0.0))),
-        update=ratio(lambda r: r["time/update_s"]),
+        update=update,
+        drift=on_time.median if other.emulated else update.median,
         base_s=median(mine["time/step_s"] for mine, _ in pairs),
         other_s=median(theirs["time/step_s"] for _, theirs in pairs),
     )

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,7 +16,7 @@ from xml.etree.ElementTree import Element, tostring
 from tlt.report.charts import NO_TIMELINE, charts_of, comparison
 from tlt.report.findings import findings
 from tlt.report.gain import compare, gain, headline, in_words
-from tlt.report.svg import Chart, as_file, draw, element
+from tlt.report.svg import Chart, draw, element, sheet
 from tlt.report.view import RunView, describe
 from tlt.spans import STATES
 
@@ -172,9 +173,13 @@ def _rewards(found: Mapping[str, Any]) -> str:
 
 
 def pictures(views: Sequence[RunView]) -> dict[str, str]:
-    """Return every chart as an SVG file, by its file name."""
+    """Return every chart as an SVG file, by its file name. Each says what was emulated."""
     return {
-        f"{view.name.replace('/', '-')}-{name}.svg": as_file(draw(chart))
+        f"{view.name.replace('/', '-')}-{name}.svg": sheet(
+            chart.title,
+            [replace(chart, title="")],
+            [f"Time was {view.emulated}."] * bool(view.emulated),
+        )
         for view, charts in zip(views, charts_of(views), strict=True)
         for name, chart in charts.items()
         if chart.shapes
@@ -208,7 +213,8 @@ def _run(view: RunView, charts: Mapping[str, Chart]) -> list[Element]:
 
 def _findings(view: RunView, several: bool, page: Path | None) -> list[Element]:
     """Return what `tlt watch` and `tlt doctor --run` say about a run, and its timeline."""
-    parts = [element("h2", f"What holds {view.name if several else 'the run'} back")]
+    whose = f"{view.name}: what" if several else "What"
+    parts = [element("h2", f"{whose} holds the run back")]
     for finding in findings(view):
         says = element("p", *_prose(finding.says))
         to_do = element("p", element("b", "To do: "), *_prose(finding.change))
@@ -253,10 +259,9 @@ def _seconds(found: Mapping[str, Any]) -> list[Element]:
         for worker, of in list(found["workers"].items())[:MAX_WORKERS]
     ]
     idle_s, training_s, share = (found["reclaimed"][k] for k in ("idle_s", "training_s", "share"))
-    words = (
-        f"Workers had nothing to generate for {idle_s + training_s:.1f} seconds. They trained the "
-        f"drafter for {training_s:.1f} of them ({share:.0%})."
-    )
+    words = f"Workers had nothing to generate for {idle_s + training_s:.1f} seconds."
+    if training_s:
+        words += f" They trained the drafter for {training_s:.1f} of them ({share:.0%})."
     return [element("p", words), _table(("worker", *states), rows, numbers=len(states))]
 
 

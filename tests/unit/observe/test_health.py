@@ -30,17 +30,6 @@ def test_signs_name_their_steps() -> None:
     assert "RL step 24," in unwritten.says
 
 
-def test_late_work_of_an_emulation_asks_for_a_higher_dilation() -> None:
-    late = {"emulate/late_share": 0.021, "emulate/late_s_share": 0.019}
-    (steps,) = signs([record(1), record(2) | late])
-    assert (
-        steps.says == "In RL step 2, up to 2% of the engine steps went beyond their emulated time."
-    )
-    assert "emulate.dilation" in steps.change
-    (seconds,) = signs([record(3) | {"emulate/late_share": 0.02, "emulate/late_s_share": 0.5}])
-    assert "50% of the engine seconds" in seconds.says
-
-
 def test_a_run_that_learns_nothing_ends() -> None:
     for lost in (record(1, skipped=2.0), record(1, fault_share=0.51)):
         watch = HealthWatch(max_steps=3, updates_per_step=2)

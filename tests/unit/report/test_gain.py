@@ -15,7 +15,7 @@ ARMS = (("off", 2.0, 16, 600, 0), ("ngram:3", 3.0, 4, 300, 100), ("eagle3:4", 3.
 
 
 def measured(step: Ratio, update: float = 1.0, num_pairs: int = 9) -> Gain:
-    return Gain(num_pairs, step, step, step, Ratio(update, update, update), 6.0, 4.0)
+    return Gain(num_pairs, step, step, step, Ratio(update, update, update), update, 6.0, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,26 @@ def test_two_runs_are_compared_without_their_first_step(tmp_path: Path) -> None:
     assert compare(off, tlt)["rollout"]["median"] == pytest.approx(2.0)
     del off.records[1:]
     assert gain(off, tlt) is None
+
+
+def test_an_emulated_gain_is_held_against_late_work_not_against_updates(tmp_path: Path) -> None:
+    config = {"emulate": {"hardware": "h100"}}
+    off = look_at(made_up_folder(tmp_path / "off", config=config))
+    tlt = look_at(
+        made_up_folder(
+            tmp_path / "tlt", config=config, time__update_s=0.1, time__rollout_s=9.0,
+            emulate__late_s_share=0.01,
+        )
+    )  # fmt: skip
+    found = gain(off, tlt)
+    assert found is not None
+    assert found.drift == pytest.approx(0.99)
+    assert found.is_clear
+    for record in off.records:
+        record["emulate/late_s_share"] = 0.4
+    found = gain(off, tlt)
+    assert found is not None
+    assert not found.is_clear
 
 
 def test_the_interval_of_a_mean_is_about_two_standard_errors_wide() -> None:

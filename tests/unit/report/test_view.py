@@ -120,9 +120,10 @@ def test_the_page_and_every_picture_say_what_was_emulated(make: Run) -> None:
     config = {"emulate": {"hardware": "h100", "dilation": 8.0}, "pool": {"num_engines": 8}}
     views = [look_at(make("off", config=config)), look_at(make("tlt", config=config))]
     label = "emulated: 8 H100s, qwen2.5-7b"
-    assert as_html(views).index(f"Time was {label}.") < as_html(views).index("What holds")
+    assert as_html(views).index(f"Time was {label}.") < as_html(views).index("what holds the run")
     assert all(label in svg for svg in pictures(views).values())
-    assert all(label in chart.x.label for chart in comparison(views))
+    assert comparison(views)[0].y.label == "seconds (emulated)"
+    assert "seconds since the rollout began (emulated)" in as_html(views)
     assert json.loads(as_json(views))["runs"][0]["emulated"] == label
     plain = [look_at(make("plain"))]
     assert "emulated" not in as_html(plain)
@@ -165,7 +166,9 @@ def test_the_page_of_two_runs_opens_with_the_gain_and_the_identical_samples(make
 def test_the_page_shows_findings_and_leads_to_the_timelines(make: Run) -> None:
     runs = [make("off", time__reward_wait_s=9.0), make("a b")]
     html = as_html([look_at(run) for run in runs], runs[1] / "report.html")
-    assert html.index("What holds off back") < html.index("Where the seconds of an RL step go")
+    assert html.index("off: what holds the run back") < html.index(
+        "Where the seconds of an RL step go"
+    )
     assert findings(look_at(runs[0]))[0].says[:40] in html
     assert html.count('class="finding"') == sum(len(findings(look_at(run))) for run in runs)
     assert 'href="../off/timeline.json"' in html
@@ -266,6 +269,7 @@ WEAK = (("eagle3:3", 9.0, 1, 500, 60),)
             {"response__truncated_share": 0.6, "config": {"tlt": {"enabled": True}}},
         ),
         ("sync_bound", {"time__sync_s": 9.0}),
+        ("late", {"emulate__late_s_share": 0.03}),
         ("eval_bound", {"time__eval_s": 20.0}),
         ("checkpoint_bound", {"time__checkpoint_s": 12.0}),
         ("nothing", {"arms": FAST, "config": {"tlt": {"enabled": True}}}),
