@@ -93,7 +93,8 @@ figures(
             for measure in ("rollout", "end_to_end")
         },
         **{
-            f"costly.{arm}": lambda d, arm=arm: f"{d['simulated']['costly'][arm]['rollout']:.2f}x"
+            f"{name}.{arm}": lambda d, of=of, arm=arm: f"{d['simulated'][of][arm]['rollout']:.2f}x"
+            for name, of in (("simulated", "as_emulated"), ("costly", "costly"))
             for arm in ("frozen", "nothing", "ngram")
         },
         "nothing.last.end_to_end": lambda d: last(d, "nothing", "end_to_end"),

@@ -249,7 +249,7 @@ def _show(output: Output, found: dict[str, Any]) -> None:
     output.table("where the gain comes from: the run with TLT, by drafter", ("", *columns), rows)
     if idle := found["leases"]:
         output.say(
-            f"Leases: idle workers trained the drafter for {idle['training_s']:.0f} of "
+            f"Harvest: idle workers trained the drafter for {idle['training_s']:.0f} of "
             f"{idle['training_s'] + idle['idle_s']:.0f} idle seconds; better drafters published: "
             f"{idle['published']:.0f}."
         )

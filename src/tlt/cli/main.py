@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -44,6 +45,11 @@ for panel, commands in PANELS.items():
             app.add_typer(command, name=name, rich_help_panel=panel)
         else:
             app.command(name, rich_help_panel=panel)(command)
+for group in (app, *(inside.typer_instance for inside in app.registered_groups)):
+    for each in group.registered_commands if group else ():
+        # The help breaks lines at the width of the terminal, not where the docstring does.
+        paragraphs = inspect.cleandoc(each.callback.__doc__ or "").split("\n\n")
+        each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _version(show: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,15 @@ def test_only_the_word_calibrate_names_a_command_of_simulate() -> None:
     code, _, errors = tlt("simulate", "calibrated.toml")
     assert code == 2
     assert "calibrated.toml" in errors
+
+
+@pytest.mark.parametrize("words", [("demo",), ("eval",), ("verify",), ("simulate",)], ids=" ".join)
+def test_a_paragraph_of_help_breaks_only_where_the_terminal_ends(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    text = tlt(*words, "--help")[1].partition("╭")[0]
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = [line.strip() for line in paragraph.splitlines() if line.strip()]
+        for line, following in pairwise(lines):
+            assert len(line) + len(following.partition(" ")[0]) > COLUMNS - 5
