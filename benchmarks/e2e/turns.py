@@ -77,8 +77,10 @@ class Run:
                 return gate
             except TimeoutError:
                 if self._process.poll() is not None:
+                    lines = self._log.read_text(errors="replace").splitlines()
+                    said = [line for line in lines if line.startswith("error: ")]
                     raise RunEnded(
-                        f"the run of {self.arm} did not start; see {self._log}"
+                        f"the run of {self.arm} did not start; see {self._log}. {' '.join(said)}"
                     ) from None
 
     def go(self) -> None:

@@ -241,7 +241,7 @@ def learner(views: Sequence[RunView]) -> Learner:
     trained_share = min(1.0, trained / max(1.0, whole))
     return Learner(
         tokens_per_s=1 / slope,
-        step_s=mean_s - slope * mean_t,
+        step_s=max(0.0, mean_s - slope * mean_t),  # rounding may go below
         trained_share=trained_share,
         prompt_share=max(0.0, 1 - shared / max(1.0, trained_share * prompts)),
         reward_s=median(r.get("time/reward_wait_s", 0.0) for r in records),

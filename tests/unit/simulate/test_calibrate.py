@@ -91,6 +91,18 @@ def test_the_learner_of_a_run_shares_prompts() -> None:
     assert found.prompt_share == pytest.approx(1 / 8)
 
 
+def test_rounding_makes_no_negative_time_of_an_update() -> None:
+    """Updates that take equally long are all time per token, whatever their tokens are."""
+    seconds = 1.7918079144195904
+    records = [
+        {"learner/tokens": tokens, "time/update_s": seconds, "rollout/output_tokens": tokens}
+        for tokens in (1.0, 8928.0, 4904.0, 3933.0)
+    ]
+    found = learner([RunView("run", {}, records, records, [], [])])
+    assert found.step_s == 0
+    assert 1 / found.tokens_per_s * 5921.67 == pytest.approx(seconds, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
