@@ -213,17 +213,19 @@ def verdict(found: Gain | None) -> str:
     """Return the gain in words, or that it is within noise."""
     if found is None:
         return "The runs have no RL step to compare: the first one loads and compiles."
-    measured = (
-        f"{found.step} over {found.num_pairs} pairs of equal RL steps, {found.other_s:.1f} s "
-        f"instead of {found.base_s:.1f} s"
+    over = (
+        f"{found.other_s:.1f} s instead of {found.base_s:.1f} s, over {found.num_pairs} pairs of "
+        "equal RL steps"
     )
     if found.is_clear:
-        return f"TLT made RL steps {found.step.median:.2f}x as fast: {measured}."
+        interval = f"({found.step.low:.2f} to {found.step.high:.2f})"
+        return f"TLT made RL steps {found.step.median:.2f}x as fast {interval}: {over}."
+    measured = f"{found.step}, {over}."
     if found.is_loss:
-        return f"TLT made RL steps slower here: {measured}."
+        return f"TLT made RL steps slower here: {measured}"
     if found.num_pairs < MIN_PAIRS:
-        return f"Too few RL steps to tell a gain from noise: {measured}."
-    return f"The gain is within noise on this machine: {measured}."
+        return f"Too few RL steps to tell a gain from noise: {measured}"
+    return f"The gain is within noise on this machine: {measured}"
 
 
 def drift(found: Gain) -> str:
