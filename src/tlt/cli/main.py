@@ -48,7 +48,7 @@ for panel, commands in PANELS.items():
 for group in (app, *(inside.typer_instance for inside in app.registered_groups)):
     for each in group.registered_commands if group else ():
         # The help breaks lines at the width of the terminal, not where the docstring does.
-        paragraphs = inspect.cleandoc(each.callback.__doc__ or "").split("\n\n")
+        paragraphs = (inspect.getdoc(each.callback) or "").split("\n\n")
         each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 

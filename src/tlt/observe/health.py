@@ -19,6 +19,8 @@ FAULT_SHARE = 0.01
 """Share of an RL step's samples without a reward that is reported."""
 MANY_FAULTS = 0.5
 """Share of an RL step's samples without a reward above which the RL step teaches too little."""
+LATE_SHARE = 0.02
+"""Share of the engines' time beyond its emulated length that is reported."""
 MAX_STEPS = 8
 """RL steps that a sign names."""
 
@@ -61,6 +63,18 @@ def signs(records: Sequence[Record]) -> Iterator[Finding]:
         )
 
 
+def late(records: Sequence[Record]) -> Iterator[Finding]:
+    """Yield that the machine is too slow for what a run emulates, if it is."""
+    if steps := steps_with(records, "emulate/late_s_share", LATE_SHARE):
+        worst = max(series(records, "emulate/late_s_share")[1])
+        yield Finding(
+            "late",
+            f"In {steps} up to {worst:.0%} of the engine seconds went beyond their emulated time: "
+            "the CPU cores are too slow for this emulation.",
+            "Raise emulate.dilation, or lower pool.num_engines.",
+        )
+
+
 def steps_with(records: Sequence[Record], name: str, above: float = 0.0) -> str:
     """Return the RL steps in which the metric is above a threshold, in words; empty if none."""
     steps, values = series(records, name)
@@ -82,7 +96,7 @@ class HealthWatch:
     def observe(self, record: Record) -> None:
         """Log what is wrong with an RL step, and raise if it stays wrong for too long."""
         found = list(signs([record]))
-        for sign in found:
+        for sign in (*found, *late([record])):
             logger.warning("%s %s", sign.says, sign.change)
         none_updated = record.get("learner/skipped_updates", 0) >= self._updates_per_step
         lost = none_updated or record.get("reward/fault_share", 0) > MANY_FAULTS

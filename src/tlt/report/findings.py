@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tlt.observe.health import Finding, signs, steps_with
+from tlt.observe.health import Finding, late, signs, steps_with
 from tlt.observe.summary import series, stage_table
 from tlt.report.view import RunView, arms, lengths, span_totals, tail_share
 
@@ -33,8 +33,6 @@ MIN_COMPARED_S = 0.3
 """Fewest seconds of plain decoding to compare speculation with."""
 TRUNCATED_SHARE = 0.10
 """Share of truncated responses above which the length limit is reported."""
-LATE_SHARE = 0.02
-"""Share of the engines' time beyond its emulated length above which the emulation is reported."""
 SIGNAL_SHARE = 0.10
 """Share of groups with different rewards below which the missing signal is reported."""
 
@@ -42,7 +40,11 @@ SIGNAL_SHARE = 0.10
 def findings(view: RunView) -> list[Finding]:
     """Return all findings of a run, the costliest first; at least one."""
     whole, view = view, _warmed_up(view)
-    found = [*_trust(whole), *_late(view), *(finding for rule in RULES for finding in rule(view))]
+    found = [
+        *_trust(whole),
+        *(replace(sign, weight=1.2) for sign in late(view.records)),
+        *(finding for rule in RULES for finding in rule(view)),
+    ]
     if not found:
         shares = _shares(view)
         found = [
@@ -115,18 +117,6 @@ def _trust(view: RunView) -> Iterator[Finding]:
             "Run `tlt doctor`: all fixes must be applied (unset TLT_COMPAT_SKIP). If they are, "
             "file an issue.",
             1.5,
-        )
-
-
-def _late(view: RunView) -> Iterator[Finding]:
-    if steps := steps_with(view.records, "emulate/late_s_share", LATE_SHARE):
-        worst = max(series(view.records, "emulate/late_s_share")[1])
-        yield Finding(
-            "late",
-            f"In {steps} up to {worst:.0%} of the engine seconds went beyond their emulated time: "
-            "the CPU cores are too slow for this emulation.",
-            "Raise emulate.dilation, or lower pool.num_engines.",
-            1.2,
         )
 
 

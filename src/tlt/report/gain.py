@@ -35,8 +35,12 @@ class Ratio:
     low: float
     high: float
 
+    @property
+    def range(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
+
     def __str__(self) -> str:
-        return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
+        return f"{self.median:.2f}x ({self.range})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +86,21 @@ def gain(base: RunView, other: RunView) -> Gain | None:
     def ratio(value: Callable[[Record], float]) -> Ratio:
         return paired([(value(mine), value(theirs)) for mine, theirs in pairs])
 
-    tokens, late = "rollout/output_tokens", "emulate/late_s_share"
+    def on_time(record: Record) -> float:
+        return 1 - min(0.99, record.get("emulate/late_s_share", 0.0))
+
+    tokens = "rollout/output_tokens"
     update = ratio(lambda r: r["time/update_s"])
-    on_time = ratio(lambda r: 1 / (1 - min(0.99, r.get(late, 0.0))))
+    drift = update.median
+    if other.emulated:
+        drift = median(on_time(theirs) / on_time(mine) for mine, theirs in pairs)
     return Gain(
         len(pairs),
         step=ratio(lambda r: r["time/step_s"]),
         rollout=ratio(lambda r: r["time/rollout_s"]),
         rollout_per_token=ratio(lambda r: r["time/rollout_s"] / max(1.0, r.get(tokens, 0.0))),
         update=update,
-        drift=on_time.median if other.emulated else update.median,
+        drift=drift,
         base_s=median(mine["time/step_s"] for mine, _ in pairs),
         other_s=median(theirs["time/step_s"] for _, theirs in pairs),
     )
@@ -218,8 +227,7 @@ def verdict(found: Gain | None) -> str:
         "equal RL steps"
     )
     if found.is_clear:
-        interval = f"({found.step.low:.2f} to {found.step.high:.2f})"
-        return f"TLT made RL steps {found.step.median:.2f}x as fast {interval}: {over}."
+        return f"TLT made RL steps {found.step.median:.2f}x as fast ({found.step.range}): {over}."
     measured = f"{found.step}, {over}."
     if found.is_loss:
         return f"TLT made RL steps slower here: {measured}"

@@ -149,12 +149,12 @@ def _facts(base: RunView, other: RunView, found: Mapping[str, Any]) -> Iterator[
         rollout = measured.rollout if found["same_tokens"] else measured.rollout_per_token
         yield (
             f"{measured.step.median:.2f}x",
-            f"RL steps ({measured.step.low:.2f} to {measured.step.high:.2f}): "
+            f"RL steps ({measured.step.range}): "
             f"{measured.other_s:.1f} s instead of {measured.base_s:.1f} s",
         )
         yield (
             f"{rollout.median:.2f}x",
-            f"rollouts{per_token} ({rollout.low:.2f} to {rollout.high:.2f})",
+            f"rollouts{per_token} ({rollout.range})",
         )
     if of := found["samples"]["compared"]:
         yield (

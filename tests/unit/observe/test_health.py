@@ -3,7 +3,7 @@
 import pytest
 
 from tlt.errors import TrainingFailed
-from tlt.observe.health import HealthWatch, signs
+from tlt.observe.health import HealthWatch, late, signs
 
 
 def record(step: int, skipped: float = 0.0, fault_share: float = 0.0) -> dict[str, float]:
@@ -28,6 +28,19 @@ def test_signs_name_their_steps() -> None:
     skipped, unwritten = signs(records)
     assert "RL steps 1, 3, 5, 7, 9, 11, 13, 15 and 4 more," in skipped.says
     assert "RL step 24," in unwritten.says
+
+
+def test_late_work_of_an_emulation_asks_for_a_higher_dilation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    in_time = record(1) | {"emulate/late_s_share": 0.019}
+    assert list(late([in_time])) == []
+    behind = record(2) | {"emulate/late_s_share": 0.5}
+    (found,) = late([in_time, behind])
+    assert "In RL step 2, up to 50% of the engine seconds went beyond" in found.says
+    assert "emulate.dilation" in found.change
+    HealthWatch(max_steps=3, updates_per_step=2).observe(behind)
+    assert "beyond their emulated time" in caplog.text
 
 
 def test_a_run_that_learns_nothing_ends() -> None:
